@@ -1,0 +1,1 @@
+"""Pure functions from tables to results: where a step goes, what fills memory, and why."""

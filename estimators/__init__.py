@@ -1,0 +1,1 @@
+"""Memory, communication and step time of a run that has not happened."""

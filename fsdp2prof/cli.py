@@ -1,0 +1,63 @@
+"""The ``fsdp2prof`` command: a registry of verbs, each imported only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from fsdp2prof import __version__
+from fsdp2prof.errors import Fsdp2ProfError
+
+__all__ = ["cli", "main"]
+
+_VERBS = {
+    "record": ("fsdp2prof.commands.record:record", "Record a training command."),
+    "analyze": ("fsdp2prof.commands.analyze:analyze", "Analyse a run directory, traces or snapshots."),
+    "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
+}
+
+
+class _Registry(click.Group):
+    """A group whose verbs are imported on use, so that ``--help`` stays instant."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _VERBS:
+            return None
+        module, attribute = _VERBS[cmd_name][0].split(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _VERBS.items()])
+
+
+@click.group(cls=_Registry, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fsdp2prof")
+def cli() -> None:
+    """Profile PyTorch FSDP2: exposed communication, peak memory, and what a run will need."""
+
+
+def main() -> None:
+    """Entry point: run the command and turn every known error into one line and its exit code."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        code = error.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:
+        code = 130
+    except Fsdp2ProfError as error:
+        click.echo(f"error: {error}", err=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        sys.stderr.close()
+        code = 141
+    sys.exit(code if isinstance(code, int) else 0)

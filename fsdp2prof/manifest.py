@@ -1,0 +1,237 @@
+"""What a run directory says about itself: ``run.json`` and each rank's ``manifest.json``.
+
+::
+
+    RUN/run.json                       RunInfo
+    RUN/rank-00000/manifest.json       RankManifest
+    RUN/rank-00000/trace.json.gz       Kineto trace of the recorded steps
+    RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
+    RUN/rank-00000/memory.npz          the exact storage count of a CPU run
+
+Written by the recorder, read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
+a reader refuses a schema with a higher number.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "MANIFEST_SCHEMA",
+    "RUN_SCHEMA",
+    "DeviceInfo",
+    "MeshInfo",
+    "OptimizerInfo",
+    "ParamGroupInfo",
+    "ParameterInfo",
+    "ProcessGroupInfo",
+    "RankManifest",
+    "RecordOptions",
+    "RunInfo",
+    "State",
+    "StepInfo",
+    "TensorInfo",
+]
+
+RUN_SCHEMA = "fsdp2prof.run/1"
+MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
+
+State = Literal["running", "complete", "partial", "crashed"]
+"""``running``: not ended, or killed unheard; ``partial``: ended before the schedule did."""
+
+
+class _Record(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """Base: keyword-only, unknown keys ignored (a newer minor writer may add some)."""
+
+
+class RecordOptions(_Record):
+    """Options of ``fsdp2prof record``: which steps of which ranks, and what is captured."""
+
+    wait: int = 1
+    """Training steps before the profiler warms up."""
+    warmup: int = 1
+    """Steps the profiler runs without keeping anything."""
+    active: int = 3
+    """Traced steps."""
+    memory_steps: int = 1
+    """Steps after the traced ones whose allocations are recorded."""
+    start_step: int | None = None
+    """First traced step; overrides ``wait``."""
+    ranks: str = "all"
+    """``all``, ``0,3`` or ``sample:K``."""
+    shapes: bool = True
+    stacks: bool = False
+    memory: bool = True
+
+
+class RunInfo(_Record):
+    """``run.json``: what was run, where, and how it ended."""
+
+    schema: str = RUN_SCHEMA
+    command: list[str] = []
+    state: State = "running"
+    exit_code: int | None = None
+    started_at: str = ""
+    """ISO 8601 with time zone."""
+    finished_at: str | None = None
+    hosts: list[str] = []
+    world_size: int | None = None
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    options: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    messages: list[str] = []
+    """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
+
+
+class DeviceInfo(_Record):
+    """The rank's device."""
+
+    type: str
+    """``cuda`` or ``cpu`` (ROCm builds say ``cuda``)."""
+    index: int | None = None
+    name: str = ""
+    total_bytes: int | None = None
+    capability: str | None = None
+
+
+class ProcessGroupInfo(_Record):
+    """A process group this rank belongs to."""
+
+    name: str
+    desc: str
+    backend: str
+    ranks: list[int]
+    mesh_dim: str | None = None
+
+
+class MeshInfo(_Record):
+    """A device mesh some parameter group is sharded on."""
+
+    device_type: str
+    shape: list[int]
+    dim_names: list[str] | None = None
+    dim_groups: list[str] = []
+    """Process group name of each dimension."""
+
+
+class ParameterInfo(_Record):
+    """One parameter of a group."""
+
+    fqn: str
+    global_shape: list[int]
+    local_shape: list[int]
+    """This rank's shard, without padding."""
+    padded_local_shape: list[int]
+    """What the all-gather sends: equal on all ranks."""
+    dtype: str
+    """Original (optimizer's) dtype, without ``torch.``."""
+    placement: str
+    requires_grad: bool
+    all_gather_dtypes: list[str] = []
+    """Dtypes of its all-gather inputs; several with tensor extensions (fp8)."""
+    all_gather_numels: list[int] = []
+    """Elements of each all-gather input on this rank, padding included."""
+    address: int | None = None
+    """Data pointer of the sharded storage when the memory recording began."""
+    tensor_parallel: str | None = None
+    """Placements on other mesh dimensions, as text; null for pure FSDP."""
+
+
+class ParamGroupInfo(_Record):
+    """One FSDP parameter group: parameters gathered in one all-gather, reduced in one reduce-scatter."""
+
+    root: int
+    """Index of its root module among the roots of the process, in order of first forward."""
+    fqn: str
+    """Module name relative to the root in FSDP's labels: ``a, b`` if grouped, empty for the root."""
+    index: int
+    """Position among the groups of one module."""
+    group_count: int
+    """Groups of that module."""
+    mesh: MeshInfo
+    shard_group: str | None
+    """Process group name of the all-gather; null if not sharded."""
+    reduce_scatter_group: str | None
+    all_reduce_group: str | None
+    """Process group name of the HSDP all-reduce."""
+    post_forward_group: str | None
+    """Process group of the backward all-gather under ``reshard_after_forward=int``."""
+    shard_world_size: int
+    replicate_world_size: int
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    reshard_after_forward: bool | int
+    """False, True, or the world size resharded to."""
+    offload: bool
+    offload_pin_memory: bool
+    unshard_async_op: bool
+    requires_grad: bool
+    parameters: list[ParameterInfo]
+    forward_prefetch: list[str] = []
+    backward_prefetch: list[str] = []
+
+
+class OptimizerInfo(_Record):
+    """One optimizer and the bytes of its state on this rank."""
+
+    class_name: str
+    state_bytes: int
+    param_groups: int
+    parameters: int
+    defaults: dict[str, str] = {}
+
+
+class StepInfo(_Record):
+    """Wall time of one training step as the recorder saw it."""
+
+    step: int
+    start_ns: int
+    """``time.time_ns`` at the step's start."""
+    duration_ns: int
+    kind: Literal["plain", "warmup", "traced", "memory"] = "plain"
+
+
+class TensorInfo(_Record):
+    """A storage whose role is known, alive when the memory recording began or ended."""
+
+    category: str
+    """One of ``fsdp2prof.tables.CATEGORIES``."""
+    fqn: str
+    """Parameter group's fqn."""
+    address: int
+    nbytes: int
+    name: str = ""
+
+
+class RankManifest(_Record):
+    """``manifest.json`` of one rank. Every field has a default so that a crash leaves a readable file."""
+
+    schema: str = MANIFEST_SCHEMA
+    state: State = "running"
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    host: str = ""
+    pid: int = 0
+    script: list[str] = []
+    versions: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))
+    process_groups: list[ProcessGroupInfo] = []
+    param_groups: list[ParamGroupInfo] = []
+    optimizers: list[OptimizerInfo] = []
+    steps: list[StepInfo] = []
+    traced_steps: list[int] = []
+    memory_steps: list[int] = []
+    memory_source: str | None = None
+    """``cuda_snapshot``, ``storage_count`` or null."""
+    tensors: list[TensorInfo] = []
+    allocator: dict[str, int] = {}
+    """``torch.cuda.memory_stats`` of interest; empty on CPU."""
+    allocator_settings: dict[str, str] = {}
+    messages: list[str] = []
+    error: str | None = None
+    """Last line of the exception that ended the rank."""

@@ -1,0 +1,1 @@
+"""Files to tables: Kineto traces, allocator snapshots, run directories."""

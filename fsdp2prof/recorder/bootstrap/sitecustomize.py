@@ -1,0 +1,1 @@
+"""Loaded by the interpreter of every Python process under ``fsdp2prof record``."""

@@ -1,0 +1,1 @@
+"""Results to text, JSON, CSV, HTML and timelines; formatting only."""

@@ -1,0 +1,235 @@
+"""What analyses return: frozen dataclasses whose fields are the JSON contract.
+
+Encoding one of these with ``msgspec.json.encode`` gives the documented JSON. Keys may be added, never
+renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rates bytes per second, fractions
+0..1; ``None`` means unknown or undefined, never zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Attribution",
+    "BreakdownNs",
+    "Communication",
+    "CrossRank",
+    "Finding",
+    "GroupRow",
+    "LayerBytes",
+    "LayerPeak",
+    "MemoryAnalysis",
+    "Peak",
+    "RankMemory",
+    "RankTrace",
+    "StepBreakdown",
+    "Straggler",
+    "TraceAnalysis",
+]
+
+TRACE_SCHEMA = "fsdp2prof.trace/1"
+MEMORY_SCHEMA = "fsdp2prof.memory/1"
+
+Severity = Literal["high", "medium", "low", "info"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Something worth acting on, with its evidence."""
+
+    id: str
+    severity: Severity
+    fqn: str | None
+    message: str
+    """What is wrong and what to change, in one or two sentences."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakdownNs:
+    """Disjoint parts of a step window; they sum to it exactly."""
+
+    compute: int
+    fsdp_copy: int
+    exposed_all_gather: int
+    exposed_reduce_scatter: int
+    exposed_all_reduce: int
+    exposed_other_comm: int
+    exposed_memcpy: int
+    idle: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBreakdown:
+    """One step of one rank."""
+
+    step: int
+    duration_ns: int
+    breakdown_ns: BreakdownNs
+    start_ns: int
+    """On the trace's own clock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Communication:
+    """A rank's communication over the analysed window."""
+
+    total_ns: int
+    """Union of the rank's collectives, not a sum."""
+    exposed_ns: int
+    overlap_frac: float | None
+    """1 - exposed / total; null where there is no communication."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """One rank's trace analysis."""
+
+    rank: int
+    world_size: int | None
+    device_type: str
+    steps: list[StepBreakdown]
+    communication: Communication
+    source: str
+    """File it came from."""
+    state: str | None = None
+    """The recorder's word on this rank: complete, partial, crashed; null for foreign traces."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRow:
+    """Collectives of one (rank, step, fqn, phase, op, process group, dtype), summed."""
+
+    rank: int
+    step: int
+    fqn: str | None
+    """FSDP module; the empty string is the root, null is unattributed."""
+    phase: str
+    op: str
+    process_group: str | None
+    mesh_dim: str | None
+    dtype: str | None
+    count: int
+    payload_bytes: int | None
+    wire_bytes: int | None
+    total_ns: int
+    exposed_ns: int
+    stall_ns: int | None
+    overlap_frac: float | None
+    algbw_bytes_per_s: float | None
+    busbw_bytes_per_s: float | None
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribution:
+    """How much communication landed on a layer."""
+
+    collectives: int
+    attributed: int
+    comm_ns: int
+    """Sum of collective durations."""
+    attributed_ns: int
+    unattributed_reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of collectives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """A rank that made others wait, and where."""
+
+    rank: int
+    fqn: str | None
+    wait_caused_ns: int
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossRank:
+    """Collectives matched over ranks."""
+
+    match_key: str | None
+    """``comms_id``, ``seq``, ``order`` or null when nothing could be matched."""
+    matched: int
+    unmatched: int
+    clock_offset_ns: dict[str, int] = field(default_factory=dict)
+    wait_ns: dict[str, int] = field(default_factory=dict)
+    stragglers: list[Straggler] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceAnalysis:
+    """Result of ``analyze trace``."""
+
+    schema: str = TRACE_SCHEMA
+    ranks: list[RankTrace]
+    groups: list[GroupRow]
+    attribution: Attribution
+    cross_rank: CrossRank
+    findings: list[Finding]
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBytes:
+    """Live bytes of one layer and category at the peak."""
+
+    fqn: str | None
+    category: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPeak:
+    """One layer's own peak and growth in one phase."""
+
+    fqn: str | None
+    phase: str
+    peak_bytes: int
+    """Most allocated bytes, device-wide, while this layer and phase ran."""
+    delta_bytes: int
+    """Allocated bytes at its end minus at its start, summed over its intervals."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The instant of the largest allocated bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int | None
+    """Null where there is no caching allocator."""
+    step: int | None
+    phase: str
+    fqn: str | None
+    categories: dict[str, int]
+    """Sums exactly to ``allocated_bytes``."""
+    by_layer: list[LayerBytes]
+    """Sums exactly to ``allocated_bytes``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """One device's memory analysis."""
+
+    rank: int
+    device: str
+    source: str
+    """``cuda_snapshot``, ``storage_count``, ``kineto`` or ``estimate``."""
+    peak: Peak
+    layers: list[LayerPeak]
+    fragmentation: dict[str, Any]
+    oom: dict[str, Any] | None
+    truncated: bool
+    timeline: dict[str, list[int]] = field(default_factory=dict)
+    """Down-sampled allocated bytes by category over time, for plots: ``time_ns`` plus one list a category."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryAnalysis:
+    """Result of ``analyze memory``."""
+
+    schema: str = MEMORY_SCHEMA
+    ranks: list[RankMemory]
+    findings: list[Finding]
+    warnings: list[str]

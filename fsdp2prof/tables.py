@@ -1,0 +1,355 @@
+"""The typed tables every part of the toolkit shares: columns, dtypes, units.
+
+A recorder and an estimator are two producers of the same tables, and analyzers never know which one made
+them. A table is a frozen dataclass of equally long columns: ``int64`` times in nanoseconds, ``int64``
+bytes, and interned strings (:class:`Strings`). Nothing here computes an analysis.
+
+========================  ================================================================================
+:class:`EventTable`       one rank's Kineto events (host ops, annotations, kernels, copies)
+:class:`CollectiveArgs`   the collective metadata some events carry (sparse, by event row)
+:class:`StepTable`        training steps
+:class:`LabelTable`       labelled host ranges (``record_function``), the raw material of phases
+:class:`PhaseTable`       host time -> (step, fqn, phase, activity): the one map everything joins to
+:class:`CollectiveTable`  one row per collective, attributed
+:class:`AllocationTable`  one row per allocation, attributed
+========================  ================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from typing_extensions import Self
+
+__all__ = [
+    "ACTIVITIES",
+    "CATEGORIES",
+    "NEVER",
+    "OPS",
+    "PHASES",
+    "AllocationTable",
+    "BoolArray",
+    "CollectiveArgs",
+    "CollectiveTable",
+    "EventTable",
+    "IntArray",
+    "LabelTable",
+    "PhaseTable",
+    "StepTable",
+    "Strings",
+    "Table",
+    "concat_strings",
+]
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+NEVER = int(np.iinfo(np.int64).max)
+"""The free time and order of an allocation that was still alive when the recording ended."""
+
+PHASES = ("forward", "backward", "optimizer", "other")
+"""What the training loop was doing; a forward recomputed inside backward is ``backward``."""
+
+ACTIVITIES = (
+    "compute",
+    "all_gather",
+    "copy_out",
+    "reduce",
+    "reduce_wait",
+    "final_wait",
+    "reshard",
+    "accumulate",
+    "cast",
+    "inputs_to_device",
+    "hooks",
+)
+"""What FSDP was doing inside a phase: ``compute`` is the user's own work, the rest are FSDP labels."""
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv", "other")
+"""Kinds of collectives."""
+
+CATEGORIES = (
+    "sharded_parameter",
+    "sharded_gradient",
+    "optimizer_state",
+    "unsharded_parameter",
+    "unsharded_gradient",
+    "all_gather_buffer",
+    "reduce_scatter_buffer",
+    "activation",
+    "input",
+    "temporary",
+    "unattributed",
+)
+"""What an allocation holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """A column of interned strings: ``codes`` (int32, -1 is null) index into ``values``."""
+
+    codes: npt.NDArray[np.int32]
+    values: tuple[str, ...]
+
+    @classmethod
+    def intern(cls, items: Iterable[str | None]) -> Strings:
+        """Build a column from Python strings; ``None`` becomes null."""
+        table: dict[str, int] = {}
+        codes = [-1 if item is None else table.setdefault(item, len(table)) for item in items]
+        return cls(np.asarray(codes, dtype=np.int32), tuple(table))
+
+    @classmethod
+    def full(cls, length: int, value: str | None) -> Strings:
+        """Build a column of one repeated value."""
+        code = -1 if value is None else 0
+        return cls(np.full(length, code, dtype=np.int32), () if value is None else (value,))
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, row: int) -> str | None:
+        code = int(self.codes[row])
+        return None if code < 0 else self.values[code]
+
+    def take(self, rows: npt.NDArray[Any]) -> Strings:
+        """Select rows by index or mask; the values stay as they are."""
+        return Strings(self.codes[rows], self.values)
+
+    def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
+        """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
+        hit = np.zeros(len(self.values) + 1, dtype=np.bool_)
+        hit[: len(self.values)] = [predicate(value) for value in self.values]
+        return hit[self.codes]
+
+    def equals(self, value: str | None) -> BoolArray:
+        """Mask of the rows equal to ``value`` (``None``: the null rows)."""
+        if value is None:
+            return np.asarray(self.codes < 0)
+        return self.matches(lambda item: item == value)
+
+    def to_list(self) -> list[str | None]:
+        """Decode to Python strings."""
+        lookup = [*self.values, None]
+        return [lookup[code] for code in self.codes]
+
+
+class Table:
+    """Base of the tables: equal lengths checked once, row selection, and a DataFrame for people."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"{type(self).__name__}: columns differ in length: {lengths}")
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    def take(self, rows: npt.NDArray[Any]) -> Self:
+        """Select rows by index array or mask."""
+        columns = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            column = getattr(self, field.name)
+            columns[field.name] = column.take(rows) if isinstance(column, Strings) else _select(column, rows)
+        return type(self)(**columns)
+
+    def with_columns(self, **columns: Any) -> Self:
+        """Return a copy with some columns replaced."""
+        return replace(self, **columns)  # type: ignore[type-var]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the table as a DataFrame, strings decoded (imports pandas)."""
+        import pandas as pd
+
+        data = {}
+        for field in fields(self):  # type: ignore[arg-type]
+            column = getattr(self, field.name)
+            data[field.name] = column.to_list() if isinstance(column, Strings) else column
+        return pd.DataFrame(data)
+
+
+def _select(column: Any, rows: npt.NDArray[Any]) -> Any:
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    index = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    return tuple(column[int(i)] for i in index)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventTable(Table):
+    """One rank's complete events, one row each, sorted by ``start_ns`` (outer before inner on ties)."""
+
+    start_ns: IntArray
+    """Nanoseconds since the trace's own epoch (``baseTimeNanoseconds`` is not added)."""
+    end_ns: IntArray
+    name: Strings
+    category: Strings
+    """Kineto's ``cat``: ``cpu_op``, ``user_annotation``, ``kernel``, ``gpu_memcpy``, ``cuda_runtime``, ..."""
+    thread: IntArray
+    """Index of the (pid, tid) pair for host events; -1 on a device."""
+    device: IntArray
+    """Device index for device activities; -1 on the host."""
+    stream: IntArray
+    """Stream of a device activity; -1 on the host."""
+    correlation: IntArray
+    """Joins a device activity to its launch; -1 where there is none."""
+    external_id: IntArray
+    """Joins a launch or a device activity to its operator; -1 where there is none."""
+    bytes: IntArray
+    """Bytes of a memory copy or set; -1 elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveArgs(Table):
+    """Collective metadata of events: ``record_param_comms``, ``c10d::*``, NCCL kernels, ``gloo:*``."""
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`."""
+    collective: Strings
+    """Collective name as written (``_allgather_base``, ...); null where only shapes are known."""
+    dtype: Strings
+    """Element type as written (``BFloat16``, ``c10::BFloat16``, ...)."""
+    in_nelems: IntArray
+    """Elements of this rank's input; -1 unknown."""
+    out_nelems: IntArray
+    """Elements of this rank's output; -1 unknown."""
+    group_size: IntArray
+    """Ranks in the process group; -1 unknown."""
+    process_group: Strings
+    """Process group name."""
+    process_group_desc: Strings
+    """Process group description (``mesh_dp_shard``, ``default_pg``)."""
+    ranks: Strings
+    """Ranks as written, possibly truncated."""
+    seq: IntArray
+    """Sequence number in the group; -1 unknown."""
+    comms_id: IntArray
+    """Identifier equal on all ranks of one collective; -1 unknown."""
+    is_async: IntArray
+    """1 asynchronous, 0 not, -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTable(Table):
+    """Training steps of one rank in order."""
+
+    step: IntArray
+    """Step number as labelled; 0 for a whole-trace window."""
+    start_ns: IntArray
+    end_ns: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelTable(Table):
+    """Labelled host ranges of one rank: ``FSDP::*``, ``ProfilerStep#N``, optimizer steps, autograd nodes.
+
+    From a Kineto trace, from a snapshot's ``external_annotations`` or from the recorder's own log.
+    """
+
+    thread: IntArray
+    start_ns: IntArray
+    end_ns: IntArray
+    name: Strings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTable(Table):
+    """Host time -> (step, fqn, phase, activity).
+
+    Rows are disjoint per thread (the innermost label wins) and sorted by (thread, start), so that a join by
+    host time is one ``searchsorted``. Time outside every row is phase ``other`` and fqn null.
+    """
+
+    thread: IntArray
+    start_ns: IntArray
+    end_ns: IntArray
+    step: IntArray
+    """Step number; -1 outside every step."""
+    fqn: Strings
+    """FSDP module; the empty string is the root, null is no module."""
+    phase: Strings
+    """One of :data:`PHASES`."""
+    activity: Strings
+    """One of :data:`ACTIVITIES`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveTable(Table):
+    """One row per collective of one rank, sorted by ``start_ns``."""
+
+    start_ns: IntArray
+    """Start on the device (CPU: of the worker's ``gloo:*`` range)."""
+    end_ns: IntArray
+    issue_ns: IntArray
+    """Host time of the issuing operator; -1 when its launch is not in the file."""
+    step: IntArray
+    """-1 outside every step."""
+    fqn: Strings
+    """Layer whose parameters it carries: null when unattributed, the empty string for the root."""
+    phase: Strings
+    op: Strings
+    """One of :data:`OPS`."""
+    process_group: Strings
+    mesh_dim: Strings
+    dtype: Strings
+    """torch name without the module: ``bfloat16``, ``float32``."""
+    group_size: IntArray
+    payload_bytes: IntArray
+    """all-gather: whole output; reduce-scatter: whole input; all-reduce: the tensor; -1 unknown."""
+    wire_bytes: IntArray
+    """Sent per rank: payload (n-1)/n; all-reduce 2(n-1)/n; -1 unknown."""
+    stream: IntArray
+    seq: IntArray
+    comms_id: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocationTable(Table):
+    """One row per allocation of one device, sorted by ``alloc_order``.
+
+    ``*_order`` is the position in the allocator's own history: always known, unique, and what a peak is
+    computed from. ``*_ns`` is host time and may be missing (-1) in old snapshots. An allocation alive before
+    the history began has order -1 and time -1; one alive at its end has :data:`NEVER` for both.
+    """
+
+    alloc_order: IntArray
+    free_order: IntArray
+    alloc_ns: IntArray
+    free_ns: IntArray
+    size: IntArray
+    """Requested bytes."""
+    address: IntArray
+    stream: IntArray
+    pool: Strings
+    """Allocator pool as written; null is the default pool."""
+    step: IntArray
+    """Step that allocated it; -1 unknown."""
+    phase: Strings
+    fqn: Strings
+    activity: Strings
+    """FSDP activity that allocated it, one of :data:`ACTIVITIES`; null unknown."""
+    category: Strings
+    """One of :data:`CATEGORIES`."""
+    op: Strings
+    """Operator or innermost frame that allocated it; null unknown."""
+    stack: IntArray
+    """Row of the stack in the recording's stack list; -1 unknown."""
+
+
+def concat_strings(columns: Sequence[Strings]) -> Strings:
+    """Concatenate interned columns, merging their values."""
+    table: dict[str, int] = {}
+    codes = []
+    for column in columns:
+        lookup = np.asarray([table.setdefault(v, len(table)) for v in column.values] + [-1], dtype=np.int32)
+        codes.append(lookup[column.codes])
+    merged = np.concatenate(codes) if codes else np.empty(0, dtype=np.int32)
+    return Strings(merged, tuple(table))

@@ -1,0 +1,64 @@
+"""Bytes, nanoseconds and rates: parsing what people type, formatting what people read.
+
+Internally everything is an integer number of bytes or nanoseconds; only text output uses GiB and ms.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fsdp2prof.errors import UsageError
+
+__all__ = ["format_bytes", "format_count", "format_frac", "format_ns", "format_rate", "parse_bytes"]
+
+_BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_BYTES = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``80GiB``, ``80GB``, ``512``, ``1.5g`` into bytes.
+
+    ``GiB`` and a bare ``G`` are powers of 1024; ``GB`` is a power of 1000. Raises ``UsageError``.
+    """
+    match = _BYTES.match(text)
+    if match is None:
+        raise UsageError(f"not a size: {text!r}; write for example 80GiB, 80GB or 1024")
+    number, prefix, binary, suffix = match.groups()
+    scale = _DECIMAL if suffix and not binary else _BINARY
+    return int(float(number) * scale[prefix.lower()])
+
+
+def format_bytes(value: int) -> str:
+    """Format bytes for people with three significant decimals: ``1.50 GiB``, ``-12.0 MiB``, ``96 B``."""
+    size = abs(value)
+    for name, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            number = value / scale
+            return f"{number:.{2 if abs(number) < 10 else 1}f} {name}"
+    return f"{value} B"
+
+
+def format_ns(value: int | float) -> str:
+    """Format nanoseconds for people: ``12.3 ms``, ``4.56 us``, ``1.20 s``."""
+    size = abs(value)
+    for name, scale in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
+        if size >= scale:
+            number = value / scale
+            return f"{number:.{2 if abs(number) < 10 else 1}f} {name}"
+    return f"{value:.0f} ns"
+
+
+def format_rate(value: float | None) -> str:
+    """Format bytes per second as GB/s (10^9, the unit of nccl-tests), ``-`` for ``None``."""
+    return "-" if value is None else f"{value / 1e9:.{2 if value < 1e11 else 0}f} GB/s"
+
+
+def format_frac(value: float | None) -> str:
+    """Format a fraction as a percentage with one decimal, ``-`` for ``None``."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def format_count(value: int) -> str:
+    """Format a count with thousands separators."""
+    return f"{value:,}"
