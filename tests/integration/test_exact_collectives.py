@@ -1,0 +1,77 @@
+"""Counts and payload bytes per step and layer equal an interception made inside the training, exactly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+SCRIPTS = [
+    ("train_tiny_fsdp2", 2),
+    ("two_models", 2),
+    ("accumulation", 2),
+    ("nested", 2),
+    ("hsdp", 4),
+    ("adapters", 2),
+    ("uneven", 2),
+    ("checkpointing", 2),
+    ("never_reshard", 2),
+    ("int_reshard", 4),
+    ("async_prefetch", 2),
+]
+STEPS = 8
+
+
+def analyze_trace(run):
+    command = [sys.executable, "-m", "fsdp2prof", "analyze", "trace", str(run), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
+def test_collectives_of_every_layer_and_step(recorded, script, nproc):
+    recording = recorded(script, nproc)
+    analysis = analyze_trace(recording.run)
+    assert [rank["rank"] for rank in analysis["ranks"]] == list(range(nproc))
+    for rank, counted in enumerate(recording.counts):
+        expected = Counter()
+        for row in counted:
+            if row["fqn"] is None:
+                continue
+            key = (row["fqn"], row["op"], row["dtype"], len(row["ranks"]))
+            assert row["count"] % STEPS == 0
+            expected[(*key, "count")] += row["count"] // STEPS
+            expected[(*key, "payload_bytes")] += row["payload_bytes"] // STEPS
+        assert expected
+        steps = [step["step"] for step in analysis["ranks"][rank]["steps"]]
+        assert len(steps) == 3
+        for step in steps:
+            measured = Counter()
+            for row in analysis["groups"]:
+                if row["rank"] == rank and row["step"] == step:
+                    key = (row["fqn"], row["op"], row["dtype"], row["group_size"])
+                    measured[(*key, "count")] += row["count"]
+                    measured[(*key, "payload_bytes")] += row["payload_bytes"]
+            assert measured == expected
+
+
+@pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
+def test_every_nanosecond_is_accounted_for(recorded, script, nproc):
+    analysis = analyze_trace(recorded(script, nproc).run)
+    exposed_keys = [f"exposed_{op}" for op in ("all_gather", "reduce_scatter", "all_reduce", "other_comm")]
+    for rank in analysis["ranks"]:
+        for step in rank["steps"]:
+            assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
+            charged = sum(
+                row["exposed_ns"]
+                for row in analysis["groups"]
+                if row["rank"] == rank["rank"] and row["step"] == step["step"]
+            )
+            assert charged == sum(step["breakdown_ns"][key] for key in exposed_keys)
+    attribution = analysis["attribution"]
+    assert attribution["attributed"] == attribution["collectives"] > 0
+    assert attribution["attributed_ns"] == attribution["comm_ns"]
