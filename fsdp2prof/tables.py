@@ -12,6 +12,9 @@ bytes, and interned strings (:class:`Strings`). Nothing here computes an analysi
 :class:`PhaseTable`       host time -> (step, fqn, phase, activity): the one map everything joins to
 :class:`CollectiveTable`  one row per collective, attributed
 :class:`AllocationTable`  one row per allocation, attributed
+:class:`ShapeTable`       recorded input shapes of the operators that need them (sparse, by event row)
+:class:`MemoryEventTable` Kineto's ``[memory]`` instants
+:class:`Trace`            everything one trace file holds: the reader's result
 ========================  ================================================================================
 """
 
@@ -23,6 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,10 +46,13 @@ __all__ = [
     "EventTable",
     "IntArray",
     "LabelTable",
+    "MemoryEventTable",
     "PhaseTable",
+    "ShapeTable",
     "StepTable",
     "Strings",
     "Table",
+    "Trace",
     "concat_strings",
 ]
 
@@ -342,6 +350,68 @@ class AllocationTable(Table):
     """Operator or innermost frame that allocated it; null unknown."""
     stack: IntArray
     """Row of the stack in the recording's stack list; -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeTable(Table):
+    """Recorded inputs of the operators whose sizes are needed: ``c10d::*``, matrix products, attention.
+
+    Shapes repeat a lot, so they stay compact JSON text, interned: decode each distinct value once.
+    """
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`, ascending."""
+    dims: Strings
+    """``Input Dims`` as JSON text without spaces: ``[[128,64],[64,32],[]]``."""
+    types: Strings
+    """``Input type`` as JSON text without spaces: ``["c10::BFloat16","Scalar"]``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEventTable(Table):
+    """Kineto's ``[memory]`` instants in time order: one row per allocation or free."""
+
+    time_ns: IntArray
+    """Nanoseconds on the clock of :attr:`EventTable.start_ns`."""
+    thread: IntArray
+    """Index of the (pid, tid) pair, as in :class:`EventTable`."""
+    device: IntArray
+    """Device index; -1 is the host."""
+    address: IntArray
+    bytes: IntArray
+    """Positive for an allocation, negative for a free."""
+    allocated_bytes: IntArray
+    """``Total Allocated`` after it; -1 unknown."""
+    reserved_bytes: IntArray
+    """``Total Reserved`` after it; -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Everything one Kineto trace file holds, in columns; one rank."""
+
+    source: str
+    """Path it was read from."""
+    rank: int | None
+    """From the file's ``distributedInfo``; null when it has none."""
+    world_size: int | None
+    device: DeviceInfo
+    """``cuda`` (CUDA or ROCm) when the file holds device activity, else ``cpu``."""
+    process_groups: tuple[ProcessGroupInfo, ...]
+    """From ``distributedInfo.pg_config``; empty in older traces."""
+    base_time_ns: int
+    """``baseTimeNanoseconds``: add it to a time to get the host's clock; 0 where the file has none."""
+    events: EventTable
+    collective_args: CollectiveArgs
+    labels: LabelTable
+    """Every host ``user_annotation``: ``FSDP::*``, ``ProfilerStep#N``, ``Optimizer.step#*``, ``nccl:*``,
+    ``gloo:*`` (on gloo's worker threads), the user's own ranges. Sorted by start, outer before inner."""
+    shapes: ShapeTable
+    memory: MemoryEventTable
+    threads: tuple[str, ...]
+    """Name of each thread index: ``pid/tid`` as written."""
+    warnings: tuple[str, ...]
+    """What a person should know about the file, one line each."""
 
 
 def concat_strings(columns: Sequence[Strings]) -> Strings:
