@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 
 _TARGET = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _counts: Counter = Counter()
@@ -67,9 +68,8 @@ def _write():
         }
         for (fqn, op, dtype, ranks), count in _counts.items()
     ]
-    path = os.path.join(os.environ["COUNT_DIRECTORY"], f"rank{os.environ['RANK']}.json")
-    with open(path, "w") as file:
-        json.dump(rows, file)
+    path = Path(os.environ["COUNT_DIRECTORY"], f"rank{os.environ['RANK']}.json")
+    path.write_text(json.dumps(rows))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
