@@ -19,8 +19,13 @@ from typing import Literal
 import msgspec
 
 __all__ = [
+    "MANIFEST_FILE",
     "MANIFEST_SCHEMA",
+    "RUN_FILE",
     "RUN_SCHEMA",
+    "SNAPSHOT_FILE",
+    "STORAGE_COUNT_FILE",
+    "TRACE_FILE",
     "DeviceInfo",
     "MeshInfo",
     "OptimizerInfo",
@@ -33,10 +38,23 @@ __all__ = [
     "State",
     "StepInfo",
     "TensorInfo",
+    "rank_folder",
 ]
 
 RUN_SCHEMA = "fsdp2prof.run/1"
 MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
+
+RUN_FILE = "run.json"
+MANIFEST_FILE = "manifest.json"
+TRACE_FILE = "trace.json.gz"
+SNAPSHOT_FILE = "memory.pickle"
+STORAGE_COUNT_FILE = "memory.npz"
+
+
+def rank_folder(rank: int) -> str:
+    """Name of a rank's folder in a run directory."""
+    return f"rank-{rank:05d}"
+
 
 State = Literal["running", "complete", "partial", "crashed"]
 """``running``: not ended, or killed unheard; ``partial``: ended before the schedule did."""
@@ -217,6 +235,8 @@ class RankManifest(_Record):
     host: str = ""
     pid: int = 0
     script: list[str] = []
+    selected: bool = True
+    """False where ``--ranks`` left this rank out: it has a manifest and nothing else."""
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))

@@ -1,0 +1,187 @@
+"""A run directory, opened: what was run, and what each rank left behind.
+
+A rank may be missing, cut short or crashed; opening says so in ``messages`` and goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    MANIFEST_SCHEMA,
+    RUN_FILE,
+    RUN_SCHEMA,
+    SNAPSHOT_FILE,
+    STORAGE_COUNT_FILE,
+    TRACE_FILE,
+    RankManifest,
+    RunInfo,
+)
+
+__all__ = ["RankRecord", "RunDirectory", "is_run_directory", "open_run"]
+
+_RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
+_Document = TypeVar("_Document", RunInfo, RankManifest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What one rank left in the run directory."""
+
+    rank: int
+    path: Path
+    manifest: RankManifest | None
+    """None where the rank never came to life or its manifest cannot be read."""
+    trace: Path | None
+    memory: Path | None
+    """``memory.pickle`` (CUDA snapshot) or ``memory.npz`` (storage count)."""
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDirectory:
+    """A recorded run: ``run.json`` and its ranks in order, the missing ones left out."""
+
+    path: Path
+    info: RunInfo
+    ranks: tuple[RankRecord, ...]
+    messages: tuple[str, ...] = ()
+    """What a person should know, the ranks' own messages included."""
+
+    def rank(self, rank: int) -> RankRecord | None:
+        """Return one rank's record, or None where it left nothing."""
+        return next((record for record in self.ranks if record.rank == rank), None)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether ``path`` is a folder that a recorder wrote: it has ``run.json`` or ranks with a manifest."""
+    return path.is_dir() and ((path / RUN_FILE).is_file() or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
+
+
+def open_run(path: str | Path) -> RunDirectory:
+    """Open a run directory, tolerant of missing, partial and crashed ranks.
+
+    Raises ``RunDirectoryError`` when the path is missing, empty, not a run directory, has an unreadable
+    ``run.json`` or was written by a newer fsdp2prof.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise RunDirectoryError(f"{root}: no such run directory; record with `fsdp2prof record -o {root}`")
+    if not root.is_dir():
+        raise RunDirectoryError(f"{root}: a file, not a run directory; give the folder `record -o` wrote")
+    if not any(root.iterdir()):
+        raise RunDirectoryError(f"{root}: an empty folder; record with `fsdp2prof record -o {root}`")
+    if not is_run_directory(root):
+        raise RunDirectoryError(
+            f"{root}: not a run directory: neither {RUN_FILE} nor a rank's manifest in it"
+        )
+    messages: list[str] = []
+    info = _read_run_info(root, messages)
+    records = tuple(
+        _read_rank(folder, info) for folder in sorted(root.iterdir()) if _rank_of(folder) is not None
+    )
+    if info.state == "running":
+        messages.append("the run has not ended, or was killed before it could say how it ended")
+    messages += _missing_ranks(info, records)
+    for record in records:
+        messages += [f"rank {record.rank}: {message}" for message in record.messages]
+    return RunDirectory(path=root, info=info, ranks=records, messages=tuple(dict.fromkeys(messages)))
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+class _UnreadableError(RunDirectoryError):
+    """A document that is not the JSON it should be."""
+
+
+def _rank_of(folder: Path) -> int | None:
+    match = _RANK_FOLDER.match(folder.name)
+    return int(match.group(1)) if match and folder.is_dir() else None
+
+
+def _read_run_info(root: Path, messages: list[str]) -> RunInfo:
+    file = root / RUN_FILE
+    if not file.is_file():
+        messages.append(f"{RUN_FILE} is missing: how the run was started and how it ended is unknown")
+        return RunInfo()
+    info = _decode(file, RunInfo, RUN_SCHEMA)
+    messages += info.messages
+    return info
+
+
+def _decode(file: Path, kind: type[_Document], known_schema: str) -> _Document:
+    content = file.read_bytes()
+    try:
+        _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _UnreadableError(f"{file}: cannot be read ({error}); record the run again") from error
+
+
+def _check_schema(file: Path, schema: str, known_schema: str) -> None:
+    name, _, number = schema.partition("/")
+    known_name, _, known_number = known_schema.partition("/")
+    if name != known_name or not number.isdigit():
+        raise RunDirectoryError(f"{file}: its schema is {schema!r}, not {known_schema!r}")
+    if int(number) > int(known_number):
+        raise RunDirectoryError(
+            f"{file}: schema {schema} is newer than this fsdp2prof reads ({known_schema}); upgrade fsdp2prof"
+        )
+
+
+def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
+    manifest: RankManifest | None = None
+    messages: list[str] = []
+    if not (folder / MANIFEST_FILE).is_file():
+        messages.append(f"{MANIFEST_FILE} is missing")
+    else:
+        try:
+            manifest = _decode(folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
+            messages += _state_messages(manifest)
+        except _UnreadableError as error:
+            messages.append(str(error))
+    trace = folder / TRACE_FILE
+    memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
+    if manifest is not None and manifest.selected and manifest.state == "complete":
+        if not trace.is_file() and info.options.active > 0:
+            messages.append(f"complete, but {TRACE_FILE} is missing")
+        if memory is None and info.options.memory:
+            messages.append("complete, but its memory recording is missing")
+    return RankRecord(
+        rank=rank,
+        path=folder,
+        manifest=manifest,
+        trace=trace if trace.is_file() else None,
+        memory=memory,
+        messages=tuple(messages),
+    )
+
+
+def _state_messages(manifest: RankManifest) -> list[str]:
+    messages = list(manifest.messages)
+    if manifest.state == "running":
+        messages.append("still running, or killed before it could say how it ended")
+    elif manifest.state == "crashed":
+        messages.append(f"crashed: {manifest.error or 'no exception was seen'}")
+    elif manifest.state == "partial" and not messages:
+        messages.append("ended before its recording was complete")
+    return messages
+
+
+def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> list[str]:
+    worlds = [record.manifest.world_size for record in records if record.manifest is not None]
+    world_size = info.world_size or max(worlds, default=0)
+    missing = sorted(set(range(world_size)) - {record.rank for record in records})
+    if not missing:
+        return []
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return [f"{len(missing)} of {world_size} ranks left nothing: {shown}"]
