@@ -84,9 +84,8 @@ def open_run(path: str | Path) -> RunDirectory:
         )
     messages: list[str] = []
     info = _read_run_info(root, messages)
-    records = tuple(
-        _read_rank(folder, info) for folder in sorted(root.iterdir()) if _rank_of(folder) is not None
-    )
+    folders = sorted((rank, folder) for folder in root.iterdir() if (rank := _rank_of(folder)) is not None)
+    records = tuple(_read_rank(rank, folder, info) for rank, folder in folders)
     if info.state == "running":
         messages.append("the run has not ended, or was killed before it could say how it ended")
     messages += _missing_ranks(info, records)
