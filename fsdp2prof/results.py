@@ -22,14 +22,20 @@ __all__ = [
     "MemoryAnalysis",
     "Peak",
     "RankMemory",
+    "RankSummary",
     "RankTrace",
+    "RunAnalysis",
+    "RunSummary",
+    "ShardGroup",
     "StepBreakdown",
+    "StepTime",
     "Straggler",
     "TraceAnalysis",
 ]
 
 TRACE_SCHEMA = "fsdp2prof.trace/1"
 MEMORY_SCHEMA = "fsdp2prof.memory/1"
+RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
 
 Severity = Literal["high", "medium", "low", "info"]
 
@@ -232,4 +238,91 @@ class MemoryAnalysis:
     schema: str = MEMORY_SCHEMA
     ranks: list[RankMemory]
     findings: list[Finding]
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Wall time of one training step, as the recorder saw it."""
+
+    step: int
+    duration_ns: int
+    kind: str
+    """``plain``, ``warmup``, ``traced`` or ``memory``: the last three pay for being recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSummary:
+    """What one rank of a run left behind."""
+
+    rank: int
+    state: str
+    """``complete``, ``partial``, ``crashed``, ``running`` (killed unheard) or ``missing``."""
+    host: str
+    device: str
+    """``cpu``, or the device's name."""
+    steps: list[StepTime]
+    traced_steps: list[int]
+    memory_steps: list[int]
+    has_trace: bool
+    has_memory: bool
+    error: str | None
+    messages: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardGroup:
+    """One FSDP parameter group as it was set up: gathered in one all-gather, reduced in one reduce-scatter."""
+
+    root: int
+    fqn: str
+    """FSDP module; the empty string is the root."""
+    parameters: int
+    numel: int
+    """Elements of the whole parameters, without padding."""
+    sharded_bytes: int
+    """This rank's shard in the original dtype, padding included."""
+    padding_bytes: int
+    """Part of ``sharded_bytes`` that is padding."""
+    dtype: str
+    param_dtype: str | None
+    reduce_dtype: str | None
+    mesh: str
+    """Mesh dimensions as text: ``dp_replicate=2, dp_shard=8``."""
+    reshard_after_forward: bool | int
+    offload: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What was run, where, and how it ended."""
+
+    path: str
+    command: list[str]
+    state: str
+    exit_code: int | None
+    started_at: str
+    finished_at: str | None
+    hosts: list[str]
+    world_size: int | None
+    versions: dict[str, str]
+    environment: dict[str, str]
+    options: dict[str, Any]
+    messages: list[str]
+    ranks: list[RankSummary]
+    shard_groups: list[ShardGroup]
+    """Of the lowest rank that has any."""
+    optimizers: list[str]
+    """Class and state bytes of each optimizer of that rank, as text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunAnalysis:
+    """Result of ``analyze run``: the run and both analyses, each null where nothing was captured."""
+
+    schema: str = RUN_ANALYSIS_SCHEMA
+    run: RunSummary
+    trace: TraceAnalysis | None
+    memory: MemoryAnalysis | None
     warnings: list[str]
