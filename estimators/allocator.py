@@ -1,0 +1,378 @@
+"""The CUDA caching allocator, modelled: what a sequence of allocations and frees reserves on the device.
+
+Rules of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.1 to 2.13): a small and a large pool per stream,
+sizes rounded to 512 bytes, best fit over free blocks, splitting, coalescing of neighbours, and segments taken
+from the driver either one by one (*classic*) or as one growing address range per stream and pool
+(*expandable*). Addresses are the model's own; everything is an integer number of bytes.
+
+Not modelled: ``record_stream`` (FSDP2 does not use it), private pools (CUDA graphs), garbage collection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = [
+    "AllocatorSettings",
+    "Block",
+    "CachingAllocator",
+    "OutOfMemory",
+    "Segment",
+]
+
+MIN_BLOCK_BYTES = 512
+SMALL_BYTES = 1 << 20
+"""Requests up to this size come from the small pool (``kSmallSize``)."""
+SMALL_SEGMENT_BYTES = 2 << 20
+LARGE_SEGMENT_BYTES = 20 << 20
+MIN_LARGE_ALLOC_BYTES = 10 << 20
+"""Requests below this share a 20 MiB segment, larger ones get their own (``kMinLargeAlloc``)."""
+ROUND_LARGE_BYTES = 2 << 20
+
+_ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 20
+"""Address space of one expandable segment: whole pages, more than any device has."""
+
+
+class OutOfMemory(Exception):  # noqa: N818 - the allocator's own word
+    """A request that does not fit in the device even after every cached block was given back."""
+
+    def __init__(self, requested_bytes: int, reserved_bytes: int) -> None:
+        super().__init__(f"{requested_bytes} bytes requested, {reserved_bytes} reserved")
+        self.requested_bytes = requested_bytes
+        self.reserved_bytes = reserved_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorSettings:
+    """What ``PYTORCH_CUDA_ALLOC_CONF`` sets, and how much the device gives."""
+
+    expandable_segments: bool = False
+    max_split_size: int | None = None
+    """``max_split_size_mb`` in bytes; null is unlimited."""
+    roundup_power2_divisions: int = 0
+    """One value for all sizes; 0 and 1 mean off."""
+    device_bytes: int | None = None
+    """Most bytes the driver gives; null is unlimited."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment: handed out, cached, or (expandable segments) address space not mapped yet."""
+
+    stream: int
+    address: int
+    size: int
+    small: bool
+    allocated: bool = False
+    mapped: bool = True
+    requested: int = 0
+    previous: Block | None = field(default=None, repr=False)
+    next: Block | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory taken from the driver in one piece (expandable: one mapped run of address space)."""
+
+    stream: int
+    address: int
+    size: int
+    small: bool
+
+
+class _FreeList:
+    """Cached blocks of one stream and pool, ordered by (size, address) as the allocator's set is."""
+
+    __slots__ = ("_blocks", "_keys")
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, int]] = []
+        self._blocks: dict[int, Block] = {}
+
+    def add(self, block: Block) -> None:
+        insort(self._keys, (block.size, block.address))
+        self._blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        del self._keys[bisect_left(self._keys, (block.size, block.address))]
+        del self._blocks[block.address]
+
+    def at_least(self, size: int) -> Iterator[Block]:
+        """Blocks of at least ``size`` bytes, smallest and lowest first."""
+        for position in range(bisect_left(self._keys, (size, 0)), len(self._keys)):
+            yield self._blocks[self._keys[position][1]]
+
+    def blocks(self) -> list[Block]:
+        return [self._blocks[address] for _, address in self._keys]
+
+
+class CachingAllocator:
+    """The state of one device's caching allocator.
+
+    ``allocated_bytes`` counts rounded blocks in use, ``requested_bytes`` what was asked for and
+    ``reserved_bytes`` what the driver gave; their peaks are kept until :meth:`reset_peaks`.
+    """
+
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
+        self.settings = settings or AllocatorSettings()
+        self.allocated_bytes = 0
+        self.requested_bytes = 0
+        self.reserved_bytes = 0
+        self.retries = 0
+        """Times cached blocks had to be given back because the device was full."""
+        self.reserved_by_stream: dict[int, int] = {}
+        self._free: dict[tuple[int, bool], _FreeList] = {}
+        self._unmapped: dict[tuple[int, bool], list[Block]] = {}
+        self._heads: list[Block] = []
+        self._next_address = _ADDRESS_SPACE_BYTES
+        self.reset_peaks()
+
+    def reset_peaks(self) -> None:
+        """Start new peaks from the present state (``torch.cuda.reset_peak_memory_stats``)."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
+    def malloc(self, requested: int, stream: int = 0) -> Block:
+        """Hand out a block for ``requested`` bytes on ``stream``; raises :class:`OutOfMemory`."""
+        size = self.round_size(requested)
+        small = size <= SMALL_BYTES
+        block = self._find(size, stream, small) or self._grow(size, stream, small)
+        remaining = block.size - size
+        if self._should_split(size, remaining, small):
+            self._split(block, size)
+        block.allocated = True
+        block.requested = requested
+        self.allocated_bytes += block.size
+        self.requested_bytes += requested
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_requested_bytes = max(self.peak_requested_bytes, self.requested_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back into its stream's cache, merged with its free neighbours."""
+        if not block.allocated:
+            raise ValueError(f"block at {block.address} is not allocated")
+        block.allocated = False
+        self.allocated_bytes -= block.size
+        self.requested_bytes -= block.requested
+        self._list(block).add(self._merge(block))
+
+    def empty_cache(self) -> None:
+        """Give every cached byte that can be given back to the driver (``torch.cuda.empty_cache``)."""
+        for free_list in self._free.values():
+            for block in free_list.blocks():
+                if self.settings.expandable_segments:
+                    self._unmap(block)
+                elif block.previous is None and block.next is None:
+                    free_list.remove(block)
+                    self._heads.remove(block)
+                    self._reserve(block.stream, -block.size)
+
+    def segments(self) -> list[Segment]:
+        """Return what the driver gave, by address."""
+        found = []
+        for head in self._heads:
+            block: Block | None = head
+            start = size = 0
+            while block is not None:
+                if block.mapped:
+                    start = block.address if size == 0 else start
+                    size += block.size
+                if size and (not block.mapped or block.next is None):
+                    found.append(Segment(block.stream, start, size, block.small))
+                    size = 0
+                block = block.next
+        return sorted(found, key=lambda segment: segment.address)
+
+    def blocks(self) -> list[Block]:
+        """Return every mapped block, by address."""
+        found = []
+        for head in self._heads:
+            block: Block | None = head
+            while block is not None:
+                if block.mapped:
+                    found.append(block)
+                block = block.next
+        return sorted(found, key=lambda item: item.address)
+
+    def round_size(self, requested: int) -> int:
+        """Round a request to what the allocator works with (``round_size``)."""
+        size = max(requested, MIN_BLOCK_BYTES)
+        divisions = self.settings.roundup_power2_divisions
+        if divisions > 1 and size > MIN_BLOCK_BYTES * divisions:
+            step = (1 << (size.bit_length() - 1)) // divisions
+            return -(-size // step) * step
+        return -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+    def _find(self, size: int, stream: int, small: bool) -> Block | None:
+        free_list = self._free.setdefault((stream, small), _FreeList())
+        candidates = free_list.at_least(size)
+        best = next(candidates, None)
+        if best is None:
+            return None
+        if self.settings.expandable_segments:
+            # A block at the growing end counts as large as it can become, so prefer others.
+            for other in candidates:
+                if _expandable_size(other) >= _expandable_size(best):
+                    break
+                best = other
+        limit = self.settings.max_split_size
+        if limit is not None:
+            if size < limit <= best.size:
+                return None
+            if size >= limit and best.size >= size + LARGE_SEGMENT_BYTES:
+                return None
+        free_list.remove(best)
+        return best
+
+    def _grow(self, size: int, stream: int, small: bool) -> Block:
+        try:
+            return self._take(size, stream, small)
+        except OutOfMemory:
+            self.retries += 1
+            self.empty_cache()
+            return self._take(size, stream, small)
+
+    def _take(self, size: int, stream: int, small: bool) -> Block:
+        if self.settings.expandable_segments:
+            return self._take_expandable(size, stream, small)
+        if small:
+            segment_size = SMALL_SEGMENT_BYTES
+        elif size < MIN_LARGE_ALLOC_BYTES:
+            segment_size = LARGE_SEGMENT_BYTES
+        else:
+            segment_size = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        self._reserve(stream, segment_size)
+        block = Block(stream, self._next_address, segment_size, small)
+        self._next_address += segment_size + ROUND_LARGE_BYTES
+        self._heads.append(block)
+        return block
+
+    def _take_expandable(self, size: int, stream: int, small: bool) -> Block:
+        unmapped = self._unmapped.setdefault((stream, small), [])
+        candidate = next((start for block in unmapped if (start := _room(block, size)) is not None), None)
+        if candidate is None:
+            candidate = Block(stream, self._next_address, _ADDRESS_SPACE_BYTES, small, mapped=False)
+            self._next_address += 2 * _ADDRESS_SPACE_BYTES
+            self._heads.append(candidate)
+            unmapped.append(candidate)
+        if not candidate.mapped:
+            candidate = self._map(candidate, min(candidate.size, size))
+        while candidate.size < size:
+            following = candidate.next
+            assert following is not None
+            candidate = self._map(following, min(size - candidate.size, following.size))
+        self._list(candidate).remove(candidate)
+        return candidate
+
+    def _map(self, block: Block, size: int) -> Block:
+        """Map the first ``size`` bytes of an unmapped block in whole pages and cache them, merged."""
+        page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
+        mapped = -(-size // page) * page
+        self._reserve(block.stream, mapped)
+        self._unmapped[block.stream, block.small].remove(block)
+        block.mapped = True
+        if mapped < block.size:
+            rest = self._cut(block, mapped)
+            rest.mapped = False
+            insort(self._unmapped[block.stream, block.small], rest, key=_address)
+        block = self._merge(block)
+        self._list(block).add(block)
+        return block
+
+    def _unmap(self, block: Block) -> None:
+        """Give a cached block's whole pages back; what does not fill a page stays cached."""
+        page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
+        begin = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if begin >= end:
+            return
+        self._list(block).remove(block)
+        if begin > block.address:
+            middle = self._cut(block, begin - block.address)
+            self._list(block).add(block)
+            block = middle
+        if end < block.address + block.size:
+            self._list(block).add(self._cut(block, end - block.address))
+        block.mapped = False
+        block = self._merge_unmapped(block)
+        insort(self._unmapped[block.stream, block.small], block, key=_address)
+        self._reserve(block.stream, begin - end)
+
+    def _merge(self, block: Block) -> Block:
+        """Absorb free neighbours in the same state; they leave the cache."""
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and not neighbour.allocated and neighbour.mapped:
+                self._list(neighbour).remove(neighbour)
+                block = self._join(block, neighbour)
+        return block
+
+    def _merge_unmapped(self, block: Block) -> Block:
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and not neighbour.mapped:
+                self._unmapped[block.stream, block.small].remove(neighbour)
+                block = self._join(block, neighbour)
+        return block
+
+    def _join(self, block: Block, neighbour: Block) -> Block:
+        first, second = (neighbour, block) if neighbour is block.previous else (block, neighbour)
+        first.size += second.size
+        first.next = second.next
+        if second.next is not None:
+            second.next.previous = first
+        return first
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Cut ``block`` after ``size`` bytes and return the rest, linked but not cached."""
+        rest = Block(block.stream, block.address + size, block.size - size, block.small, mapped=block.mapped)
+        rest.previous, rest.next = block, block.next
+        if block.next is not None:
+            block.next.previous = rest
+        block.next = rest
+        block.size = size
+        return rest
+
+    def _split(self, block: Block, size: int) -> None:
+        self._list(block).add(self._cut(block, size))
+
+    def _should_split(self, size: int, remaining: int, small: bool) -> bool:
+        if small or self.settings.expandable_segments:
+            return remaining >= MIN_BLOCK_BYTES
+        limit = self.settings.max_split_size
+        return (limit is None or size < limit) and remaining > SMALL_BYTES
+
+    def _list(self, block: Block) -> _FreeList:
+        return self._free.setdefault((block.stream, block.small), _FreeList())
+
+    def _reserve(self, stream: int, size: int) -> None:
+        limit = self.settings.device_bytes
+        if limit is not None and self.reserved_bytes + size > limit:
+            raise OutOfMemory(size, self.reserved_bytes)
+        self.reserved_bytes += size
+        self.reserved_by_stream[stream] = self.reserved_by_stream.get(stream, 0) + size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+
+def _address(block: Block) -> int:
+    return block.address
+
+
+def _expandable_size(block: Block) -> int:
+    growth = block.next.size if block.next is not None and not block.next.mapped else 0
+    return block.size + growth
+
+
+def _room(unmapped: Block, size: int) -> Block | None:
+    """Return where ``size`` bytes of free or mappable address space begin at an unmapped block."""
+    start = unmapped
+    if start.previous is not None and not start.previous.allocated:
+        start = start.previous
+    block: Block | None = start
+    room = 0
+    while room < size and block is not None and not block.allocated:
+        room += block.size
+        block = block.next
+    return start if room >= size else None
