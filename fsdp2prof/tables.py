@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,7 @@ __all__ = [
     "Table",
     "Trace",
     "concat_strings",
+    "concat_tables",
 ]
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -162,6 +163,15 @@ class Table:
 
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Build a table of no rows."""
+        columns: dict[str, Any] = {}
+        for field in fields(cls):  # type: ignore[arg-type]
+            kind = {"Strings": Strings.full(0, None), "BoolArray": np.zeros(0, dtype=np.bool_)}
+            columns[field.name] = kind.get(str(field.type), np.zeros(0, dtype=np.int64))
+        return cls(**columns)
 
     def take(self, rows: npt.NDArray[Any]) -> Self:
         """Select rows by index array or mask."""
@@ -528,6 +538,23 @@ class Trace:
     """Name of each thread index: ``pid/tid`` as written."""
     warnings: tuple[str, ...]
     """What a person should know about the file, one line each."""
+
+
+_TableT = TypeVar("_TableT", bound=Table)
+
+
+def concat_tables(tables: Sequence[_TableT]) -> _TableT:
+    """Concatenate tables of one type, in order; at least one."""
+    columns: dict[str, Any] = {}
+    for field in fields(tables[0]):  # type: ignore[arg-type]
+        parts = [getattr(table, field.name) for table in tables]
+        if isinstance(parts[0], Strings):
+            columns[field.name] = concat_strings(parts)
+        elif isinstance(parts[0], np.ndarray):
+            columns[field.name] = np.concatenate(parts)
+        else:
+            columns[field.name] = tuple(item for part in parts for item in part)
+    return type(tables[0])(**columns)
 
 
 def concat_strings(columns: Sequence[Strings]) -> Strings:

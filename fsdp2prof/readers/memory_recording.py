@@ -1,0 +1,155 @@
+"""Memory files: any of them to a :class:`~fsdp2prof.tables.MemoryRecording`, and ours back to disk.
+
+A CUDA run leaves the allocator's own pickle (:mod:`fsdp2prof.readers.memory_snapshot`); a CPU run and an
+estimate leave ``memory.npz``: every column of the recording as a plain array, strings and scalars in one
+JSON header. Neither needs an object to be unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from fsdp2prof.errors import SnapshotError
+from fsdp2prof.tables import (
+    AllocationTable,
+    BlockTable,
+    LabelTable,
+    MemoryRecording,
+    OomTable,
+    SegmentTable,
+    Stacks,
+    StepTable,
+    Strings,
+    Table,
+)
+
+__all__ = ["RECORDING_SCHEMA", "read_recording", "write_recording"]
+
+RECORDING_SCHEMA = "fsdp2prof.memory_recording/1"
+_HEADER = "header"
+_TABLES: dict[str, type[Table]] = {
+    "allocations": AllocationTable,
+    "segments": SegmentTable,
+    "blocks": BlockTable,
+    "labels": LabelTable,
+    "steps": StepTable,
+    "ooms": OomTable,
+}
+
+
+class _Header(msgspec.Struct, kw_only=True):
+    """Everything of a recording that is no numeric column."""
+
+    schema: str
+    source: Literal["cuda_snapshot", "storage_count", "kineto", "estimate"]
+    device: str
+    events: int
+    end_ns: int
+    truncated: bool
+    settings: dict[str, str]
+    warnings: list[str]
+    strings: dict[str, list[str]]
+    """Values of every string column, by its name in the archive."""
+
+
+def write_recording(path: Path, recording: MemoryRecording) -> None:
+    """Write a recording to ``path`` (``memory.npz``); the file appears complete or not at all."""
+    arrays: dict[str, Any] = {}
+    strings: dict[str, list[str]] = {}
+    for name, kind in _TABLES.items():
+        table = getattr(recording, name)
+        for field in fields(kind):  # type: ignore[arg-type]
+            _put(arrays, strings, f"{name}.{field.name}", getattr(table, field.name))
+    _put(arrays, strings, "stacks.offsets", recording.stacks.offsets)
+    _put(arrays, strings, "stacks.frames", recording.stacks.frames)
+    header = _Header(
+        schema=RECORDING_SCHEMA,
+        source=recording.source,
+        device=recording.device,
+        events=recording.events,
+        end_ns=recording.end_ns,
+        truncated=recording.truncated,
+        settings=recording.settings,
+        warnings=list(recording.warnings),
+        strings=strings,
+    )
+    arrays[_HEADER] = np.frombuffer(msgspec.json.encode(header), dtype=np.uint8)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+    temporary.replace(path)
+
+
+def read_recording(path: Path) -> MemoryRecording:
+    """Read a recording written by :func:`write_recording`. Raises ``SnapshotError``."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            header = msgspec.json.decode(archive[_HEADER].tobytes(), type=_Header)
+            if header.schema != RECORDING_SCHEMA:
+                raise SnapshotError(
+                    f"{path}: schema {header.schema!r} is not {RECORDING_SCHEMA!r}; "
+                    "read it with the fsdp2prof that wrote it"
+                )
+            tables = {
+                name: kind(
+                    **{
+                        field.name: _get(archive, header, f"{name}.{field.name}", str(field.type))
+                        for field in fields(kind)  # type: ignore[arg-type]
+                    }
+                )
+                for name, kind in _TABLES.items()
+            }
+            stacks = Stacks(
+                _get(archive, header, "stacks.offsets", "IntArray"),
+                _get(archive, header, "stacks.frames", "Strings"),
+            )
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+        msgspec.MsgspecError,
+    ) as error:
+        raise SnapshotError(f"{path}: not a memory recording of fsdp2prof ({error})") from error
+    return MemoryRecording(
+        source=header.source,
+        device=header.device,
+        **tables,  # type: ignore[arg-type]
+        stacks=stacks,
+        events=header.events,
+        end_ns=header.end_ns,
+        truncated=header.truncated,
+        settings=header.settings,
+        warnings=tuple(header.warnings),
+    )
+
+
+def _put(arrays: dict[str, Any], strings: dict[str, list[str]], name: str, column: Any) -> None:
+    if isinstance(column, Strings):
+        strings[name] = list(column.values)
+        column = column.codes
+    arrays[name] = column
+
+
+def _get(archive: Any, header: _Header, name: str, kind: str) -> Any:
+    """Read one column and refuse one whose shape, type or string codes are not what the table says."""
+    array = archive[name]
+    wanted = {"Strings": np.int32, "BoolArray": np.bool_}.get(kind, np.int64)
+    if array.ndim != 1 or array.dtype != wanted:
+        raise ValueError(f"column {name} is {array.dtype} of {array.ndim} dimensions")
+    if kind != "Strings":
+        return array
+    values = tuple(header.strings[name])
+    if len(array) and not -1 <= int(array.min()) <= int(array.max()) < len(values):
+        raise ValueError(f"column {name} has codes without a string")
+    return Strings(array, values)
