@@ -1,0 +1,412 @@
+"""Host time -> (step, phase, module): the one map that everything else joins to.
+
+FSDP2 marks its own work with ``record_function`` labels that carry the module's name; the user's work lies
+between them. :func:`build_phases` replays the labels in time order:
+
+- inside a label, time belongs to the innermost one;
+- between labels, forward work belongs to the innermost module whose ``pre_forward`` ended and whose
+  ``post_forward`` has not begun; backward work to the innermost module between ``pre_backward`` and its
+  ``post_backward_*`` labels;
+- backward lasts from the first backward label until ``root_post_backward_callback`` ends, on whatever
+  threads (on CUDA it has its own); a forward recomputed inside it is backward;
+- the loss, between the root's ``post_forward`` and the backward, is forward without a module;
+- ``Optimizer.*`` ranges are the optimizer's.
+
+With several roots in a process, module names repeat. A range ``fsdp2prof::root (i)`` around a root's forward
+(and, where they can be had, around its backward hooks) tells them apart: names become ``root1:layers.0``
+(:func:`qualified_fqn`). A name seen under one root alone is resolved wherever it appears; one that several
+roots share stays unqualified outside such a range, because nothing tells whose it is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.tables import (
+    NEVER,
+    BoolArray,
+    IntArray,
+    LabelTable,
+    PhaseTable,
+    StepTable,
+    Strings,
+    concat_tables,
+)
+
+__all__ = ["AUTOGRAD_NODE", "FsdpLabel", "build_phases", "find_rows", "parse_label", "qualified_fqn"]
+
+AUTOGRAD_NODE = "autograd::engine::evaluate_function"
+"""Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
+
+_FSDP = re.compile(
+    r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=(?P<pg>\d+)\])?"
+)
+_ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
+
+_ACTIVITY = {
+    "inputs_to_device": "inputs_to_device",
+    "cast_forward_inputs": "cast",
+    "cast_forward_outputs": "cast",
+    "all_gather": "all_gather",
+    "all_gather_copy_out": "copy_out",
+    "post_forward": "reshard",
+    "post_backward_accumulate": "accumulate",
+    "post_backward_reshard": "reshard",
+    "post_backward_rs_wait": "reduce_wait",
+    "post_backward_reduce": "reduce",
+    "root_post_backward_callback": "final_wait",
+}
+_BEFORE_FORWARD = frozenset({"root_pre_forward", "inputs_to_device", "cast_forward_inputs"})
+_NAMELESS = _BEFORE_FORWARD | {"cast_forward_outputs"}
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpLabel:
+    """A parsed label."""
+
+    kind: str
+    """The label's own word (``all_gather``, ``pre_forward``, ...), ``optimizer``, or ``root`` (our own)."""
+    fqn: str | None = None
+    """Module; the empty string is the root, null is a label that never names one."""
+    activity: str = "compute"
+    shard_size: int | None = None
+    """Shard mesh size (``[pg=N]``), written when a module has several parameter groups."""
+    root: int | None = None
+    """Index in our own ``fsdp2prof::root (i)``."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether only a backward pass emits this label."""
+        return "backward" in self.kind
+
+
+def parse_label(name: str) -> FsdpLabel | None:
+    """Parse a range's name; ``None`` for every range that is not a label of interest."""
+    if name.startswith("Optimizer."):
+        return FsdpLabel("optimizer")
+    if root := _ROOT.fullmatch(name):
+        return FsdpLabel("root", root=int(root[1]))
+    match = _FSDP.fullmatch(name)
+    if match is None:
+        return None
+    kind, target, fqn, size = match.group("kind", "target", "fqn", "pg")
+    named = None if kind in _NAMELESS else (target if target is not None else fqn or "")
+    return FsdpLabel(kind, named, _ACTIVITY.get(kind, "hooks"), int(size) if size else None)
+
+
+def qualified_fqn(fqn: str, root: int, roots: int) -> str:
+    """Return the name a module goes by in every table: prefixed with its root where there are several."""
+    return fqn if roots < 2 else f"root{root}:{fqn}"
+
+
+def build_phases(labels: LabelTable, steps: StepTable) -> PhaseTable:
+    """Build the phases of one rank from its labels.
+
+    ``steps`` are the steps in host time (labels outside every one have step -1). ``labels`` may hold any
+    other ranges too; the ranges of autograd nodes (:data:`AUTOGRAD_NODE`), if there, mark backward work
+    that no FSDP label covers (the loss's own backward; all of it without FSDP).
+    """
+    parsed = [parse_label(name) for name in labels.name.values]
+    rows = _Replay(labels, parsed, steps).run()
+    thread = np.array([row.thread for row in rows], dtype=np.int64)
+    start = np.array([row.start for row in rows], dtype=np.int64)
+    end = np.array([row.end for row in rows], dtype=np.int64)
+    weak = np.array([row.state.weak for row in rows], dtype=np.bool_)
+    fqn = Strings.intern(row.state.fqn for row in rows)
+    phase = Strings.intern(row.state.phase for row in rows)
+    activity = Strings.intern(row.state.activity for row in rows)
+    table = PhaseTable(
+        thread=thread,
+        start_ns=start,
+        end_ns=end,
+        step=np.full(len(rows), -1, dtype=np.int64),
+        fqn=fqn,
+        phase=phase,
+        activity=activity,
+    )
+    return _with_steps(_with_autograd(table, weak, labels), steps)
+
+
+def find_rows(phases: PhaseTable, thread: IntArray, time_ns: IntArray) -> IntArray:
+    """Return the row of ``phases`` that holds each (thread, time); -1 where none does."""
+    found = np.full(len(time_ns), -1, dtype=np.int64)
+    for one in np.unique(phases.thread):
+        first, last = np.searchsorted(phases.thread, [one, one + 1])
+        mine = np.flatnonzero(thread == one)
+        row = intervals.containing(phases.start_ns[first:last], phases.end_ns[first:last], time_ns[mine])
+        found[mine] = np.where(row >= 0, row + first, -1)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What one instant of a thread belongs to; ``weak``: autograd's own ranges know better."""
+
+    fqn: str | None
+    phase: str
+    activity: str
+    weak: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    thread: int
+    start: int
+    end: int
+    state: _State
+
+
+@dataclass(slots=True)
+class _Open:
+    """A label that has begun on its thread; ``state`` is null for ranges that only carry a root."""
+
+    position: int
+    end: int
+    label: FsdpLabel
+    fqn: str | None
+    state: _State | None
+    root: int | None
+
+
+class _Replay:
+    """Replays the labels of all threads in time order and writes a row at every change of state."""
+
+    def __init__(self, labels: LabelTable, parsed: list[FsdpLabel | None], steps: StepTable) -> None:
+        known = np.array([label is not None for label in parsed] + [False], dtype=np.bool_)
+        index = np.flatnonzero(known[labels.name.codes])
+        index = index[np.lexsort((index, -labels.end_ns[index], labels.start_ns[index]))]
+        kept = [parsed[code] for code in labels.name.codes[index].tolist()]
+        self.labels = [label for label in kept if label is not None]
+        self.thread: list[int] = labels.thread[index].tolist()
+        self.start: list[int] = labels.start_ns[index].tolist()
+        self.end: list[int] = labels.end_ns[index].tolist()
+        # A label belongs to the step it begins in; one outside every step belongs to none.
+        self.step = intervals.containing(steps.start_ns, steps.end_ns, labels.start_ns[index]).tolist()
+        self.step_end: list[int] = steps.end_ns.tolist()
+        self.neighbours = _neighbours(self.thread, self.labels)
+        self.root_has_group = any(label.kind == "pre_forward" and label.fqn == "" for label in self.labels)
+        self.owners = self._find_owners()
+        self.rows: list[_Row] = []
+        self.stacks: dict[int, list[_Open]] = {thread: [] for thread in self.thread}
+        self.cursor: dict[int, int] = {}
+        self.active: int | None = None
+        self.forward: list[str] = []
+        self.backward: list[str] = []
+        self.in_backward = False
+        self.before_loss = False
+        self.finishing: str | None = None
+
+    def run(self) -> list[_Row]:
+        """Replay everything; return the rows in the order they ended."""
+        for position, start in enumerate(self.start):
+            self._close_until(start)
+            if position and self.step[position] != self.step[position - 1]:
+                self._end_step(self.step[position - 1], start)
+            self._advance(start)
+            self._begin(position)
+        self._close_until(None)
+        return self.rows
+
+    def _begin(self, position: int) -> None:
+        label, thread = self.labels[position], self.thread[position]
+        stack = self.stacks[thread]
+        root = label.root if label.kind == "root" else (stack[-1].root if stack else None)
+        end = min(self.end[position], stack[-1].end) if stack else self.end[position]
+        self.active, self.finishing, self.before_loss = thread, None, False
+        if label.is_backward and not self.in_backward:
+            self.in_backward, self.forward = True, []
+        fqn = self._module(position, root)
+        state: _State | None = None
+        if label.kind == "optimizer":
+            state = _State(None, "optimizer", "compute")
+        elif label.kind != "root":
+            state = _State(fqn, "backward" if self.in_backward else "forward", label.activity)
+        modules = self.backward if self.in_backward else self.forward
+        if fqn in modules:
+            if label.kind == "post_forward":
+                # Modules above it on the stack left no post_forward: their forward ended with this one's.
+                del modules[modules.index(fqn) :]
+            elif label.kind.startswith("post_backward"):
+                modules.remove(fqn)
+        stack.append(_Open(position, end, label, fqn, state, root))
+
+    def _finish(self, opened: _Open) -> None:
+        kind, fqn = opened.label.kind, opened.fqn
+        modules = self.backward if self.in_backward else self.forward
+        # A root without parameters of its own has no pre_forward: its forward begins here.
+        opens_root = kind == "root_pre_forward" and not self.root_has_group and not modules
+        if kind in ("pre_forward", "pre_backward") or opens_root:
+            if fqn is not None and fqn not in modules:
+                modules.append(fqn)
+        elif kind.startswith("post_backward"):
+            following = self.neighbours[opened.position].next
+            if following is not None and self.labels[following].kind.startswith("post_backward"):
+                same = self._module(following, opened.root) == fqn
+                self.finishing = fqn if same else None
+        elif kind == "post_forward" and not self.in_backward and not self.forward:
+            following = opened.position + 1
+            while following < len(self.labels) and self.labels[following].kind == "cast_forward_outputs":
+                following += 1
+            self.before_loss = following < len(self.labels) and self.labels[following].is_backward
+        elif kind == "cast_forward_outputs" and not self.in_backward and not self.forward:
+            following = opened.position + 1
+            self.before_loss = following < len(self.labels) and self.labels[following].is_backward
+        elif kind == "root_post_backward_callback":
+            self.in_backward, self.backward = False, []
+
+    def _context(self) -> _State | None:
+        """What work between labels belongs to, on the thread whose label came last."""
+        if self.in_backward:
+            if self.finishing is not None:
+                return _State(self.finishing, "backward", "hooks")
+            only_root = None if len(self.owners) > 1 else ""
+            return _State(self.backward[-1] if self.backward else only_root, "backward", "compute")
+        if self.forward:
+            return _State(self.forward[-1], "forward", "compute")
+        return _State(None, "forward", "compute", weak=True) if self.before_loss else None
+
+    def _advance(self, now: int) -> None:
+        """Write the row of every thread that ends now."""
+        for thread, stack in self.stacks.items():
+            since = self.cursor.get(thread, now)
+            self.cursor[thread] = now
+            if now <= since:
+                continue
+            inside = next((opened.state for opened in reversed(stack) if opened.state is not None), None)
+            state = inside or (self._context() if thread == self.active else None)
+            if state is not None:
+                self.rows.append(_Row(thread, since, now, state))
+
+    def _close_until(self, now: int | None) -> None:
+        """End the labels that end by ``now`` (``None``: all), earliest first."""
+        while True:
+            tops = [stack for stack in self.stacks.values() if stack]
+            if not tops:
+                return
+            stack = min(tops, key=lambda candidate: candidate[-1].end)
+            if now is not None and stack[-1].end > now:
+                return
+            self._advance(stack[-1].end)
+            self._finish(stack.pop())
+
+    def _end_step(self, step: int, now: int) -> None:
+        """Modules do not stay open over a step's end, whatever label was lost in a crash."""
+        self._advance(min(self.step_end[step], now) if step >= 0 else now)
+        self.forward, self.backward, self.in_backward = [], [], False
+        self.before_loss, self.finishing = False, None
+
+    def _module(self, position: int, root: int | None) -> str | None:
+        """Module a label belongs to, qualified by its root where there are several."""
+        label = self.labels[position]
+        fqn = label.fqn
+        if label.kind in _NAMELESS:
+            near = self.neighbours[position]
+            borrowed = near.module_after if label.kind in _BEFORE_FORWARD else near.module_before
+            if borrowed is not None and (label.kind != "root_pre_forward" or self.in_backward):
+                return self._module(borrowed, root)
+            modules = self.backward if self.in_backward else self.forward
+            if label.kind != "root_pre_forward" and modules:
+                return modules[-1]
+            fqn = ""
+        if fqn is None or len(self.owners) < 2:
+            return fqn
+        if root is None:
+            candidates = [index for index, names in self.owners.items() if fqn in names]
+            root = candidates[0] if len(candidates) == 1 else None
+        return fqn if root is None else qualified_fqn(fqn, root, len(self.owners))
+
+    def _find_owners(self) -> dict[int, set[str]]:
+        """Names that each root's modules have, from the labels inside our own root ranges."""
+        owners: dict[int, set[str]] = {}
+        reach: dict[int, tuple[int, int]] = {}
+        for thread, end, label in zip(self.thread, self.end, self.labels, strict=True):
+            if label.root is not None:
+                reach[thread] = (end, label.root)
+                owners.setdefault(label.root, set())
+            elif thread in reach and end <= reach[thread][0] and label.fqn is not None:
+                owners[reach[thread][1]].add(label.fqn)
+        return owners
+
+
+@dataclass(slots=True)
+class _Neighbours:
+    """Rows around a label on its thread."""
+
+    next: int | None = None
+    module_after: int | None = None
+    """The ``pre_forward`` that follows labels without a name."""
+    module_before: int | None = None
+    """The ``post_forward`` just before."""
+
+
+def _neighbours(thread: list[int], labels: list[FsdpLabel]) -> list[_Neighbours]:
+    near = [_Neighbours() for _ in labels]
+    latest: dict[int, int] = {}
+    for position, one in enumerate(thread):
+        previous = latest.get(one)
+        if previous is not None:
+            near[previous].next = position
+            if labels[previous].kind == "post_forward":
+                near[position].module_before = previous
+        latest[one] = position
+    for position in reversed(range(len(labels))):
+        following = near[position].next
+        if following is not None:
+            kind = labels[following].kind
+            if kind == "pre_forward":
+                near[position].module_after = following
+            elif kind in _BEFORE_FORWARD:
+                near[position].module_after = near[following].module_after
+    return near
+
+
+def _with_autograd(table: PhaseTable, weak: BoolArray, labels: LabelTable) -> PhaseTable:
+    """Add backward rows for autograd's own ranges where no label knows better.
+
+    The loss ends where its backward begins: with the first node, whatever its thread.
+    """
+    node = labels.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
+    if not node.any():
+        return table
+    begins = np.append(np.sort(labels.start_ns[node]), NEVER)
+    loss_end = np.minimum(begins[np.searchsorted(begins, table.start_ns)], table.end_ns)
+    loss_end = np.where(weak, loss_end, table.end_ns)
+    rest = np.flatnonzero(loss_end < table.end_ns)
+    pieces = [table.with_columns(end_ns=loss_end)]
+    pieces += [
+        _backward(int(table.thread[row]), loss_end[row : row + 1], table.end_ns[row : row + 1])
+        for row in rest
+    ]
+    known = concat_tables(pieces)
+    for thread in np.unique(labels.thread[node]):
+        mine, here = node & (labels.thread == thread), known.thread == thread
+        nodes = intervals.union(labels.start_ns[mine], labels.end_ns[mine])
+        unknown = intervals.subtract(nodes, intervals.union(known.start_ns[here], known.end_ns[here]))
+        pieces.append(_backward(int(thread), unknown.start, unknown.end))
+    return concat_tables(pieces)
+
+
+def _backward(thread: int, start: IntArray, end: IntArray) -> PhaseTable:
+    return PhaseTable(
+        thread=np.full(len(start), thread, dtype=np.int64),
+        start_ns=start,
+        end_ns=end,
+        step=np.full(len(start), -1, dtype=np.int64),
+        fqn=Strings.full(len(start), None),
+        phase=Strings.full(len(start), "backward"),
+        activity=Strings.full(len(start), "compute"),
+    )
+
+
+def _with_steps(table: PhaseTable, steps: StepTable) -> PhaseTable:
+    """Cut rows at step boundaries, number them, and sort by (thread, start)."""
+    edges = np.concatenate([steps.start_ns, steps.end_ns])
+    row, start, end = intervals.cut(table.start_ns, table.end_ns, edges)
+    inside = intervals.containing(steps.start_ns, steps.end_ns, start)
+    number = np.where(inside >= 0, np.append(steps.step, -1)[inside], -1)
+    table = table.take(row).with_columns(start_ns=start, end_ns=end, step=number)
+    return table.take(np.lexsort((table.start_ns, table.thread)))
