@@ -1,0 +1,93 @@
+"""What to look at next: the few sentences that lead from the numbers to the place in them that matters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import fields
+
+from fsdp2prof.reporters.layers import fold, layer_name, layer_rows
+from fsdp2prof.reporters.wording import PARTS, category_label, op_label
+from fsdp2prof.results import BreakdownNs, MemoryAnalysis, TraceAnalysis
+from fsdp2prof.units import format_bytes, format_frac, format_ns
+
+__all__ = ["memory_advice", "trace_advice"]
+
+_WORTH_NAMING = 0.05
+"""Share of a step below which a loss is not worth a sentence."""
+
+_COMMUNICATION_OF_PART = {
+    "exposed_all_gather": "all_gather",
+    "exposed_reduce_scatter": "reduce_scatter",
+    "exposed_all_reduce": "all_reduce",
+}
+
+
+def trace_advice(analysis: TraceAnalysis, source: str, *, verbose: bool = False) -> list[str]:
+    """Name the largest losses of the step, largest first, and the commands that show more."""
+    lines = _losses(analysis)
+    if {rank.device_type for rank in analysis.ranks} == {"cpu"} and any("exposed" in line for line in lines):
+        lines.append(
+            "These ranks ran on CPU, where FSDP2 waits for each collective in line: how much is exposed here "
+            "says nothing about a GPU, the bytes and counts do."
+        )
+    if not verbose and len(layer_rows(analysis)) > len(fold(layer_rows(analysis))):
+        lines.append("Repeated layers are folded; -v lists every layer and step.")
+    lines.append(f"fsdp2prof report {source} -o report.html  shows it as charts.")
+    return lines
+
+
+def _losses(analysis: TraceAnalysis) -> list[str]:
+    totals: dict[str, int] = defaultdict(int)
+    windows = 0
+    for rank in analysis.ranks:
+        for step in rank.steps:
+            windows += 1
+            for field in fields(BreakdownNs):
+                totals[field.name] += getattr(step.breakdown_ns, field.name)
+    whole = sum(totals.values())
+    losses = [part for part in totals if part != "compute" and totals[part] > _WORTH_NAMING * whole]
+    lines = []
+    for part in sorted(losses, key=lambda name: -totals[name]):
+        share, time = format_frac(totals[part] / whole), format_ns(totals[part] / windows)
+        lines.append(f"{share} of the step is {PARTS[part][0]} ({time}){_worst_layer(analysis, part)}")
+    return lines
+
+
+def _worst_layer(analysis: TraceAnalysis, part: str) -> str:
+    if part == "idle":
+        return ": no compute, copy or communication ran."
+    if part not in _COMMUNICATION_OF_PART:
+        return "."
+    rows = [row for row in layer_rows(analysis) if row.op == _COMMUNICATION_OF_PART[part]]
+    if not rows:
+        return "."
+    worst = rows[0]
+    return (
+        f"; the worst {op_label(worst.op)} is {layer_name(worst.fqn)} in {worst.phase}, "
+        f"{format_ns(worst.exposed_ns)} of {format_ns(worst.total_ns)} exposed."
+    )
+
+
+def memory_advice(analysis: MemoryAnalysis, source: str) -> list[str]:
+    """Name what fills the fullest rank at its peak, and the commands that show more."""
+    if not analysis.ranks:
+        return []
+    rank = max(analysis.ranks, key=lambda item: item.peak.allocated_bytes)
+    peak = rank.peak
+    lines = []
+    largest = sorted(peak.categories.items(), key=lambda item: -item[1])[:2]
+    if peak.allocated_bytes:
+        parts = " and ".join(
+            f"{category_label(name)} ({format_bytes(size)}, {format_frac(size / peak.allocated_bytes)})"
+            for name, size in largest
+            if size
+        )
+        lines.append(f"The peak of rank {rank.rank} is mostly {parts}.")
+    held = [row for row in peak.by_layer if row.category == "unsharded_parameter" and row.bytes]
+    if held:
+        names = ", ".join(layer_name(row.fqn) for row in sorted(held, key=lambda row: -row.bytes)[:4])
+        lines.append(f"Layers unsharded at that instant: {names}" + (", ..." if len(held) > 4 else "") + ".")
+    if rank.truncated:
+        lines.append("The history is truncated: record with more entries to see the whole step.")
+    lines.append(f"fsdp2prof report {source} -o report.html  shows memory over time.")
+    return lines

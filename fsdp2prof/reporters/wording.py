@@ -1,0 +1,70 @@
+"""The words and colours every output shares: parts of a step, memory categories, operations, dtypes."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CATEGORIES",
+    "OPS",
+    "PARTS",
+    "category_label",
+    "dtype_label",
+    "op_label",
+    "printable",
+]
+
+PARTS: dict[str, tuple[str, str]] = {
+    "compute": ("compute", "#4c78a8"),
+    "fsdp_copy": ("FSDP copies", "#72b7b2"),
+    "exposed_all_gather": ("exposed all-gather", "#e45756"),
+    "exposed_reduce_scatter": ("exposed reduce-scatter", "#f58518"),
+    "exposed_all_reduce": ("exposed all-reduce", "#eeca3b"),
+    "exposed_other_comm": ("exposed other comm.", "#b279a2"),
+    "exposed_memcpy": ("exposed memcpy", "#9d755d"),
+    "idle": ("idle", "#d3d3d3"),
+}
+"""Part of a step breakdown -> label and colour, in the order of precedence."""
+
+CATEGORIES: dict[str, tuple[str, str]] = {
+    "sharded_parameter": ("sharded parameters", "#4c78a8"),
+    "sharded_gradient": ("sharded gradients", "#9ecae9"),
+    "optimizer_state": ("optimizer state", "#54a24b"),
+    "unsharded_parameter": ("unsharded parameters", "#e45756"),
+    "unsharded_gradient": ("unsharded gradients", "#ff9d98"),
+    "all_gather_buffer": ("all-gather buffers", "#f58518"),
+    "reduce_scatter_buffer": ("reduce-scatter buffers", "#ffbf79"),
+    "activation": ("activations", "#b279a2"),
+    "input": ("inputs", "#eeca3b"),
+    "temporary": ("temporaries", "#9d755d"),
+    "unattributed": ("unattributed", "#bab0ac"),
+}
+"""Memory category -> label and colour, lasting ones first."""
+
+OPS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all": "all-to-all",
+    "send_recv": "send/recv",
+}
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def op_label(op: str) -> str:
+    """Return an operation as people write it: ``all-gather``."""
+    return OPS.get(op, op)
+
+
+def dtype_label(dtype: str | None) -> str:
+    """Return a dtype's short name (``bf16``), ``-`` for an unknown one."""
+    return "-" if dtype is None else _DTYPES.get(dtype, printable(dtype))
+
+
+def category_label(category: str) -> str:
+    """Return a memory category in words."""
+    return CATEGORIES[category][0] if category in CATEGORIES else printable(category)
+
+
+def printable(text: str) -> str:
+    """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

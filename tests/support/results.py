@@ -1,0 +1,247 @@
+"""Hand-made analyses for the tests of the outputs: two ranks, two steps, a root and four blocks."""
+
+from __future__ import annotations
+
+from fsdp2prof.results import (
+    Attribution,
+    BreakdownNs,
+    Communication,
+    CrossRank,
+    Finding,
+    GroupRow,
+    LayerBytes,
+    LayerPeak,
+    MemoryAnalysis,
+    Peak,
+    RankMemory,
+    RankSummary,
+    RankTrace,
+    RunAnalysis,
+    RunSummary,
+    ShardGroup,
+    StepBreakdown,
+    StepTime,
+    Straggler,
+    TraceAnalysis,
+)
+
+MS = 1_000_000
+MIB = 1 << 20
+HOSTILE = "</script><img src=x onerror=alert(1)>[bold red]\x1b[31m"
+"""A layer name that attacks HTML, rich markup and the terminal at once."""
+
+
+def group(fqn: str | None, op: str, rank: int, step: int, *, exposed_ms: int, phase: str = "forward") -> GroupRow:
+    """One collective of 8 MiB over 2 ranks that takes 4 ms: 2 GiB/s algbw, half of it busbw."""
+    return GroupRow(
+        rank=rank,
+        step=step,
+        fqn=fqn,
+        phase=phase,
+        op=op,
+        process_group="1",
+        mesh_dim="dp_shard",
+        dtype="bfloat16" if op == "all_gather" else "float32",
+        count=1,
+        payload_bytes=8 * MIB,
+        wire_bytes=4 * MIB,
+        total_ns=4 * MS,
+        exposed_ns=exposed_ms * MS,
+        stall_ns=exposed_ms * MS,
+        overlap_frac=1 - exposed_ms / 4,
+        algbw_bytes_per_s=8 * MIB / 0.004,
+        busbw_bytes_per_s=4 * MIB / 0.004,
+        group_size=2,
+    )
+
+
+def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis:
+    """Block 0's all-gather is exposed for 4 ms, every other one for 1 ms, the root's reduce-scatter for 3 ms."""
+    names = [hostile or "layers.0", *(f"layers.{i}" for i in range(1, blocks))]
+    ranks, groups = [], []
+    for rank in (0, 1):
+        for step in (3, 4):
+            groups += [
+                group(name, "all_gather", rank, step, exposed_ms=1 if i else 4) for i, name in enumerate(names)
+            ]
+            groups.append(group("", "reduce_scatter", rank, step, exposed_ms=3, phase="backward"))
+        steps = [
+            StepBreakdown(
+                step=step,
+                duration_ns=50 * MS,
+                start_ns=100 * MS * step,
+                breakdown_ns=BreakdownNs(
+                    compute=30 * MS,
+                    fsdp_copy=2 * MS,
+                    exposed_all_gather=(3 + blocks) * MS,
+                    exposed_reduce_scatter=3 * MS,
+                    exposed_all_reduce=0,
+                    exposed_other_comm=0,
+                    exposed_memcpy=0,
+                    idle=(12 - blocks) * MS,
+                ),
+            )
+            for step in (3, 4)
+        ]
+        ranks.append(
+            RankTrace(
+                rank=rank,
+                world_size=2,
+                device_type="cpu",
+                steps=steps,
+                communication=Communication(
+                    total_ns=2 * 4 * (blocks + 1) * MS,
+                    exposed_ns=2 * (6 + blocks) * MS,
+                    overlap_frac=1 - (6 + blocks) / (4 * (blocks + 1)),
+                ),
+                source=f"rank-{rank:05d}/trace.json.gz",
+                state="complete",
+            )
+        )
+    count = len(groups)
+    return TraceAnalysis(
+        ranks=ranks,
+        groups=groups,
+        attribution=Attribution(
+            collectives=count, attributed=count, comm_ns=count * 4 * MS, attributed_ns=count * 4 * MS
+        ),
+        cross_rank=CrossRank(
+            match_key="order",
+            matched=count // 2,
+            unmatched=0,
+            clock_offset_ns={"0": 0, "1": 1500},
+            wait_ns={"0": 3 * MS, "1": 0},
+            stragglers=[Straggler(rank=1, fqn="layers.1", wait_caused_ns=2 * MS, cause="host gap")],
+        ),
+        findings=[
+            Finding(
+                id="late_launch",
+                severity="high",
+                fqn=names[0],
+                message="Its forward all-gather is launched 3.1 ms late; prefetch it explicitly.",
+                evidence={"late_ns": 3_100_000},
+            )
+        ],
+        warnings=["rank 1: 2 events without a duration were left out"],
+    )
+
+
+def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
+    """A peak of 100 MiB: 40 parameters, 30 optimizer state, 20 activations, 10 unsharded parameters."""
+    layer = hostile or "layers.0"
+    by_layer = [
+        LayerBytes(fqn=layer, category="sharded_parameter", bytes=25 * MIB),
+        LayerBytes(fqn="", category="sharded_parameter", bytes=15 * MIB),
+        LayerBytes(fqn=layer, category="optimizer_state", bytes=30 * MIB),
+        LayerBytes(fqn=layer, category="activation", bytes=18 * MIB),
+        LayerBytes(fqn=None, category="activation", bytes=2 * MIB),
+        LayerBytes(fqn=layer, category="unsharded_parameter", bytes=10 * MIB),
+    ]
+    timeline = {
+        "time_ns": [0, 1 * MS, 2 * MS, 3 * MS],
+        "sharded_parameter": [40 * MIB] * 4,
+        "optimizer_state": [30 * MIB] * 4,
+        "activation": [0, 10 * MIB, 20 * MIB, 0],
+        "unsharded_parameter": [0, 10 * MIB, 10 * MIB, 0],
+    }
+    ranks = [
+        RankMemory(
+            rank=rank,
+            device="cpu",
+            source="storage_count",
+            peak=Peak(
+                allocated_bytes=100 * MIB,
+                reserved_bytes=None,
+                step=5,
+                phase="backward",
+                fqn=layer,
+                categories={
+                    "sharded_parameter": 40 * MIB,
+                    "optimizer_state": 30 * MIB,
+                    "activation": 20 * MIB,
+                    "unsharded_parameter": 10 * MIB,
+                },
+                by_layer=by_layer,
+            ),
+            layers=[
+                LayerPeak(fqn=layer, phase="forward", peak_bytes=90 * MIB, delta_bytes=18 * MIB),
+                LayerPeak(fqn=layer, phase="backward", peak_bytes=100 * MIB, delta_bytes=-18 * MIB),
+            ],
+            fragmentation={},
+            oom=None,
+            truncated=False,
+            timeline=timeline,
+        )
+        for rank in (0, 1)
+    ]
+    return MemoryAnalysis(ranks=ranks, findings=[], warnings=[])
+
+
+def run_summary(hostile: str | None = None) -> RunSummary:
+    """Two complete ranks of three planned ones."""
+    ranks = [
+        RankSummary(
+            rank=rank,
+            state="complete",
+            host="node0",
+            device="cpu",
+            steps=[
+                StepTime(step=1, duration_ns=40 * MS, kind="plain"),
+                StepTime(step=3, duration_ns=50 * MS, kind="traced"),
+                StepTime(step=4, duration_ns=50 * MS, kind="traced"),
+                StepTime(step=5, duration_ns=60 * MS, kind="memory"),
+            ],
+            traced_steps=[3, 4],
+            memory_steps=[5],
+            has_trace=True,
+            has_memory=True,
+            error=None,
+            messages=[],
+        )
+        for rank in (0, 1)
+    ]
+    groups = [
+        ShardGroup(
+            root=0,
+            fqn=fqn,
+            parameters=9,
+            numel=1_000_000,
+            sharded_bytes=2_000_064,
+            padding_bytes=64,
+            dtype="float32",
+            param_dtype="bfloat16",
+            reduce_dtype="float32",
+            mesh="dp_shard=2",
+            reshard_after_forward=fqn != "",
+            offload=False,
+            requires_grad=True,
+        )
+        for fqn in ("", hostile or "layers.0", "layers.1")
+    ]
+    return RunSummary(
+        path="runs/sample",
+        command=["torchrun", "--nproc-per-node", "2", "train.py", hostile or "--lr=1e-3"],
+        state="partial",
+        exit_code=0,
+        started_at="2026-01-02T03:04:05+00:00",
+        finished_at="2026-01-02T03:05:05+00:00",
+        hosts=["node0"],
+        world_size=3,
+        versions={"torch": "2.13.0", "fsdp2prof": "0.1.0"},
+        environment={"OMP_NUM_THREADS": "1"},
+        options={"active": 2, "wait": 1},
+        messages=["1 of 3 ranks left nothing: 2"],
+        ranks=ranks,
+        shard_groups=groups,
+        optimizers=["AdamW, 5.72 MiB of state"],
+    )
+
+
+def run_analysis(hostile: str | None = None) -> RunAnalysis:
+    """Run, trace and memory together."""
+    return RunAnalysis(
+        run=run_summary(hostile),
+        trace=trace_analysis(hostile=hostile),
+        memory=memory_analysis(hostile=hostile),
+        warnings=[],
+    )
