@@ -1,0 +1,73 @@
+"""The device mesh of a run that has not happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from fsdp2prof.errors import ModelError
+
+__all__ = ["MeshSpec"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshSpec:
+    """Sizes of the mesh dimensions, slowest first: pp, dp_replicate, dp_shard, cp, tp.
+
+    Raises ``ModelError`` if a size is not a positive integer or the mesh has no rank.
+    """
+
+    pp: int = 1
+    """Pipeline stages."""
+    dp_replicate: int = 1
+    """HSDP replicas: gradients are all-reduced over them."""
+    dp_shard: int = 1
+    """Ranks over which FSDP shards."""
+    cp: int = 1
+    """Context-parallel ranks; FSDP shards over dp_shard x cp, flattened."""
+    tp: int = 1
+    """Tensor-parallel ranks, sequence parallelism included."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ModelError(f"mesh: {field.name}={size!r} must be a positive integer")
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """Parse ``dp_replicate=4,dp_shard=8``; names are the fields, any order. Raises ``ModelError``."""
+        known = [field.name for field in fields(cls)]
+        sizes: dict[str, int] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = (part.strip() for part in item.partition("="))
+            if not equals or not size.isdecimal():
+                raise ModelError(
+                    f"mesh: {item!r} is not NAME=SIZE; write for example dp_replicate=4,dp_shard=8"
+                )
+            if name not in known:
+                raise ModelError(f"mesh: no dimension {name!r}; there are {', '.join(known)}")
+            if name in sizes:
+                raise ModelError(f"mesh: {name} is given twice")
+            sizes[name] = int(size)
+        if not sizes:
+            raise ModelError("mesh: empty; write for example dp_shard=8")
+        return cls(**sizes)
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks of one FSDP shard group: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def fsdp_dim(self) -> str:
+        """Name of the dimension FSDP shards on: ``dp_shard``, or ``dp_shard_cp`` flattened."""
+        return "dp_shard" if self.cp == 1 else "dp_shard_cp"
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    def __str__(self) -> str:
+        sizes = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return ",".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp_shard=1"
