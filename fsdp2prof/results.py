@@ -280,11 +280,12 @@ class ShardGroup:
     parameters: int
     numel: int
     """Elements of the whole parameters, without padding."""
-    sharded_bytes: int
-    """This rank's shard in the original dtype, padding included."""
-    padding_bytes: int
+    sharded_bytes: int | None
+    """This rank's shard in the original dtype, padding included; null for a dtype of unknown size."""
+    padding_bytes: int | None
     """Part of ``sharded_bytes`` that is padding."""
     dtype: str
+    """Original dtype; several are joined with commas."""
     param_dtype: str | None
     reduce_dtype: str | None
     mesh: str

@@ -9,7 +9,36 @@ import re
 
 from fsdp2prof.errors import UsageError
 
-__all__ = ["format_bytes", "format_count", "format_frac", "format_ns", "format_rate", "parse_bytes"]
+__all__ = [
+    "DTYPE_BYTES",
+    "dtype_bytes",
+    "format_bytes",
+    "format_count",
+    "format_frac",
+    "format_ns",
+    "format_rate",
+    "parse_bytes",
+]
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of an element, by torch dtype name without the module."""
 
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
@@ -62,3 +91,8 @@ def format_frac(value: float | None) -> str:
 def format_count(value: int) -> str:
     """Format a count with thousands separators."""
     return f"{value:,}"
+
+
+def dtype_bytes(name: str) -> int | None:
+    """Bytes of one element of a torch dtype name (``bfloat16``); None for an unknown one."""
+    return DTYPE_BYTES.get(name)

@@ -1,0 +1,116 @@
+"""What was run, in one record: the run, its ranks and the way the model was sharded."""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
+from fsdp2prof.readers.run_directory import RankRecord, RunDirectory
+from fsdp2prof.results import RankSummary, RunSummary, ShardGroup, StepTime
+from fsdp2prof.units import dtype_bytes, format_bytes
+
+__all__ = ["summarize_run"]
+
+
+def summarize_run(run: RunDirectory) -> RunSummary:
+    """Summarize a run directory; a planned rank that left nothing is listed as ``missing``."""
+    info = run.info
+    manifests = [record.manifest for record in run.ranks if record.manifest is not None]
+    world_size = info.world_size or max((manifest.world_size for manifest in manifests), default=None)
+    sharded = next((manifest for manifest in manifests if manifest.param_groups), None)
+    return RunSummary(
+        path=str(run.path),
+        command=info.command,
+        state=info.state,
+        exit_code=info.exit_code,
+        started_at=info.started_at,
+        finished_at=info.finished_at,
+        hosts=info.hosts or sorted({manifest.host for manifest in manifests if manifest.host}),
+        world_size=world_size,
+        versions=info.versions or (manifests[0].versions if manifests else {}),
+        environment=info.environment or (manifests[0].environment if manifests else {}),
+        options=msgspec.to_builtins(info.options),
+        messages=list(run.messages),
+        ranks=[_rank(record) for record in run.ranks] + _missing(run, world_size),
+        shard_groups=[_group(group) for group in sharded.param_groups] if sharded else [],
+        optimizers=_optimizers(sharded) if sharded else [],
+    )
+
+
+def _rank(record: RankRecord) -> RankSummary:
+    manifest = record.manifest
+    if manifest is None:
+        return _nothing(record.rank, "missing", list(record.messages))
+    device = manifest.device
+    return RankSummary(
+        rank=record.rank,
+        state=manifest.state,
+        host=manifest.host,
+        device=device.name or device.type,
+        steps=[StepTime(step=s.step, duration_ns=s.duration_ns, kind=s.kind) for s in manifest.steps],
+        traced_steps=manifest.traced_steps,
+        memory_steps=manifest.memory_steps,
+        has_trace=record.trace is not None,
+        has_memory=record.memory is not None,
+        error=manifest.error,
+        messages=list(record.messages),
+    )
+
+
+def _missing(run: RunDirectory, world_size: int | None) -> list[RankSummary]:
+    present = {record.rank for record in run.ranks}
+    return [_nothing(rank, "missing", []) for rank in range(world_size or 0) if rank not in present]
+
+
+def _nothing(rank: int, state: str, messages: list[str]) -> RankSummary:
+    return RankSummary(
+        rank=rank,
+        state=state,
+        host="",
+        device="",
+        steps=[],
+        traced_steps=[],
+        memory_steps=[],
+        has_trace=False,
+        has_memory=False,
+        error=None,
+        messages=messages,
+    )
+
+
+def _group(group: ParamGroupInfo) -> ShardGroup:
+    parameters = group.parameters
+    sizes = [dtype_bytes(p.dtype) for p in parameters]
+    padded = _bytes([prod(p.padded_local_shape) for p in parameters], sizes)
+    local = _bytes([prod(p.local_shape) for p in parameters], sizes)
+    return ShardGroup(
+        root=group.root,
+        fqn=group.fqn,
+        parameters=len(parameters),
+        numel=sum(prod(p.global_shape) for p in parameters),
+        sharded_bytes=padded,
+        padding_bytes=None if padded is None or local is None else padded - local,
+        dtype=", ".join(dict.fromkeys(p.dtype for p in parameters)),
+        param_dtype=group.param_dtype,
+        reduce_dtype=group.reduce_dtype,
+        mesh=_mesh(group.mesh),
+        reshard_after_forward=group.reshard_after_forward,
+        offload=group.offload,
+        requires_grad=group.requires_grad,
+    )
+
+
+def _bytes(numels: list[int], sizes: list[int | None]) -> int | None:
+    known = [numel * size for numel, size in zip(numels, sizes, strict=True) if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _mesh(mesh: MeshInfo) -> str:
+    names = mesh.dim_names or [f"dim{i}" for i in range(len(mesh.shape))]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def _optimizers(manifest: RankManifest) -> list[str]:
+    return [f"{o.class_name}, {format_bytes(o.state_bytes)} of state" for o in manifest.optimizers]
