@@ -1,0 +1,31 @@
+"""Synthetic FSDP2 traces with known answers: a schedule in, Kineto JSON and the truth about it out.
+
+::
+
+    schedule.py   what is trained: layers, durations, policies, deviations
+    timeline.py   one rank's host clock, device streams and the events they leave
+    training.py   FSDP2's rules: which label, launch and wait happens when
+    world.py      several ranks meeting in their collectives
+    truth.py      the answers, counted naively from the simulated timeline
+    kineto.py     the timeline as the JSON torch writes
+"""
+
+from synthetic.kineto import write, write_run
+from synthetic.schedule import Layer, Schedule, transformer
+from synthetic.timeline import Activity, Collective
+from synthetic.truth import Truth, truth_of
+from synthetic.world import Recording, record
+
+__all__ = [
+    "Activity",
+    "Collective",
+    "Layer",
+    "Recording",
+    "Schedule",
+    "Truth",
+    "record",
+    "transformer",
+    "truth_of",
+    "write",
+    "write_run",
+]
