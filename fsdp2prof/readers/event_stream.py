@@ -1,0 +1,179 @@
+"""A trace file as a stream of JSON pieces: gunzip and cut at event boundaries, in bounded memory.
+
+The file is never held whole, and nothing depends on line breaks. A cut is a guess (the last ``}, {``) that the
+decode of the piece itself proves: text that ends inside a string or a nested object is not a list of events.
+A piece that is not strict JSON (``nan`` as a bandwidth, a stray byte in a name) is repaired and decoded again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from isal import isal_zlib
+
+from fsdp2prof.errors import TraceError
+
+__all__ = ["PIECE_BYTES", "decode_pieces"]
+
+PIECE_BYTES = 8 << 20
+"""Decompressed bytes decoded at a time."""
+
+_READ_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
+_GZIP_WBITS = 31
+_SPACE = b" \t\r\n"
+_EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
+_NAN = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNORECASE)
+_ENCODER = msgspec.json.Encoder(decimal_format="number")
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError)
+
+T = TypeVar("T")
+
+
+def decode_pieces(
+    path: Path, parse: Callable[[bytes, bool], T], warnings: list[str], piece_bytes: int = PIECE_BYTES
+) -> Iterator[T]:
+    """Yield ``parse(text, is_last)`` for every piece of a trace file, in order.
+
+    ``text`` is a JSON list of events, and for the last piece a JSON object whose ``traceEvents`` are the remaining
+    events and whose other keys are the file's. ``parse`` raises ``msgspec.DecodeError`` on anything else.
+    What a person should know is appended to ``warnings``. Raises ``TraceError`` for a file that is missing,
+    empty, truncated or not a trace.
+    """
+    ends_early: list[str] = []
+    chunks = _chunks(path, piece_bytes, ends_early)
+    buffer = next(chunks, b"")
+    if not buffer.strip(_SPACE):
+        raise TraceError(
+            f"{path}: the file is {'truncated' if ends_early else 'empty'}; record or copy it again"
+        )
+    head, buffer, tail = _open_list(path, buffer)
+    try:
+        for chunk in chunks:
+            cut, piece = _next_piece(parse, buffer)
+            if piece is not None:
+                yield piece
+            buffer = buffer[cut:].lstrip(b", \t\r\n") + chunk if cut else buffer + chunk
+        yield _parse(parse, head + buffer + tail, True)
+    except _MALFORMED as error:
+        if ends_early:
+            raise TraceError(f"{path}: truncated: {ends_early[0]}; copy or record it again") from None
+        raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
+    warnings.extend(f"{path}: {reason}, but all its events are there" for reason in ends_early)
+
+
+def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
+    """Decompressed bytes, about ``size`` at a time; why the stream ended early goes to ``ends_early``."""
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from None
+    with stream:
+        first = stream.read(len(_GZIP_MAGIC))
+        stream.seek(0)
+        if first != _GZIP_MAGIC:
+            yield from iter(lambda: stream.read(size), b"")
+            return
+        member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
+        pending = stream.read(_READ_BYTES)
+        while pending:
+            try:
+                chunk = member.decompress(pending, size)
+            except isal_zlib.IsalError as error:
+                ends_early.append(f"the compressed data is damaged ({error})")
+                return
+            if chunk:
+                yield chunk
+            pending = member.unused_data if member.eof else member.unconsumed_tail
+            pending = pending or stream.read(_READ_BYTES)
+            if member.eof and pending:
+                member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
+        if not member.eof:
+            ends_early.append("the compressed file ends early")
+
+
+def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
+    """Split the first bytes into (start of the trace object, events, what closes the object)."""
+    text = buffer.lstrip(_SPACE)
+    if text.startswith(b"["):
+        return b'{"traceEvents":[', text[1:], b"}"
+    if not text.startswith(b"{"):
+        raise TraceError(f"{path}: not a trace: it is not JSON")
+    start = _EVENTS_KEY.search(text)
+    if start is None:
+        return b"", text, b""
+    return text[: start.end()], text[start.end() :], b""
+
+
+def _next_piece(parse: Callable[[bytes, bool], T], buffer: bytes) -> tuple[int, T | None]:
+    """Decode the events up to the last boundary; (0, None) if there is no boundary yet."""
+    cut = _guessed_cut(buffer)
+    if not cut:
+        return 0, None
+    try:
+        return cut, _parse(parse, b"[%b]" % buffer[:cut], False)
+    except _MALFORMED:
+        cut = _exact_cut(buffer)
+        return cut, _parse(parse, b"[%b]" % buffer[:cut], False) if cut else None
+
+
+def _guessed_cut(buffer: bytes) -> int:
+    """End of the last ``}`` that is followed by ``, {``; 0 if there is none."""
+    brace = buffer.rfind(b"{")
+    while brace > 0:
+        before = buffer[max(0, brace - 64) : brace].rstrip(_SPACE)
+        if before.endswith(b","):
+            before = before[:-1].rstrip(_SPACE)
+            if before.endswith(b"}"):
+                return buffer.rfind(b"}", 0, brace) + 1
+        brace = buffer.rfind(b"{", 0, brace)
+    return 0
+
+
+def _exact_cut(buffer: bytes) -> int:
+    """End of the last whole event but one, found by walking every token; 0 if there is none.
+
+    Slow, for the rare piece whose guess fell into a string or a nested object.
+    """
+    depth = last = previous = 0
+    for token in _TOKEN.finditer(buffer):
+        mark = token.group()
+        if mark in (b"{", b"["):
+            depth += 1
+        elif mark in (b"}", b"]"):
+            depth -= 1
+            if depth == 0:
+                previous, last = last, token.end()
+            elif depth < 0:
+                break
+    return previous
+
+
+def _parse(parse: Callable[[bytes, bool], T], text: bytes, is_last: bool) -> T:
+    """Parse strictly, then with ``nan`` and infinities as null, then through a lenient decoder."""
+    try:
+        return parse(text, is_last)
+    except msgspec.ValidationError:
+        raise
+    except _MALFORMED as error:
+        strict = error
+    without_nan, found = _NAN.subn(b"null", text)
+    if found:
+        try:
+            return parse(without_nan, is_last)
+        except _MALFORMED:
+            pass
+    try:
+        lenient = json.loads(
+            text.decode(errors="replace"), strict=False, parse_float=Decimal, parse_constant=lambda _: None
+        )
+    except ValueError:
+        raise strict from None
+    return parse(_ENCODER.encode(lenient), is_last)

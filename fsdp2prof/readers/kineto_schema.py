@@ -1,0 +1,141 @@
+"""The parts of a Kineto trace that are kept, as typed JSON: what msgspec decodes and what it skips.
+
+Events are a union tagged by ``ph``: complete events (``X``), instants (``i``, of which ``[memory]`` matters), and
+everything else (flows, metadata), which costs no more than being skipped. Values that some writer gives
+as text or leaves out are ``Any`` here and become integers when columns are built.
+"""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "COMPLETE_TYPES",
+    "DOCUMENT",
+    "EVENTS",
+    "EXACT_DOCUMENT",
+    "EXACT_EVENTS",
+    "INSTANT_TYPES",
+    "NO_TEXT",
+    "Args",
+    "Complete",
+    "Header",
+    "Instant",
+    "MemoryArgs",
+]
+
+NO_TEXT = msgspec.Raw(b"")
+"""The value of a ``Raw`` field the event does not have."""
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """Kept ``args`` of a complete event."""
+
+    external_id: Any = msgspec.field(default=-1, name="External id")
+    correlation: Any = -1
+    device: Any = None
+    stream: Any = None
+    bytes: Any = -1
+    input_dims: msgspec.Raw = msgspec.field(default=NO_TEXT, name="Input Dims")
+    input_types: msgspec.Raw = msgspec.field(default=NO_TEXT, name="Input type")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    dtype: Any = None
+    in_nelems: Any = msgspec.field(default=-1, name="In msg nelems")
+    out_nelems: Any = msgspec.field(default=-1, name="Out msg nelems")
+    group_size: Any = msgspec.field(default=-1, name="Group size")
+    process_group: Any = msgspec.field(default=None, name="Process Group Name")
+    process_group_desc: Any = msgspec.field(default=None, name="Process Group Description")
+    ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+    seq: Any = msgspec.field(default=-1, name="Seq")
+    comms_id: Any = msgspec.field(default=-1, name="Comms Id")
+    is_async: Any = msgspec.field(default=-1, name="Is asynchronized op")
+
+
+class MemoryArgs(msgspec.Struct, frozen=True, gc=False):
+    """``args`` of a ``[memory]`` instant."""
+
+    device_type: Any = msgspec.field(default=0, name="Device Type")
+    device_id: Any = msgspec.field(default=-1, name="Device Id")
+    address: Any = msgspec.field(default=-1, name="Addr")
+    bytes: Any = msgspec.field(default=0, name="Bytes")
+    allocated: Any = msgspec.field(default=-1, name="Total Allocated")
+    reserved: Any = msgspec.field(default=-1, name="Total Reserved")
+
+
+_NO_ARGS = Args()
+_NO_MEMORY = MemoryArgs()
+
+
+class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """A complete event; times in microseconds."""
+
+    cat: str = ""
+    name: str = ""
+    pid: Any = -1
+    tid: Any = -1
+    ts: int | float = 0
+    dur: int | float = 0
+    args: Args = _NO_ARGS
+
+
+class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
+    """An instant event."""
+
+    name: str = ""
+    pid: Any = -1
+    tid: Any = -1
+    ts: int | float = 0
+    args: MemoryArgs = _NO_MEMORY
+
+
+class ExactComplete(Complete, gc=False, tag_field="ph", tag="X"):
+    """A complete event whose time is kept as text: float64 cannot hold its nanoseconds."""
+
+    ts: msgspec.Raw = NO_TEXT  # type: ignore[assignment]
+
+
+class ExactInstant(Instant, gc=False, tag_field="ph", tag="i"):
+    """An instant event whose time is kept as text."""
+
+    ts: msgspec.Raw = NO_TEXT  # type: ignore[assignment]
+
+
+_OTHER = tuple(
+    msgspec.defstruct(f"Phase_{ord(ph)}", [], gc=False, tag_field="ph", tag=ph)
+    for ph in sorted({*string.ascii_letters, "(", ")"} - {"X", "i"})
+)
+
+
+class Header(msgspec.Struct):
+    """Keys of the trace object beside ``traceEvents``."""
+
+    distributed_info: Any = msgspec.field(default=None, name="distributedInfo")
+    device_properties: Any = msgspec.field(default=None, name="deviceProperties")
+    base_time_ns: Any = msgspec.field(default=0, name="baseTimeNanoseconds")
+
+
+COMPLETE_TYPES = frozenset({Complete, ExactComplete})
+INSTANT_TYPES = frozenset({Instant, ExactInstant})
+
+
+def _document(complete: type, instant: type) -> tuple[Any, Any]:
+    """Decoders of a list of events and of a whole trace object, for one pair of event types."""
+    events: Any = list[complete | instant | _union(_OTHER)]  # type: ignore[valid-type,misc]
+    document = msgspec.defstruct(
+        "Document", [("events", events, msgspec.field(name="traceEvents"))], bases=(Header,), kw_only=True
+    )
+    return msgspec.json.Decoder(events), msgspec.json.Decoder(document)
+
+
+def _union(types: tuple[type, ...]) -> Any:
+    union: Any = types[0]
+    for item in types[1:]:
+        union = union | item
+    return union
+
+
+EVENTS, DOCUMENT = _document(Complete, Instant)
+EXACT_EVENTS, EXACT_DOCUMENT = _document(ExactComplete, ExactInstant)
