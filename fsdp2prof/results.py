@@ -272,7 +272,7 @@ class RankSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGroup:
-    """One FSDP parameter group as it was set up: gathered in one all-gather, reduced in one reduce-scatter."""
+    """One FSDP parameter group as it was set up: one all-gather, one reduce-scatter."""
 
     root: int
     fqn: str

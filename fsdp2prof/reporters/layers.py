@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from fsdp2prof.results import GroupRow, TraceAnalysis
 
-__all__ = ["LayerRow", "fold", "layer_name", "layer_rows", "natural_key"]
+__all__ = ["LayerRow", "fold", "fold_names", "layer_name", "layer_rows", "natural_key"]
 
 _FOLD_FROM = 3
 """Siblings that look alike before they are folded."""
@@ -80,27 +80,55 @@ def layer_rows(analysis: TraceAnalysis) -> list[LayerRow]:
 def fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
     """Fold sibling layers with equal bytes into one row each; worst exposed first."""
     total = sum(row.exposed_ns for row in rows)
-    families: dict[tuple[str, str, str], list[tuple[LayerRow, int]]] = defaultdict(list)
     folded: list[LayerRow] = []
-    for row in rows:
-        number = _last_number(row.fqn)
-        if number is None or row.fqn is None:
-            folded.append(row)
-            continue
-        head, tail = row.fqn[: number.start()], row.fqn[number.end() :]
-        alike = repr((row.phase, row.op, row.group, row.dtype, row.count, row.payload_bytes))
-        families[head, tail, alike].append((row, int(number.group())))
-    for (head, tail, _), members in families.items():
-        usual = median(row.exposed_ns for row, _ in members)
+    keys = [(row.phase, row.op, row.group, row.dtype, row.count, row.payload_bytes) for row in rows]
+    for siblings in _families([(row.fqn, key) for row, key in zip(rows, keys, strict=True)]):
+        members = [rows[i] for i in siblings]
+        usual = median(row.exposed_ns for row in members)
         limit = max(_OUTLIER_RATIO * usual, _OUTLIER_SHARE * total)
-        usual_ones = [(row, index) for row, index in members if row.exposed_ns <= limit]
-        if len(usual_ones) < _FOLD_FROM:
-            folded += [row for row, _ in members]
-            continue
-        folded += [row for row, _ in members if row.exposed_ns > limit]
-        name = f"{head}{_ranges(sorted(index for _, index in usual_ones))}{tail}"
-        folded.append(_sum(name, [row for row, _ in usual_ones]))
+        alike = [row for row in members if row.exposed_ns <= limit]
+        if len(alike) < _FOLD_FROM:
+            folded += members
+        else:
+            folded += [row for row in members if row.exposed_ns > limit]
+            folded.append(_sum(alike))
     return _worst_first(folded)
+
+
+def fold_names(items: Sequence[tuple[str, Hashable]], *, every: bool = False) -> list[tuple[str, list[int]]]:
+    """Fold names that differ in one number and share a key: (name for people, rows), in order of appearance.
+
+    ``every`` leaves each item on its own.
+    """
+    if every:
+        return [(layer_name(name), [i]) for i, (name, _) in enumerate(items)]
+    folded: list[tuple[str, list[int]]] = []
+    for siblings in _families(items):
+        if len(siblings) < _FOLD_FROM:
+            folded += [(layer_name(items[i][0]), [i]) for i in siblings]
+        else:
+            folded.append((_family_name([items[i][0] for i in siblings]), siblings))
+    return sorted(folded, key=lambda entry: entry[1][0])
+
+
+def _families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
+    """Group rows whose names differ only in their last number and whose keys are equal."""
+    families: dict[Hashable, list[int]] = defaultdict(list)
+    for i, (name, key) in enumerate(items):
+        number = _last_number(name)
+        if name is None or number is None:
+            families[i].append(i)
+        else:
+            families[name[: number.start()], name[number.end() :], key].append(i)
+    return list(families.values())
+
+
+def _family_name(names: Sequence[str | None]) -> str:
+    """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    matches = [(name, match) for name in names if name and (match := _last_number(name))]
+    name, first = matches[0]
+    numbers = sorted({int(match.group()) for _, match in matches})
+    return f"{name[: first.start()]}{_ranges(numbers)}{name[first.end() :]}"
 
 
 def _mean(rows: list[GroupRow], windows: int) -> LayerRow:
@@ -122,10 +150,10 @@ def _mean(rows: list[GroupRow], windows: int) -> LayerRow:
     )
 
 
-def _sum(name: str, rows: list[LayerRow]) -> LayerRow:
+def _sum(rows: list[LayerRow]) -> LayerRow:
     first = rows[0]
     return LayerRow(
-        fqn=name,
+        fqn=_family_name([row.fqn for row in rows]),
         layers=len(rows),
         phase=first.phase,
         op=first.op,
