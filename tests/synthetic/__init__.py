@@ -4,7 +4,8 @@
 
     schedule.py   what is trained: layers, durations, policies, deviations
     timeline.py   one rank's host clock, device streams and the events they leave
-    training.py   FSDP2's rules: which label, launch and wait happens when
+    launches.py   FSDP2's labels, copies and collectives
+    training.py   FSDP2's rules: what happens when, and who waits for whom
     world.py      several ranks meeting in their collectives
     truth.py      the answers, counted naively from the simulated timeline
     kineto.py     the timeline as the JSON torch writes

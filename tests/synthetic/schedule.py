@@ -60,7 +60,7 @@ class Schedule:
     unshard_async_op: bool = False
     separate_reduce_scatter_group: bool = False
     checkpoint: Literal["none", "inside", "outside"] = "none"
-    """``inside``: an FSDP module checkpoints its body; ``outside``: the FSDP module itself is checkpointed."""
+    """``inside``: an FSDP module checkpoints its body; ``outside``: the FSDP module is checkpointed."""
     flavour: Literal["nccl", "rccl", "rccl_old", "symmetric_memory", "copy_engine"] = "nccl"
     labels: Literal["host", "launch", "none"] = "host"
     """``launch``: the collective's own range carries the name (``FSDP::all_gather (fqn)``)."""

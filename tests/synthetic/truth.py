@@ -5,12 +5,12 @@ Deliberately naive (one loop over elementary intervals, Python sets): it shares 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from synthetic.timeline import Activity, Collective
 from synthetic.world import Recording
-import itertools
 
 GroupKey = tuple[int, str | None, str, str]
 """(step, fqn, phase, op)"""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from synthetic.launches import Arrival
 from synthetic.schedule import Schedule
 from synthetic.timeline import Timeline
-from synthetic.training import Arrival, Trainer
+from synthetic.training import Trainer
 
 
 @dataclass
