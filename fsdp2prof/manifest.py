@@ -155,6 +155,8 @@ class ParameterInfo(_Record):
     """Data pointer of the sharded storage when the memory recording began."""
     tensor_parallel: str | None = None
     """Placements on other mesh dimensions, as text; null for pure FSDP."""
+    position: int = -1
+    """Index in ``named_parameters()`` of its root; -1 unknown."""
 
 
 class ParamGroupInfo(_Record):

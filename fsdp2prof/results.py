@@ -13,6 +13,10 @@ from typing import Any, Literal
 __all__ = [
     "Attribution",
     "BreakdownNs",
+    "CheckpointEstimate",
+    "CommEstimate",
+    "CommRow",
+    "CommTotals",
     "Communication",
     "CrossRank",
     "Finding",
@@ -36,6 +40,8 @@ __all__ = [
 TRACE_SCHEMA = "fsdp2prof.trace/1"
 MEMORY_SCHEMA = "fsdp2prof.memory/1"
 RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
+COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
+CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
 
 Severity = Literal["high", "medium", "low", "info"]
 
@@ -327,3 +333,80 @@ class RunAnalysis:
     trace: TraceAnalysis | None
     memory: MemoryAnalysis | None
     warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRow:
+    """Collectives of one (fqn, phase, op, mesh dimension, dtype) that one rank does in one training step.
+
+    The keys it shares with :class:`GroupRow` mean the same, so that an estimate and a recording compare.
+    """
+
+    root: int
+    """Index of the model: 0, or 1 for the extra one; of a recorded run, of the root module."""
+    fqn: str | None
+    """FSDP module; the empty string is the root, null belongs to no layer (gradient clipping)."""
+    phase: str
+    op: str
+    process_group: str | None
+    """Of a recorded run; null in a prediction from specifications."""
+    mesh_dim: str | None
+    dtype: str
+    group_size: int
+    count: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommTotals:
+    """One kind of collective summed over a step."""
+
+    count: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommEstimate:
+    """Result of ``estimate comm``: what one rank sends in a steady training step."""
+
+    schema: str = COMM_ESTIMATE_SCHEMA
+    model: dict[str, Any]
+    mesh: dict[str, Any]
+    policy: dict[str, Any]
+    groups: list[CommRow]
+    per_step: dict[str, CommTotals]
+    """Op -> sum over ``groups``."""
+    assumptions: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEstimate:
+    """Result of ``estimate checkpoint``: bytes of a distributed checkpoint and the time to write it."""
+
+    schema: str = CHECKPOINT_ESTIMATE_SCHEMA
+    model: dict[str, Any]
+    mesh: dict[str, Any]
+    policy: dict[str, Any]
+    writers: int
+    """Ranks that write a shard file: those of one replica."""
+    files: int
+    """``__RANK_0.distcp`` of each writer plus ``.metadata``."""
+    parameter_bytes: int
+    """All parameters, once, in their original dtype."""
+    optimizer_bytes: int
+    """All optimizer state, once."""
+    sharded_bytes: int
+    """All shard files together: tensors only."""
+    rank_bytes_max: int
+    """Largest shard file's tensors."""
+    rank_bytes_min: int
+    full_parameter_bytes: int
+    """A full state dict of the model gathered on one rank."""
+    full_bytes: int
+    """A full state dict of model and optimizer gathered on one rank."""
+    sharded_seconds: float | None
+    """Writing the largest shard at the given bandwidth per writer; null without one."""
+    full_seconds: float | None
+    assumptions: list[str]
