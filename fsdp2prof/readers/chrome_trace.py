@@ -22,10 +22,10 @@ from fsdp2prof.readers.columns import (
     ThreadNumbers,
 )
 from fsdp2prof.readers.event_args import SparseArgs
-from fsdp2prof.readers.event_stream import PIECE_BYTES, decode_pieces
+from fsdp2prof.readers.event_stream import PIECE_BYTES, decode_pieces, read_head
 from fsdp2prof.tables import EventTable, LabelTable, Trace
 
-__all__ = ["read_trace"]
+__all__ = ["peek_rank", "read_trace"]
 
 _DEVICE_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
@@ -44,6 +44,15 @@ def read_trace(path: str | Path, piece_bytes: int = PIECE_BYTES) -> Trace:
     for _ in decode_pieces(path, builder.add, warnings, piece_bytes):
         pass
     return builder.finish(path, warnings)
+
+
+def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
+    """Return (rank, world size) as the start of a trace file says; None where it does not.
+
+    Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
+    """
+    distributed = schema.DOCUMENT.decode(read_head(Path(path))).distributed_info
+    return _integer(distributed, "rank"), _integer(distributed, "world_size")
 
 
 class _Builder:

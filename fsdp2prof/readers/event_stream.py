@@ -19,7 +19,7 @@ from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
 
-__all__ = ["PIECE_BYTES", "decode_pieces"]
+__all__ = ["PIECE_BYTES", "decode_pieces", "read_head"]
 
 PIECE_BYTES = 8 << 20
 """Decompressed bytes decoded at a time."""
@@ -67,6 +67,23 @@ def decode_pieces(
             raise TraceError(f"{path}: truncated: {ends_early[0]}; copy or record it again") from None
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     warnings.extend(f"{path}: {reason}, but all its events are there" for reason in ends_early)
+
+
+def read_head(path: Path) -> bytes:
+    """Return the keys that precede the events as a trace object without events.
+
+    Reads at most the first MiB. Raises ``TraceError`` for a file that does not begin like a trace.
+    """
+    text = next(_chunks(path, _READ_BYTES, []), b"")
+    head, _, tail = _open_list(path, text)
+    if not head:
+        raise TraceError(f"{path}: not a trace: no traceEvents in it")
+    document = head + b"]" + (tail or b"}")
+    try:
+        msgspec.json.decode(document)
+    except _MALFORMED as error:
+        raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
+    return document
 
 
 def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """The parts of a Kineto trace that are kept, as typed JSON: what msgspec decodes and what it skips.
 
-Events are a union tagged by ``ph``: complete events (``X``), instants (``i``, of which ``[memory]`` matters), and
-everything else (flows, metadata), which costs no more than being skipped. Values that some writer gives
-as text or leaves out are ``Any`` here and become integers when columns are built.
+Events are a union tagged by ``ph``: complete events (``X``), instants (``i``, of which ``[memory]`` matters),
+and everything else (flows, metadata), which costs no more than being skipped. Values that some writer
+gives as text or leaves out are ``Any`` here and become integers when columns are built.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ INSTANT_TYPES = frozenset({Instant, ExactInstant})
 
 def _document(complete: type, instant: type) -> tuple[Any, Any]:
     """Decoders of a list of events and of a whole trace object, for one pair of event types."""
-    events: Any = list[complete | instant | _union(_OTHER)]  # type: ignore[valid-type,misc]
+    events: Any = list[complete | instant | _union(_OTHER)]  # type: ignore[misc]
     document = msgspec.defstruct(
         "Document", [("events", events, msgspec.field(name="traceEvents"))], bases=(Header,), kw_only=True
     )
