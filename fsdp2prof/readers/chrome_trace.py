@@ -20,6 +20,7 @@ from fsdp2prof.readers.columns import (
     MemoryColumns,
     TextTimeNeededError,
     ThreadNumbers,
+    int_column,
 )
 from fsdp2prof.readers.event_args import SparseArgs
 from fsdp2prof.readers.event_stream import PIECE_BYTES, decode_pieces, read_head
@@ -51,7 +52,10 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
 
     Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
     """
-    distributed = schema.DOCUMENT.decode(read_head(Path(path))).distributed_info
+    try:
+        distributed = schema.DOCUMENT.decode(read_head(Path(path))).distributed_info
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     return _integer(distributed, "rank"), _integer(distributed, "world_size")
 
 
@@ -111,7 +115,7 @@ class _Builder:
             world_size=_integer(distributed, "world_size"),
             device=_device(events, self._header.device_properties),
             process_groups=_process_groups(distributed),
-            base_time_ns=int(self._header.base_time_ns),
+            base_time_ns=int_column([self._header.base_time_ns])[0].item(),
             collective_args=self._sparse.collective_args(position),
             shapes=self._sparse.shapes(position),
             memory=self._memory.finish(threads),

@@ -92,7 +92,7 @@ class EventColumns:
         return self._rows - count
 
     def finish(self, threads: ThreadNumbers) -> tuple[EventTable, IntArray]:
-        """Return the table sorted by start (outer before inner) and the sorted position of every added row."""
+        """Return the table sorted by start, outer before inner, and the position of every added row in it."""
         start = self._column("start_ns")
         end = self._column("end_ns")
         order = _outer_first(start, end)
@@ -181,8 +181,8 @@ class ThreadNumbers:
 def to_ns(microseconds: list[Any]) -> IntArray:
     """Convert microseconds (int, float or JSON text) to exact integer nanoseconds.
 
-    Whole and fractional microseconds are converted apart; raises :class:`TextTimeNeededError` where float64 has
-    already lost the fraction (from 2**43 us on, as in Unix time).
+    Whole and fractional microseconds are converted apart; raises :class:`TextTimeNeededError` where float64
+    has already lost the fraction (from 2**43 us on, as in Unix time).
     """
     if microseconds and isinstance(microseconds[0], msgspec.Raw):
         return _text_to_ns(microseconds)
@@ -192,14 +192,15 @@ def to_ns(microseconds: list[Any]) -> IntArray:
     if np.abs(values).max() >= _FLOAT_EXACT_BELOW_US:
         raise TextTimeNeededError
     whole = np.floor(values)
-    return whole.astype(np.int64) * 1000 + np.rint((values - whole) * 1000).astype(np.int64)
+    fraction_ns = np.rint((values - whole) * 1000).astype(np.int64)
+    return np.asarray(whole.astype(np.int64) * 1000 + fraction_ns)
 
 
 def _text_to_ns(microseconds: list[msgspec.Raw]) -> IntArray:
     """Convert decimal text: dropping the point of a number with three decimals makes nanoseconds of it."""
     text, replaced = _THREE_DECIMALS.subn(rb"\1", b",".join(microseconds))
     if replaced == len(microseconds):
-        return np.fromstring(text, dtype=np.int64, sep=",")
+        return np.asarray(np.fromstring(text, dtype=np.int64, sep=","))
     return np.asarray([round(Decimal(bytes(item).decode()) * 1000) for item in microseconds], dtype=np.int64)
 
 

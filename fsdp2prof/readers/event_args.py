@@ -1,7 +1,7 @@
 """The arguments only some events carry: collective metadata and recorded input shapes.
 
-NCCL's and RCCL's metadata is written out on ``record_param_comms`` and on the kernels. Gloo has none: its element
-counts come from the recorded inputs of ``c10d::*`` and ``gloo:*``, of which the meaning is known by name.
+NCCL's and RCCL's metadata is written out on ``record_param_comms`` and on the kernels. Gloo has none: its
+element counts come from the recorded inputs of ``c10d::*`` and ``gloo:*``, whose meaning is known by name.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TraceSet:
 def find_traces(path: str | Path) -> TraceSet:
     """Find the traces in a file, a folder or a run directory.
 
-    Raises ``TraceError`` when there is nothing to read, ``RunDirectoryError`` for a run that cannot be opened.
+    Raises ``TraceError`` when there is nothing to read, ``RunDirectoryError`` for a run that cannot be read.
     """
     root = Path(path)
     if is_run_directory(root):
@@ -104,8 +104,8 @@ def _folder_traces(root: Path) -> TraceSet:
             warnings.append(f"rank {rank} has {len(files)} traces: {files[-1].name} is read, not {left_out}")
     world_size = max((world for _, world in said.values() if world is not None), default=None)
     warnings += _gaps(sorted(by_rank), world_size)
-    files = tuple(TraceFile(rank=rank, path=by_rank[rank][-1]) for rank in sorted(by_rank))
-    return TraceSet(files=files, world_size=world_size, warnings=tuple(warnings))
+    found = tuple(TraceFile(rank=rank, path=by_rank[rank][-1]) for rank in sorted(by_rank))
+    return TraceSet(files=found, world_size=world_size, warnings=tuple(warnings))
 
 
 def _candidates(root: Path) -> list[Path]:
