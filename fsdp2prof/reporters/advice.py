@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import fields
 
-from fsdp2prof.reporters.layers import fold, layer_name, layer_rows
+from fsdp2prof.reporters.layers import layer_name, layer_rows
 from fsdp2prof.reporters.wording import PARTS, category_label, op_label
 from fsdp2prof.results import BreakdownNs, MemoryAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns
@@ -22,17 +22,14 @@ _COMMUNICATION_OF_PART = {
 }
 
 
-def trace_advice(analysis: TraceAnalysis, source: str, *, verbose: bool = False) -> list[str]:
-    """Name the largest losses of the step, largest first, and the commands that show more."""
+def trace_advice(analysis: TraceAnalysis) -> list[str]:
+    """Name the largest losses of the step, largest first."""
     lines = _losses(analysis)
     if {rank.device_type for rank in analysis.ranks} == {"cpu"} and any("exposed" in line for line in lines):
         lines.append(
             "These ranks ran on CPU, where FSDP2 waits for each collective in line: how much is exposed here "
             "says nothing about a GPU, the bytes and counts do."
         )
-    if not verbose and len(layer_rows(analysis)) > len(fold(layer_rows(analysis))):
-        lines.append("Repeated layers are folded; -v lists every layer and step.")
-    lines.append(f"fsdp2prof report {source} -o report.html  shows it as charts.")
     return lines
 
 
@@ -68,8 +65,8 @@ def _worst_layer(analysis: TraceAnalysis, part: str) -> str:
     )
 
 
-def memory_advice(analysis: MemoryAnalysis, source: str) -> list[str]:
-    """Name what fills the fullest rank at its peak, and the commands that show more."""
+def memory_advice(analysis: MemoryAnalysis) -> list[str]:
+    """Name what fills the fullest rank at its peak."""
     if not analysis.ranks:
         return []
     rank = max(analysis.ranks, key=lambda item: item.peak.allocated_bytes)
@@ -89,5 +86,4 @@ def memory_advice(analysis: MemoryAnalysis, source: str) -> list[str]:
         lines.append(f"Layers unsharded at that instant: {names}" + (", ..." if len(held) > 4 else "") + ".")
     if rank.truncated:
         lines.append("The history is truncated: record with more entries to see the whole step.")
-    lines.append(f"fsdp2prof report {source} -o report.html  shows memory over time.")
     return lines

@@ -1,0 +1,206 @@
+"""The tables of a memory analysis: peaks, what fills them by category and layer, layers while they ran."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
+from fsdp2prof.reporters.layers import layer_name, natural_key
+from fsdp2prof.reporters.wording import CATEGORIES, category_label
+from fsdp2prof.results import MemoryAnalysis, RankMemory
+from fsdp2prof.units import format_bytes, format_frac
+
+__all__ = [
+    "category_grid",
+    "fact_grids",
+    "fullest_first",
+    "layer_cells",
+    "layer_peak_grid",
+    "matrix_grid",
+    "peak_grid",
+]
+
+_RANK_ROWS = 8
+_LAYER_ROWS = 12
+
+_SOURCES = {
+    "cuda_snapshot": "allocator snapshot",
+    "storage_count": "exact storage count",
+    "kineto": "profiler events",
+    "estimate": "estimate",
+}
+
+_SHORT_CATEGORIES = {
+    "sharded_parameter": "sharded\nparams",
+    "sharded_gradient": "sharded\ngrads",
+    "optimizer_state": "optim.\nstate",
+    "unsharded_parameter": "unshard.\nparams",
+    "unsharded_gradient": "unshard.\ngrads",
+    "all_gather_buffer": "all-gath.\nbuffers",
+    "reduce_scatter_buffer": "red.-scat.\nbuffers",
+    "activation": "activ-\nations",
+    "input": "inputs",
+    "temporary": "tempo-\nraries",
+    "unattributed": "unattri-\nbuted",
+}
+
+
+def fullest_first(analysis: MemoryAnalysis) -> list[RankMemory]:
+    """Return the ranks, highest peak first."""
+    return sorted(analysis.ranks, key=lambda rank: -rank.peak.allocated_bytes)
+
+
+def peak_grid(analysis: MemoryAnalysis, *, every: bool = False) -> Grid:
+    """Return each rank's peak: how high, when, in which layer."""
+    ranks = fullest_first(analysis)
+    shown = ranks if every else ranks[:_RANK_ROWS]
+    rest = len(ranks) - len(shown)
+    return Grid(
+        title="Peak memory",
+        note="highest first",
+        columns=[
+            Col("rank", "number"),
+            Col("device"),
+            Col("allocated", "number"),
+            Col("reserved", "number"),
+            Col("step", "number"),
+            Col("phase"),
+            Col("layer", "name"),
+            Col("counted by"),
+        ],
+        rows=[_peak_cells(rank) for rank in shown],
+        more=f"and {plural(rest, 'more rank')}" if rest else "",
+    )
+
+
+def _peak_cells(rank: RankMemory) -> list[Cell]:
+    peak = rank.peak
+    return [
+        str(rank.rank),
+        rank.device,
+        format_bytes(peak.allocated_bytes),
+        "-" if peak.reserved_bytes is None else format_bytes(peak.reserved_bytes),
+        "-" if peak.step is None else str(peak.step),
+        peak.phase,
+        "-" if peak.fqn is None else layer_name(peak.fqn),
+        _SOURCES.get(rank.source, rank.source) + (", truncated" if rank.truncated else ""),
+    ]
+
+
+def category_grid(rank: RankMemory) -> Grid:
+    """Return what fills a rank at its peak, by category."""
+    total = rank.peak.allocated_bytes
+    sizes = sorted((item for item in rank.peak.categories.items() if item[1]), key=lambda item: -item[1])
+    return Grid(
+        title=f"What fills rank {rank.rank} at its peak",
+        columns=[Col("kind"), Col("bytes", "number"), Col("%", "number"), Col("", "bar")],
+        rows=[
+            [category_label(name), format_bytes(size), f"{100 * size / total:.1f}", size / total]
+            for name, size in sizes
+        ],
+        totals=[["allocated", format_bytes(total), "100.0" if total else "-", 0.0]],
+    )
+
+
+def layer_cells(rank: RankMemory) -> dict[str | None, dict[str, int]]:
+    """Return bytes at the peak by layer and category, the largest layer first."""
+    cells: dict[str | None, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for row in rank.peak.by_layer:
+        cells[row.fqn][row.category] += row.bytes
+    order = sorted(cells, key=lambda fqn: (-sum(cells[fqn].values()), natural_key(_layer(fqn))))
+    return {fqn: dict(cells[fqn]) for fqn in order}
+
+
+def matrix_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
+    """Return what fills a rank at its peak, by layer and category; None where nothing is known by layer."""
+    cells = layer_cells(rank)
+    if not cells:
+        return None
+    names = [name for name in CATEGORIES if any(row.get(name) for row in cells.values())]
+    unit, scale = _unit(max(sum(row.values()) for row in cells.values()))
+    layers = list(cells)
+    shown = layers if every else layers[:_LAYER_ROWS]
+    rest = layers[len(shown) :]
+
+    def row(label: str, fqns: Sequence[str | None]) -> list[Cell]:
+        sizes = [sum(cells[fqn].get(name, 0) for fqn in fqns) for name in names]
+        return [label, *(_in(scale, size) for size in (sum(sizes), *sizes))]
+
+    return Grid(
+        title="The same by layer",
+        note=unit,
+        columns=[
+            Col("layer", "name"),
+            Col("all", "number"),
+            *(Col(_SHORT_CATEGORIES[name], "number") for name in names),
+        ],
+        rows=[row(_layer(fqn), [fqn]) for fqn in shown],
+        totals=[*([row(plural(len(rest), "more layer"), rest)] if rest else []), row("all", layers)],
+    )
+
+
+def layer_peak_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
+    """Return how high memory was while each layer ran and what it left behind; None where unknown."""
+    if not rank.layers:
+        return None
+    rows = sorted(rank.layers, key=lambda row: -row.peak_bytes)
+    shown = rows if every else rows[:_LAYER_ROWS]
+    rest = len(rows) - len(shown)
+    return Grid(
+        title="Layers while they ran",
+        note="device-wide, highest first",
+        columns=[Col("layer", "name"), Col("phase"), Col("peak", "number"), Col("left behind", "number")],
+        rows=[
+            [_layer(row.fqn), row.phase, format_bytes(row.peak_bytes), format_bytes(row.delta_bytes)]
+            for row in shown
+        ],
+        more=f"and {plural(rest, 'more row')}" if rest else "",
+    )
+
+
+def fact_grids(rank: RankMemory) -> list[Grid]:
+    """Return fragmentation and out-of-memory facts, where there are any."""
+    return [
+        _facts(title, facts)
+        for title, facts in (
+            (f"Fragmentation of rank {rank.rank}", rank.fragmentation),
+            (f"Out of memory on rank {rank.rank}", rank.oom),
+        )
+        if facts
+    ]
+
+
+def _facts(title: str, facts: Mapping[str, Any]) -> Grid:
+    rows: list[list[Cell]] = [
+        [name.removesuffix("_bytes").removesuffix("_frac").replace("_", " "), _fact(name, value)]
+        for name, value in facts.items()
+    ]
+    return Grid(title=title, columns=[Col("what"), Col("value", "name")], rows=rows)
+
+
+def _fact(name: str, value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return plural(len(value), "entry")
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    if name.endswith("_frac") and isinstance(value, (int, float)):
+        return format_frac(value)
+    return "-" if value is None else str(value)
+
+
+def _layer(fqn: str | None) -> str:
+    return "(no layer)" if fqn is None else layer_name(fqn)
+
+
+def _unit(largest: int) -> tuple[str, int]:
+    """Unit of a table's cells: the largest one that leaves its biggest number at 10 or more."""
+    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if largest >= 10 * scale:
+            return name, scale
+    return "KiB", 1 << 10
+
+
+def _in(scale: int, size: int) -> str:
+    return "" if size == 0 else f"{size / scale:,.2f}"
