@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from isal import igzip_lib, isal_zlib
+from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
 
@@ -97,7 +97,7 @@ def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
         while pending:
             try:
                 chunk = member.decompress(pending, size)
-            except igzip_lib.IsalError as error:
+            except isal_zlib.error as error:  # type: ignore[misc]  # its stub declares an instance
                 ends_early.append(f"the compressed data is damaged ({error})")
                 return
             if chunk:
