@@ -8,7 +8,7 @@ import msgspec
 
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.readers.run_directory import RankRecord, RunDirectory
-from fsdp2prof.results import RankSummary, RunSummary, ShardGroup, StepTime
+from fsdp2prof.results import RunRank, RunSummary, ShardGroup, StepTime
 from fsdp2prof.units import dtype_bytes, format_bytes
 
 __all__ = ["summarize_run"]
@@ -39,12 +39,12 @@ def summarize_run(run: RunDirectory) -> RunSummary:
     )
 
 
-def _rank(record: RankRecord) -> RankSummary:
+def _rank(record: RankRecord) -> RunRank:
     manifest = record.manifest
     if manifest is None:
         return _nothing(record.rank, "missing", list(record.messages))
     device = manifest.device
-    return RankSummary(
+    return RunRank(
         rank=record.rank,
         state=manifest.state,
         host=manifest.host,
@@ -59,13 +59,13 @@ def _rank(record: RankRecord) -> RankSummary:
     )
 
 
-def _missing(run: RunDirectory, world_size: int | None) -> list[RankSummary]:
+def _missing(run: RunDirectory, world_size: int | None) -> list[RunRank]:
     present = {record.rank for record in run.ranks}
     return [_nothing(rank, "missing", []) for rank in range(world_size or 0) if rank not in present]
 
 
-def _nothing(rank: int, state: str, messages: list[str]) -> RankSummary:
-    return RankSummary(
+def _nothing(rank: int, state: str, messages: list[str]) -> RunRank:
+    return RunRank(
         rank=rank,
         state=state,
         host="",

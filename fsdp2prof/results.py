@@ -26,9 +26,9 @@ __all__ = [
     "MemoryAnalysis",
     "Peak",
     "RankMemory",
-    "RankSummary",
     "RankTrace",
     "RunAnalysis",
+    "RunRank",
     "RunSummary",
     "ShardGroup",
     "StepBreakdown",
@@ -258,7 +258,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankSummary:
+class RunRank:
     """What one rank of a run left behind."""
 
     rank: int
@@ -317,7 +317,7 @@ class RunSummary:
     environment: dict[str, str]
     options: dict[str, Any]
     messages: list[str]
-    ranks: list[RankSummary]
+    ranks: list[RunRank]
     shard_groups: list[ShardGroup]
     """Of the lowest rank that has any."""
     optimizers: list[str]

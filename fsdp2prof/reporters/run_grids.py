@@ -9,7 +9,7 @@ from statistics import median
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
 from fsdp2prof.reporters.layers import fold_names
 from fsdp2prof.reporters.wording import dtype_label
-from fsdp2prof.results import RankSummary, RunSummary, ShardGroup
+from fsdp2prof.results import RunRank, RunSummary, ShardGroup
 from fsdp2prof.units import format_bytes, format_count, format_ns
 
 __all__ = ["rank_grid", "run_facts", "sharding_grid"]
@@ -61,7 +61,7 @@ def rank_grid(run: RunSummary, *, every: bool = False) -> Grid | None:
     )
 
 
-def _rank_cells(rank: RankSummary) -> list[Cell]:
+def _rank_cells(rank: RunRank) -> list[Cell]:
     plain = [step.duration_ns for step in rank.steps if step.kind == "plain"]
     return [
         str(rank.rank),

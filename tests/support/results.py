@@ -14,7 +14,7 @@ from fsdp2prof.results import (
     MemoryAnalysis,
     Peak,
     RankMemory,
-    RankSummary,
+    RunRank,
     RankTrace,
     RunAnalysis,
     RunSummary,
@@ -180,7 +180,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
 def run_summary(hostile: str | None = None) -> RunSummary:
     """Two complete ranks of three planned ones."""
     ranks = [
-        RankSummary(
+        RunRank(
             rank=rank,
             state="complete",
             host="node0",
