@@ -112,6 +112,8 @@ class PolicySpec:
     """float8 training of the linear layers inside blocks."""
     allocator: Allocator = "expandable"
     """CUDA caching allocator: ``expandable_segments:True`` or the classic one."""
+    pp_stage: int = 0
+    """Pipeline stage that is estimated; stage 0 holds the embedding, the last one norm and head."""
     extra_model: str | None = None
     """A second, frozen model run forward without gradients beside the first (a reference policy)."""
 
@@ -120,7 +122,7 @@ class PolicySpec:
             self._normalise_dtype(name)
         for name in ("batch_size", "seq_len", "grad_accum", "reduce_scatter_buffers"):
             self._check_integer(name, 1)
-        for name in ("forward_prefetch", "backward_prefetch"):
+        for name in ("forward_prefetch", "backward_prefetch", "pp_stage"):
             self._check_integer(name, 0)
         self._check_choice("sync", get_args(Sync))
         self._check_choice("optimizer", _OPTIMIZERS)

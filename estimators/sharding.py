@@ -49,6 +49,10 @@ class ShardedParameter:
     """Ranks it is sharded over."""
     gather_dtype: str
     """Dtype it is gathered in."""
+    position: int
+    """Index in the model's ``named_parameters()``."""
+    replicated: bool = False
+    """Whole on every tensor-parallel rank."""
 
     @property
     def numel(self) -> int:
@@ -151,7 +155,7 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
                     "wrap their modules together (a+b) or leave both to the root"
                 )
             if first == fqn:
-                members[unit].append(_sharded(model, mesh, policy, fqn, module, parameter))
+                members[unit].append(_sharded(model, mesh, policy, fqn, module, parameter, len(seen) - 1))
     order = {unit: index for index, unit in enumerate(dict.fromkeys(owners.values()))}
     groups = [
         ParameterGroup(
@@ -216,15 +220,20 @@ def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
 
 
 def _sharded(
-    model: Model, mesh: MeshSpec, policy: PolicySpec, fqn: str, module: nn.Module, parameter: nn.Parameter
+    model: Model,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    fqn: str,
+    module: nn.Module,
+    parameter: nn.Parameter,
+    position: int,
 ) -> ShardedParameter:
     from torch import nn
 
     if parameter.ndim == 0:
         raise ModelError(f"{fqn} is a scalar: fully_shard needs at least one dimension; make it shape (1,)")
-    shape = tuple(parameter.shape)
-    if mesh.tp > 1:
-        shape = _tensor_parallel_shape(model, fqn, shape, mesh.tp)
+    whole = tuple(parameter.shape)
+    shape = _tensor_parallel_shape(model, fqn, whole, mesh.tp) if mesh.tp > 1 else whole
     in_block = any(fqn.startswith(f"{block}.") for block in model.blocks)
     is_float8 = policy.fp8_all_gather and in_block and isinstance(module, nn.Linear) and parameter.ndim == 2
     return ShardedParameter(
@@ -234,6 +243,8 @@ def _sharded(
         requires_grad=parameter.requires_grad,
         shards=mesh.fsdp_size,
         gather_dtype="float8_e4m3fn" if is_float8 else policy.compute_dtype,
+        position=position,
+        replicated=mesh.tp > 1 and shape == whole,
     )
 
 

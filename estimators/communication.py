@@ -1,0 +1,204 @@
+"""Bytes and counts of every collective of a training step that has not happened, without executing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.fsdp_traffic import (
+    Axis,
+    GroupTraffic,
+    Ledger,
+    backward_flows,
+    post_forward_order,
+    walk_step,
+)
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import Model, ModelSpec
+from fsdp2prof.estimators.parallel_traffic import add_parallel_traffic, check_parallelism, stage_of
+from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.results import CommEstimate, CommRow, CommTotals
+
+__all__ = ["estimate_comm", "group_traffic", "summarise", "totals"]
+
+
+def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
+    """Estimate one rank's collectives in a steady training step, exactly for FSDP and HSDP.
+
+    Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
+    """
+    built = _build(model, policy)
+    check_parallelism(built, mesh, policy)
+    built = stage_of(built, mesh, policy)
+    groups = parameter_groups(built, mesh, policy)
+    ledger = Ledger()
+    walk_step(
+        group_traffic(groups, mesh, policy),
+        ledger,
+        micro_batches=policy.grad_accum,
+        sync=policy.sync,
+        keep_between=mesh.pp > 1,
+    )
+    notes = [*_notes(policy), *add_parallel_traffic(ledger, built, groups, mesh, policy)]
+    if policy.extra_model is not None:
+        extra_policy = replace(policy, trainable=None, extra_model=None)
+        extra = _build(ModelSpec(source=policy.extra_model), extra_policy)
+        extra.module.requires_grad_(False)
+        extra_groups = group_traffic(parameter_groups(extra, mesh, extra_policy), mesh, extra_policy, root=1)
+        walk_step(extra_groups, ledger, micro_batches=policy.grad_accum, sync="last", trains=False)
+        notes.append(
+            f"the extra model {extra.name} runs forward once a micro-batch without gradients; what its "
+            "forward keeps gathered (its root) is gathered in the first step only"
+        )
+    _add_step_end(ledger, groups, mesh, policy)
+    return summarise(
+        ledger.to_rows(),
+        model={
+            "name": built.name,
+            "parameters": sum(parameter.numel() for parameter in built.module.parameters()),
+            "blocks": len(built.blocks),
+        },
+        mesh={**asdict(mesh), "world_size": mesh.world_size},
+        policy=asdict(policy),
+        assumptions=notes,
+    )
+
+
+def group_traffic(
+    groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, root: int = 0
+) -> list[GroupTraffic]:
+    """Describe parameter groups for :func:`walk_step`, in post-forward order."""
+    shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
+    replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
+    own_positions = [[parameter.position for parameter in group.parameters] for group in groups]
+    ends = nested_ends([group.fqn for group in groups], own_positions)
+    flows = backward_flows(
+        ends, (p.position for group in groups for p in group.parameters if p.requires_grad)
+    )
+    traffic = [
+        GroupTraffic(
+            root=root,
+            fqn=group.fqn,
+            gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
+            gather_dtype=_one_dtype(p.gather_dtype for p in group.parameters),
+            reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
+            reduce_dtype=policy.gradient_dtype,
+            reshard=group.reshard_after_forward,
+            has_backward=flows[index],
+            shard=shard,
+            reduce=shard,
+            replicate=replicate,
+            post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=None),
+        )
+        for index, group in enumerate(groups)
+    ]
+    ordered = [traffic[index] for index in post_forward_order([group.fqn for group in groups], ends)]
+    return _with_explicit_prefetch(ordered, policy.backward_prefetch)
+
+
+def nested_ends(fqns: Sequence[str], positions: Sequence[Sequence[int]]) -> list[int]:
+    """Last parameter position at or below each group's modules."""
+    last: dict[str, int] = {}
+    for fqn, own in zip(fqns, positions, strict=True):
+        for part in fqn.split(", "):
+            names = part.split(".") if part else []
+            for depth in range(len(names) + 1):
+                above = ".".join(names[:depth])
+                last[above] = max(last.get(above, 0), *own)
+    return [max(last[part] for part in fqn.split(", ")) for fqn in fqns]
+
+
+def summarise(
+    rows: list[CommRow],
+    *,
+    model: dict[str, object],
+    mesh: dict[str, object],
+    policy: dict[str, object],
+    assumptions: list[str],
+) -> CommEstimate:
+    """Assemble the result from its rows."""
+    return CommEstimate(
+        model=model, mesh=mesh, policy=policy, groups=rows, per_step=totals(rows), assumptions=assumptions
+    )
+
+
+def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
+    """Sum rows by op."""
+    sums: dict[str, list[int]] = {}
+    for row in rows:
+        total = sums.setdefault(row.op, [0, 0, 0])
+        total[0] += row.count
+        total[1] += row.payload_bytes
+        total[2] += row.wire_bytes
+    return {
+        op: CommTotals(count=count, payload_bytes=payload, wire_bytes=wire)
+        for op, (count, payload, wire) in sums.items()
+    }
+
+
+def _build(model: ModelSpec, policy: PolicySpec) -> Model:
+    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    freeze(built.module, policy)
+    return built
+
+
+def _one_dtype(dtypes: Iterable[str]) -> str:
+    """FSDP gathers mixed dtypes as raw bytes."""
+    distinct = set(dtypes)
+    return distinct.pop() if len(distinct) == 1 else "uint8"
+
+
+def _with_explicit_prefetch(ordered: list[GroupTraffic], depth: int) -> list[GroupTraffic]:
+    if depth == 0:
+        return ordered
+    return [
+        replace(group, backward_prefetch=tuple(other.fqn for other in ordered[max(0, i - depth) : i]))
+        for i, group in enumerate(ordered)
+    ]
+
+
+def _add_step_end(
+    ledger: Ledger, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec
+) -> None:
+    shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    if policy.clip_grad and policy.optimizer != "none":
+        trained = sum(parameter.requires_grad for parameter in parameters)
+        ledger.add(
+            root=0,
+            fqn=None,
+            phase="optimizer",
+            op="all_reduce",
+            axis=shard,
+            dtype=policy.orig_dtype,
+            payload_bytes=trained * dtype_bytes(policy.orig_dtype),
+        )
+    if policy.fp8_all_gather:
+        scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
+        ledger.add(
+            root=0,
+            fqn=None,
+            phase="optimizer",
+            op="all_reduce",
+            axis=shard,
+            dtype="float32",
+            payload_bytes=4 * scaled,
+        )
+
+
+def _notes(policy: PolicySpec) -> list[str]:
+    notes = [
+        "bytes of a steady step of one rank; payload: all-gather its whole output, reduce-scatter its whole "
+        "input, all-reduce the tensor; wire: payload x (n-1)/n, all-reduce twice that",
+        "modules run once per forward in the order they are registered, and every trainable parameter gets "
+        "a gradient",
+    ]
+    if policy.clip_grad and policy.optimizer != "none":
+        notes.append("gradient clipping all-reduces the stacked norms of all trained parameters once a step")
+    if policy.fp8_all_gather:
+        notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")
+    if isinstance(policy.reshard, int) and policy.fp8_all_gather:
+        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
+    return notes
