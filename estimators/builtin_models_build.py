@@ -104,8 +104,8 @@ def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dic
     for name in ("attention.wo", "feed_forward.w2"):
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=Shard(1))
     if config.qk_norm:
-        plan["layers.*.attention.q_norm"] = SequenceParallel(sequence_dim=2)
-        plan["layers.*.attention.k_norm"] = SequenceParallel(sequence_dim=2)
+        plan["layers.*.attention.q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan["layers.*.attention.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
 
 

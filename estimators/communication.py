@@ -164,27 +164,23 @@ def _add_step_end(
 ) -> None:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
+    reductions: list[tuple[Axis, str, int]] = []
     if policy.clip_grad and policy.optimizer != "none":
         trained = sum(parameter.requires_grad for parameter in parameters)
-        ledger.add(
-            root=0,
-            fqn=None,
-            phase="optimizer",
-            op="all_reduce",
-            axis=shard,
-            dtype=policy.orig_dtype,
-            payload_bytes=trained * dtype_bytes(policy.orig_dtype),
-        )
+        axes = (shard, Axis(size=mesh.tp, mesh_dim="tp"))
+        reductions += [(axis, policy.orig_dtype, trained) for axis in axes]
     if policy.fp8_all_gather:
         scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
+        reductions.append((shard, "float32", scaled))
+    for axis, dtype, elements in reductions:
         ledger.add(
             root=0,
             fqn=None,
             phase="optimizer",
             op="all_reduce",
-            axis=shard,
-            dtype="float32",
-            payload_bytes=4 * scaled,
+            axis=axis,
+            dtype=dtype,
+            payload_bytes=elements * dtype_bytes(dtype),
         )
 
 

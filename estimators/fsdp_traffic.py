@@ -131,7 +131,7 @@ def walk_step(
     ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
     ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
     """
-    states = dict.fromkeys((group.fqn for group in groups), _State.SHARDED)
+    states = [_State.SHARDED] * len(groups)
     for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
@@ -140,37 +140,42 @@ def walk_step(
                 continue
             _backward(groups, states, book)
             if is_last or not keep_between:
-                states.update(dict.fromkeys(states, _State.SHARDED))
+                states = [_State.SHARDED] * len(groups)
             if is_last or sync == "each":
                 for group in reversed(groups):
                     _reduce(group, book)
 
 
-def _forward(groups: Sequence[GroupTraffic], states: dict[str, _State], ledger: Ledger) -> None:
-    for group in groups:
-        _gather(group, states, ledger, "forward")
+def _forward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
+    for index, group in enumerate(groups):
+        _gather(groups, index, states, ledger, "forward")
         if group.reshard is not False:
-            states[group.fqn] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
+            states[index] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
 
 
-def _backward(groups: Sequence[GroupTraffic], states: dict[str, _State], ledger: Ledger) -> None:
-    by_fqn = {group.fqn: group for group in groups}
+def _backward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
     for index in range(len(groups) - 1, -1, -1):
-        group = groups[index]
-        if not group.has_backward:
+        if not groups[index].has_backward:
             continue
-        _gather(group, states, ledger, "backward")
-        before = (groups[index - 1].fqn,) if index else ()
-        targets = before if group.backward_prefetch is None else group.backward_prefetch
-        for fqn in targets:
+        _gather(groups, index, states, ledger, "backward")
+        for target in _prefetched(groups, index):
             # A frozen group that backward never reaches is gathered all the same, once, and dropped.
-            if not by_fqn[fqn].has_backward:
-                _gather(by_fqn[fqn], states, ledger, "backward")
+            if not groups[target].has_backward:
+                _gather(groups, target, states, ledger, "backward")
 
 
-def _gather(group: GroupTraffic, states: dict[str, _State], ledger: Ledger, phase: str) -> None:
-    state = states[group.fqn]
-    states[group.fqn] = _State.UNSHARDED
+def _prefetched(groups: Sequence[GroupTraffic], index: int) -> Sequence[int]:
+    named = groups[index].backward_prefetch
+    if named is None:
+        return (index - 1,) if index else ()
+    return [target for target, group in enumerate(groups) if group.fqn in named]
+
+
+def _gather(
+    groups: Sequence[GroupTraffic], index: int, states: list[_State], ledger: Ledger, phase: str
+) -> None:
+    group, state = groups[index], states[index]
+    states[index] = _State.UNSHARDED
     if state is _State.UNSHARDED:
         return
     ledger.add(
