@@ -222,8 +222,12 @@ class TensorInfo(_Record):
     fqn: str
     """Parameter group's fqn."""
     address: int
+    """Data pointer of the storage."""
     nbytes: int
+    """Bytes of the storage, padding included."""
     name: str = ""
+    root: int = 0
+    """Index of its root, as in :class:`ParamGroupInfo`."""
 
 
 class RankManifest(_Record):
@@ -246,6 +250,10 @@ class RankManifest(_Record):
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
     steps: list[StepInfo] = []
+    micro_batches: int | None = None
+    """Forwards with gradients of each root in a training step; null if unknown or not always the same."""
+    gradient_syncs: int | None = None
+    """Those of them whose backward reduced gradients (``set_requires_gradient_sync``)."""
     traced_steps: list[int] = []
     memory_steps: list[int] = []
     memory_source: str | None = None
