@@ -19,11 +19,14 @@ __all__ = [
     "CommTotals",
     "Communication",
     "CrossRank",
+    "CrossRankGroup",
     "Finding",
     "GroupRow",
     "LayerBytes",
     "LayerPeak",
+    "LiveBlock",
     "MemoryAnalysis",
+    "OtherPeak",
     "Peak",
     "RankMemory",
     "RankTrace",
@@ -153,8 +156,33 @@ class Straggler:
 
     rank: int
     fqn: str | None
+    """Layer whose work made it late."""
     wait_caused_ns: int
+    """Waiting of the other ranks, summed over them."""
     cause: str | None = None
+    """The work, in words."""
+    kind: str | None = None
+    """``kernel``, ``host`` (nothing launched in time), ``communication`` (another one), or ``unknown``."""
+    collectives: int = 0
+    """Collectives it came last to, for this reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossRankGroup:
+    """Matched collectives of one (fqn, phase, op, process group), summed over steps and ranks."""
+
+    fqn: str | None
+    phase: str
+    op: str
+    process_group: str | None
+    count: int
+    """Collectives, not ranks times collectives."""
+    wait_ns: int
+    """Waiting for the last rank, summed over ranks."""
+    transfer_ns: int | None
+    """From the last rank's start to the end; null without an instant common to all ranks."""
+    busbw_bytes_per_s: float | None
+    """Of the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,10 +192,26 @@ class CrossRank:
     match_key: str | None
     """``comms_id``, ``seq``, ``order`` or null when nothing could be matched."""
     matched: int
+    """Collectives found on every rank of their group that was loaded."""
     unmatched: int
+    """Collectives that some rank lacks, or about which the ranks disagree."""
     clock_offset_ns: dict[str, int] = field(default_factory=dict)
+    """Clock (host, else ``rank N``) -> how far it is ahead of the lowest rank's."""
     wait_ns: dict[str, int] = field(default_factory=dict)
+    """Rank -> time its collectives waited for the last rank."""
     stragglers: list[Straggler] = field(default_factory=list)
+    """The costliest, worst first; all of them together are ``wait_caused_ns``."""
+    matched_by: dict[str, int] = field(default_factory=dict)
+    """Match key -> collectives."""
+    unmatched_reasons: dict[str, int] = field(default_factory=dict)
+    """Reason -> collectives."""
+    wait_caused_ns: dict[str, int] = field(default_factory=dict)
+    """Rank -> waiting of the others for it; sums to the sum of ``wait_ns``."""
+    start_spread_ns: int | None = None
+    """Median over collectives of latest start minus earliest."""
+    end_spread_ns: int | None = None
+    """The same of the ends, which should agree: what the clocks' alignment is worth."""
+    groups: list[CrossRankGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,6 +262,40 @@ class Peak:
     """Sums exactly to ``allocated_bytes``."""
     by_layer: list[LayerBytes]
     """Sums exactly to ``allocated_bytes``."""
+    time_ns: int | None = None
+    """Host time of the peak; null where the recording has no times."""
+    largest_blocks: list[LiveBlock] = field(default_factory=list)
+    """The ten largest allocations alive at the peak, largest first."""
+    others: list[OtherPeak] = field(default_factory=list)
+    """The highest totals elsewhere, one a (step, phase, fqn), highest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveBlock:
+    """One allocation alive at an instant."""
+
+    bytes: int
+    category: str
+    fqn: str | None
+    phase: str
+    """Phase that allocated it."""
+    step: int | None
+    """Step that allocated it; null if it was there before the history began."""
+    op: str | None
+    age_ns: int | None
+    """Time since it was allocated; null if unknown."""
+    stack: list[str]
+    """Frames, innermost first; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherPeak:
+    """The highest total while one layer ran in one phase of one step."""
+
+    allocated_bytes: int
+    step: int | None
+    phase: str
+    fqn: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

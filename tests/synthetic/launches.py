@@ -104,9 +104,18 @@ class Launcher:
     def bare_label(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self.s.labels == "none" else self.t.range(name)
 
-    def copy(self, stream: int, duration: int, name: str, op: str) -> None:
+    def copy(self, layer: Layer, stream: int, name: str, op: str) -> None:
         """Launch a copy of FSDP's: without labels in the trace it is compute like any other kernel."""
-        self.t.kernel(stream, duration, name, "compute" if self.s.labels == "none" else "fsdp_copy", op)
+        with self._owned_by(layer):
+            self.t.kernel(
+                stream, layer.copy_ns, name, "compute" if self.s.labels == "none" else "fsdp_copy", op
+            )
+
+    @contextmanager
+    def _owned_by(self, layer: Layer) -> Iterator[None]:
+        self.t.owner = None if self.s.labels == "none" else self._qualified(layer.fqn)
+        yield
+        self.t.owner = None
 
     @contextmanager
     def on(self, thread: int) -> Iterator[None]:
@@ -124,7 +133,7 @@ class Launcher:
                 if backward
                 else nullcontext()
             )
-            with outer, self.t.range("aten::mm", "cpu_op"):
+            with outer, self.t.range("aten::mm", "cpu_op"), self._owned_by(layer):
                 self.t.now += layer.host_ns
                 self.t.launch(COMPUTE, length, GEMM, "compute")
 
@@ -218,7 +227,7 @@ class Launcher:
             mesh_dim=group.mesh_dim,
             dtype=dtype,
             payload_bytes=max(in_nelems, out_nelems) * DTYPE_BYTES[dtype],
-            group_size=len(group.ranks),
+            ranks=group.ranks,
             seq=seq,
             comms_id=comms_id(group, seq),
             issue=call.start,

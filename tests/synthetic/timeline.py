@@ -47,9 +47,10 @@ class Activity:
     external_id: int
     args: dict[str, Any] = field(default_factory=dict)
     collective: Collective | None = None
+    fqn: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Collective:
     """A collective, as the truth knows it."""
 
@@ -61,7 +62,7 @@ class Collective:
     mesh_dim: str | None
     dtype: str
     payload_bytes: int
-    group_size: int
+    ranks: tuple[int, ...]
     seq: int
     comms_id: int
     issue: int
@@ -76,6 +77,15 @@ class Collective:
     """What its start had to wait for last."""
     latest_start: int = -1
     """Start of the last rank."""
+
+    @property
+    def group_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def wire_bytes(self) -> int:
+        trips = 2 if self.op == "all_reduce" else 1
+        return trips * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
 class Timeline:
@@ -93,6 +103,8 @@ class Timeline:
         self.communicator: dict[str, int] = defaultdict(int)
         """Per process group: end of its last collective; one communicator runs one at a time."""
         self.waits = 0
+        self.owner: str | None = None
+        """Module whose work is being launched."""
         self._ids = 0
         self._open: list[HostEvent] = []
 
@@ -150,6 +162,7 @@ class Timeline:
             launch=call.start,
             correlation=call.correlation,
             external_id=call.external_id,
+            fqn=self.owner,
         )
         self.device.append(activity)
         self.tail[stream] = activity.end

@@ -174,7 +174,7 @@ class Model:
         copy_in, gather = (COMPUTE, COMPUTE) if self.s.unshard_async_op else (COPY_IN, ALL_GATHER)
         outer = self.x.label("FSDP::all_gather", group.layer) if self.s.labels == "host" else nullcontext()
         with outer:
-            self.x.copy(copy_in, group.layer.copy_ns, COPY_IN_KERNEL, "fsdp::all_gather_copy_in")
+            self.x.copy(group.layer, copy_in, COPY_IN_KERNEL, "fsdp::all_gather_copy_in")
             if copy_in != gather:
                 self.t.wait_stream(gather, self.t.tail[copy_in])
             if self.s.unshard_async_op:
@@ -194,7 +194,7 @@ class Model:
             self.copy_out_done = None
         with self.x.label("FSDP::all_gather_copy_out", group.layer):
             self.t.wait_collective(COMPUTE, group.pending)
-            self.x.copy(COMPUTE, group.layer.copy_ns, COPY_OUT_KERNEL, "fsdp::split_with_sizes_copy")
+            self.x.copy(group.layer, COMPUTE, COPY_OUT_KERNEL, "fsdp::split_with_sizes_copy")
         group.unsharded, group.pending = True, None
         if forward and not self.s.unshard_async_op:
             self.copy_out_done = self.t.tail[COMPUTE]
@@ -248,7 +248,7 @@ class Model:
         layer = group.layer
         with self.x.label("FSDP::post_backward_accumulate", layer):
             if not (first or self.s.sync_every_microbatch):
-                self.x.copy(COMPUTE, layer.copy_ns, ADD_KERNEL, "aten::add_")
+                self.x.copy(layer, COMPUTE, ADD_KERNEL, "aten::add_")
         with self.x.label("FSDP::post_backward_reshard", layer):
             group.unsharded = False
         if not reduce:
@@ -257,7 +257,7 @@ class Model:
             with self.x.bare_label(f"FSDP::post_backward_rs_wait ({layer.fqn})"):
                 self.t.wait_collective(COMPUTE, self.reduced.pop(0))
         with self.x.label("FSDP::post_backward_reduce", layer):
-            self.x.copy(COMPUTE, layer.copy_ns, CHUNK_CAT_KERNEL, "fsdp::chunk_cat")
+            self.x.copy(layer, COMPUTE, CHUNK_CAT_KERNEL, "fsdp::chunk_cat")
             self.t.wait_stream(REDUCE_SCATTER, self.t.tail[COMPUTE])
             scattered = yield from self.x.reduce_scatter(layer)
             self.reduced.append(scattered)
@@ -267,7 +267,7 @@ class Model:
                 last = yield from self.x.all_reduce(layer)
                 stream = ALL_REDUCE
             if self.s.reduce_dtype != self.s.orig_dtype:
-                self.x.copy(stream, layer.copy_ns, CAST_KERNEL, "aten::to")
+                self.x.copy(layer, stream, CAST_KERNEL, "aten::to")
             waiting = [*self.post_reduce[stream][0], last] if stream in self.post_reduce else [last]
             self.post_reduce[stream] = (waiting, self.t.tail[stream])
 

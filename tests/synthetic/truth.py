@@ -70,8 +70,7 @@ def truth_of(recording: Recording) -> Truth:
         row = groups[c.step, c.fqn, c.phase, c.op]
         row.count += 1
         row.payload_bytes += c.payload_bytes
-        trips = 2 if c.op == "all_reduce" else 1
-        row.wire_bytes += trips * c.payload_bytes * (c.group_size - 1) // c.group_size
+        row.wire_bytes += c.wire_bytes
         row.total_ns += c.end - c.start
         row.stall_ns += c.stall
     parts = {step: dict.fromkeys(PARTS, 0) for step in windows}
