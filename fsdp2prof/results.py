@@ -254,7 +254,7 @@ class Peak:
 
     allocated_bytes: int
     reserved_bytes: int | None
-    """Null where there is no caching allocator."""
+    """Most bytes reserved at any time; null where there is no caching allocator."""
     step: int | None
     phase: str
     fqn: str | None

@@ -54,6 +54,8 @@ from fsdp2prof.tables import (
 __all__ = ["StorageTracker"]
 
 _RESIZE = "UntypedStorage.resize_"
+_BACKWARD = "autograd::engine::evaluate_function: backward"
+"""A backward pass goes by the name that autograd's own ranges have in a trace."""
 
 
 class StorageTracker:
@@ -61,7 +63,7 @@ class StorageTracker:
 
     Use it as a context manager or call the two; then :meth:`recording` gives the history. Call
     :meth:`mark_step` where a training step begins. ``record_function`` ranges entered on the thread become
-    labels on the same clock: nanoseconds since the Unix epoch, never going back.
+    labels, and so does every backward pass, on the same clock: nanoseconds since the Unix epoch, never back.
 
     With ``fake_mode`` only that mode's fake tensors count (with the sizes they stand for), without it only
     real tensors. ``stacks`` keeps the Python stack of every allocation.
@@ -176,6 +178,7 @@ class StorageTracker:
 
     def _before(self, operator: Any, arguments: Any) -> None:
         """See what an operator is given: memory made outside torch shows up here for the first time."""
+        self._labels.autograd(torch._C._current_graph_task_id(), self._now())
         self._see(operator, arguments)
 
     def _after(self, operator: Any, arguments: Any, result: Any) -> None:
@@ -187,6 +190,7 @@ class StorageTracker:
             mutable = self._mutable[operator] = schema is None or schema.is_mutable
         if mutable:
             self._see(operator, arguments)
+        self._labels.autograd(torch._C._current_graph_task_id(), self._now())
 
     def _see(self, operator: Any, item: Any) -> None:
         if isinstance(item, torch.Tensor):
@@ -358,12 +362,13 @@ class _AllocationLog:
 
 
 class _LabelLog:
-    """``record_function`` ranges of the tracked thread, in the order they were entered."""
+    """``record_function`` ranges of the tracked thread in the order they were entered, and its backwards."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._start, self._end = array("q"), array("q")
         self._open: dict[int, int] = {}
+        self._graph_task, self._graph_task_row = -1, -1
 
     def enter(self, key: int, name: str, now: int) -> None:
         """Open a range; ``key`` identifies it until it is left."""
@@ -377,6 +382,17 @@ class _LabelLog:
         row = self._open.pop(key, None)
         if row is not None:
             self._end[row] = now
+
+    def autograd(self, graph_task: int, now: int) -> None:
+        """Log a backward pass as one range, from its first operator to its last; -1 is no backward."""
+        if graph_task < 0:
+            return
+        if graph_task != self._graph_task:
+            self._graph_task, self._graph_task_row = graph_task, len(self._names)
+            self._names.append(_BACKWARD)
+            self._start.append(now)
+            self._end.append(now)
+        self._end[self._graph_task_row] = now
 
     def close(self, now: int) -> None:
         """Close every range still open."""
