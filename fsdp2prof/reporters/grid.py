@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["Cell", "Col", "Grid", "decimals", "plural", "scaled"]
+__all__ = ["Cell", "Col", "Grid", "byte_unit", "decimals", "plural", "scaled"]
 
 Cell: TypeAlias = "str | float"
 """Text, or the fraction (0..1) that a bar column fills."""
@@ -46,6 +46,14 @@ def decimals(largest: float) -> int:
 def scaled(value: float | None, scale: int, digits: int) -> str:
     """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero."""
     return "-" if value is None else "0" if value == 0 else f"{value / scale:,.{digits}f}"
+
+
+def byte_unit(largest: int) -> tuple[str, int]:
+    """Return the unit of a column of bytes and its size: the largest one that its biggest number fills."""
+    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if largest >= scale:
+            return name, scale
+    return "KiB", 1 << 10
 
 
 def plural(count: int, noun: str) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
+from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, plural
 from fsdp2prof.reporters.layers import layer_name, natural_key
 from fsdp2prof.reporters.wording import CATEGORIES, category_label
 from fsdp2prof.results import MemoryAnalysis, RankMemory
@@ -40,10 +40,10 @@ _SHORT_CATEGORIES = {
     "unsharded_gradient": "unshard.\ngrads",
     "all_gather_buffer": "all-gath.\nbuffers",
     "reduce_scatter_buffer": "red.-scat.\nbuffers",
-    "activation": "activ-\nations",
+    "activation": "activations",
     "input": "inputs",
-    "temporary": "tempo-\nraries",
-    "unattributed": "unattri-\nbuted",
+    "temporary": "temporaries",
+    "unattributed": "unattributed",
 }
 
 
@@ -119,7 +119,7 @@ def matrix_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
     if not cells:
         return None
     names = [name for name in CATEGORIES if any(row.get(name) for row in cells.values())]
-    unit, scale = _unit(max(sum(row.values()) for row in cells.values()))
+    unit, scale = byte_unit(max(sum(row.values()) for row in cells.values()))
     layers = list(cells)
     shown = layers if every else layers[:_LAYER_ROWS]
     rest = layers[len(shown) :]
@@ -192,14 +192,6 @@ def _fact(name: str, value: Any) -> str:
 
 def _layer(fqn: str | None) -> str:
     return "(no layer)" if fqn is None else layer_name(fqn)
-
-
-def _unit(largest: int) -> tuple[str, int]:
-    """Unit of a table's cells: the largest one that leaves its biggest number at 10 or more."""
-    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if largest >= 10 * scale:
-            return name, scale
-    return "KiB", 1 << 10
 
 
 def _in(scale: int, size: int) -> str:

@@ -14,9 +14,9 @@ from fsdp2prof.results import (
     MemoryAnalysis,
     Peak,
     RankMemory,
-    RunRank,
     RankTrace,
     RunAnalysis,
+    RunRank,
     RunSummary,
     ShardGroup,
     StepBreakdown,
@@ -31,7 +31,9 @@ HOSTILE = "</script><img src=x onerror=alert(1)>[bold red]\x1b[31m"
 """A layer name that attacks HTML, rich markup and the terminal at once."""
 
 
-def group(fqn: str | None, op: str, rank: int, step: int, *, exposed_ms: int, phase: str = "forward") -> GroupRow:
+def group(
+    fqn: str | None, op: str, rank: int, step: int, *, exposed_ms: int, phase: str = "forward"
+) -> GroupRow:
     """One collective of 8 MiB over 2 ranks that takes 4 ms: 2 GiB/s algbw, half of it busbw."""
     return GroupRow(
         rank=rank,
@@ -56,13 +58,15 @@ def group(fqn: str | None, op: str, rank: int, step: int, *, exposed_ms: int, ph
 
 
 def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis:
-    """Block 0's all-gather is exposed for 4 ms, every other one for 1 ms, the root's reduce-scatter for 3 ms."""
+    """Block 0's all-gather is exposed for 4 ms, the others' for 1 ms, the root's reduce-scatter for 3 ms."""
     names = [hostile or "layers.0", *(f"layers.{i}" for i in range(1, blocks))]
     ranks, groups = [], []
     for rank in (0, 1):
         for step in (3, 4):
+            exposed = [4] + [1] * (blocks - 1)
             groups += [
-                group(name, "all_gather", rank, step, exposed_ms=1 if i else 4) for i, name in enumerate(names)
+                group(name, "all_gather", rank, step, exposed_ms=ms)
+                for name, ms in zip(names, exposed, strict=True)
             ]
             groups.append(group("", "reduce_scatter", rank, step, exposed_ms=3, phase="backward"))
         steps = [
