@@ -1,0 +1,138 @@
+"""A real FSDP2 training loop over a model: sharding, optimizer, micro-batches, clipping, steps.
+
+Nothing here knows that its tensors are fake: it is the loop a careful user writes, driven by a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.model import Model
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.sharding import freeze, wrap_units
+
+__all__ = ["build_optimizer", "shard", "train_step"]
+
+
+def shard(
+    model: Model, policy: PolicySpec, mesh: DeviceMesh, tensor_parallel: DeviceMesh | None
+) -> FSDPModule:
+    """Freeze, parallelize, checkpoint and shard a model on meta, in that order; returns its root.
+
+    Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed.
+    """
+    units = wrap_units(model, policy)
+    freeze(model.module, policy)
+    if tensor_parallel is not None:
+        if model.tensor_parallel is None:
+            raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")
+        parallelize_module(model.module, tensor_parallel, model.tensor_parallel(policy.loss_parallel))
+    checkpoint_blocks(model.module, model.blocks, policy)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=_dtype(policy.param_dtype), reduce_dtype=_dtype(policy.reduce_dtype)
+    )
+    offload = CPUOffloadPolicy(pin_memory=False) if policy.offload else OffloadPolicy()
+    for unit in units:
+        modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
+        fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            mesh=mesh,
+            mp_policy=mixed_precision,
+            offload_policy=offload,
+            reshard_after_forward=unit.reshard_after_forward,
+        )
+    root = model.module
+    assert isinstance(root, FSDPModule)
+    _prefetch([root.get_submodule(fqn) for fqn in model.blocks], policy)
+    if policy.separate_reduce_scatter_group:
+        root.set_separate_reduce_scatter_group(True)
+    if policy.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(policy.reduce_scatter_buffers)
+    return root
+
+
+def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimizer | None:
+    """Build the policy's optimizer over the trainable parameters, ``None`` for ``none``.
+
+    Raises ``ModelError`` for an implementation that the optimizer does not have.
+    """
+    make = _OPTIMIZERS.get(policy.optimizer)
+    if make is None:
+        return None
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    flags = {"foreach": policy.optimizer_impl == "foreach"}
+    if policy.optimizer_impl == "fused":
+        flags["fused"] = True
+    try:
+        return make(parameters, lr=1e-4, **flags)
+    except TypeError:
+        raise ModelError(
+            f"optimizer {policy.optimizer} has no {policy.optimizer_impl} implementation"
+        ) from None
+
+
+def train_step(
+    model: Model, policy: PolicySpec, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> None:
+    """Run one optimizer step: zero_grad, micro-batches forward and backward, clipping, update."""
+    root = model.module
+    assert isinstance(root, FSDPModule)
+    if optimizer is not None:
+        optimizer.zero_grad()
+    for micro_batch in range(policy.grad_accum):
+        if policy.grad_accum > 1 and policy.sync == "last":
+            root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
+        batch = model.make_batch(policy.batch_size, policy.seq_len, device)
+        loss = model.loss(root, batch, policy.loss_chunks)
+        loss.backward()
+    if optimizer is None:
+        for parameter in root.parameters():
+            parameter.grad = None
+        return
+    if policy.clip_grad:
+        torch.nn.utils.clip_grad_norm_(root.parameters(), 1.0, foreach=True)
+    optimizer.step()
+
+
+def _prefetch(blocks: list[nn.Module], policy: PolicySpec) -> None:
+    for index, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        if policy.forward_prefetch:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + policy.forward_prefetch])
+        if policy.backward_prefetch:
+            first = max(index - policy.backward_prefetch, 0)
+            block.set_modules_to_backward_prefetch(blocks[first:index][::-1])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _sgd_momentum(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, momentum=0.9, **options)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": _sgd_momentum,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}
