@@ -1,0 +1,51 @@
+"""On a GPU: a recorded peak equals the allocator's own, to the byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SCRIPT = Path(__file__).parent / "train_fake_world.py"
+
+
+def run(*command: object) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("world_size", [8, 64, 512])
+def test_peak_equals_the_allocators_own(tmp_path, world_size):
+    target = tmp_path / "run"
+    command = ["-m", "fsdp2prof", "record", "-o", target, "--", sys.executable, SCRIPT]
+    printed = run(*command, "--world-size", world_size)
+    peaks = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "memory", target, "--format", "json"))
+    (rank,) = analysis["ranks"]
+    assert rank["source"] == "cuda_snapshot"
+    peak = rank["peak"]
+    assert sum(peak["categories"].values()) == peak["allocated_bytes"]
+    assert peak["allocated_bytes"] in [step["requested_bytes"] for step in peaks]
+    assert peak["reserved_bytes"] in [step["reserved_bytes"] for step in peaks]
+
+
+def test_trace_of_a_gpu_run_is_attributed(tmp_path):
+    target = tmp_path / "run"
+    run("-m", "fsdp2prof", "record", "-o", target, "--", sys.executable, SCRIPT)
+    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "trace", target, "--format", "json"))
+    (rank,) = analysis["ranks"]
+    assert rank["device_type"] == "cuda"
+    assert len(rank["steps"]) == 3
+    for step in rank["steps"]:
+        assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
+        assert step["breakdown_ns"]["compute"] > 0
+        assert step["breakdown_ns"]["fsdp_copy"] > 0
