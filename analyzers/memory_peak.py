@@ -57,7 +57,7 @@ def describe_peak(
     """Describe the instant of the largest total, the first one among equals.
 
     ``totals``, ``reserved`` and ``times`` are indexed by order (:mod:`fsdp2prof.analyzers.memory_usage`).
-    ``reserved_bytes`` is the most that was reserved at any time, as ``torch.cuda.max_memory_reserved`` has it.
+    ``reserved_bytes`` is the most that was ever reserved, like ``torch.cuda.max_memory_reserved``.
     """
     order = int(np.argmax(totals))
     live = allocations.take(live_at(allocations, order))
@@ -154,13 +154,11 @@ def timeline(
 
 
 def _phase_then(allocations: AllocationTable, phases: PhaseTable, row: int, order: int) -> str:
-    """Phase of the peak: of its instant, or without labels that of the allocation that made it."""
-    if row >= 0:
-        return str(phases.phase[row])
-    if len(phases):
-        return "other"
+    """Phase of the peak: of its instant, or outside of every label that of the allocation that made it."""
     made = np.flatnonzero(allocations.alloc_order == order)
-    return str(allocations.phase[int(made[0])]) if len(made) else "other"
+    if row >= 0 or not len(made):
+        return str(phases.phase[row]) if row >= 0 else "other"
+    return str(allocations.phase[int(made[0])])
 
 
 def _over_rows(phases: PhaseTable, totals: IntArray, times: IntArray) -> tuple[IntArray, IntArray, IntArray]:
