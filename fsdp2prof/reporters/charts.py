@@ -102,7 +102,8 @@ def course_chart(rank: RankMemory) -> Figure | None:
         return None
     largest = max(sum(values) for values in zip(*(rank.timeline[name] for name in names), strict=True))
     unit, scale = byte_unit(largest)
-    milliseconds = [(time - times[0]) / 1e6 for time in times]
+    timed = min(times) >= 0
+    position = [(time - times[0]) / 1e6 for time in times] if timed else list(range(len(times)))
     data = []
     for name in names:
         label, colour = CATEGORIES[name]
@@ -111,7 +112,7 @@ def course_chart(rank: RankMemory) -> Figure | None:
                 "type": "scatter",
                 "mode": "lines",
                 "name": label,
-                "x": milliseconds,
+                "x": position,
                 "y": [size / scale for size in rank.timeline[name]],
                 "stackgroup": "bytes",
                 "line": {"width": 0, "shape": "hv"},
@@ -120,7 +121,21 @@ def course_chart(rank: RankMemory) -> Figure | None:
                 "hovertemplate": f"%{{y:.3f}} {unit}",
             }
         )
-    figure = _figure(data, height=420, x="ms since the recording began", y=unit)
+    reserved = rank.timeline.get("reserved")
+    if reserved:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "reserved",
+                "x": position,
+                "y": [size / scale for size in reserved],
+                "line": {"width": 1.5, "dash": "dot", "color": "#333333", "shape": "hv"},
+                "hovertemplate": f"%{{y:.3f}} {unit}",
+            }
+        )
+    axis = "ms since the recording began" if timed else "points of the recording, which has no times"
+    figure = _figure(data, height=420, x=axis, y=unit)
     figure["layout"]["hovermode"] = "x unified"
     return figure
 

@@ -21,6 +21,7 @@ from fsdp2prof.reporters.advice import memory_advice, trace_advice
 from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
+    block_grid,
     category_grid,
     fact_grids,
     fullest_first,
@@ -186,6 +187,7 @@ def _memory_blocks(rank: RankMemory) -> list[_Block]:
         ),
         _Block(grid=category_grid(rank)),
         _Block(grid=matrix_grid(rank), every=matrix_grid(rank, every=True), figure=memory_layer_chart(rank)),
+        _Block(grid=block_grid(rank), every=block_grid(rank, every=True)),
         _Block(grid=layer_peak_grid(rank), every=layer_peak_grid(rank, every=True)),
         *(_Block(grid=grid) for grid in fact_grids(rank)),
     ]

@@ -10,9 +10,10 @@ from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, plural
 from fsdp2prof.reporters.layers import layer_name, natural_key
 from fsdp2prof.reporters.wording import CATEGORIES, category_label
 from fsdp2prof.results import MemoryAnalysis, RankMemory
-from fsdp2prof.units import format_bytes, format_frac
+from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 __all__ = [
+    "block_grid",
     "category_grid",
     "fact_grids",
     "fullest_first",
@@ -24,6 +25,7 @@ __all__ = [
 
 _RANK_ROWS = 8
 _LAYER_ROWS = 12
+_BLOCK_ROWS = 5
 
 _SOURCES = {
     "cuda_snapshot": "allocator snapshot",
@@ -158,6 +160,49 @@ def layer_peak_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
         ],
         more=f"and {plural(rest, 'more row')}" if rest else "",
     )
+
+
+def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
+    """Return the largest allocations alive at the peak; None where they are not known."""
+    blocks = rank.peak.largest_blocks
+    if not blocks:
+        return None
+    shown = blocks if every else blocks[:_BLOCK_ROWS]
+    with_place = any(block.stack for block in blocks)
+    rest = len(blocks) - len(shown)
+    return Grid(
+        title="Largest blocks at the peak",
+        columns=[
+            Col("bytes", "number"),
+            Col("kind"),
+            Col("layer", "name"),
+            Col("phase"),
+            Col("step", "number"),
+            Col("age", "number"),
+            Col("op", "name"),
+            *([Col("allocated at", "name")] if with_place else []),
+        ],
+        rows=[
+            [
+                format_bytes(block.bytes),
+                category_label(block.category),
+                _layer(block.fqn),
+                block.phase,
+                "before" if block.step is None else str(block.step),
+                "-" if block.age_ns is None else format_ns(block.age_ns),
+                block.op or "-",
+                *([_place(block.stack)] if with_place else []),
+            ]
+            for block in shown
+        ],
+        more=f"and {plural(rest, 'more block')}" if rest else "",
+    )
+
+
+def _place(stack: Sequence[str]) -> str:
+    """Innermost frame outside torch: the line of the model or script that asked for the memory."""
+    own = (frame for frame in stack if "/torch/" not in frame and "\\torch\\" not in frame)
+    return next(own, stack[0] if stack else "-")
 
 
 def fact_grids(rank: RankMemory) -> list[Grid]:

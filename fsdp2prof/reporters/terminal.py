@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
+    block_grid,
     category_grid,
     fact_grids,
     fullest_first,
@@ -127,6 +128,7 @@ def _memory_details(rank: RankMemory, every: bool) -> Iterator[RenderableType | 
     yield _grid(category_grid(rank))
     yield _grid(matrix_grid(rank, every=every))
     yield _course(rank)
+    yield _grid(block_grid(rank, every=every))
     yield _grid(layer_peak_grid(rank, every=every))
     for grid in fact_grids(rank):
         yield _grid(grid)

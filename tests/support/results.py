@@ -11,6 +11,7 @@ from fsdp2prof.results import (
     GroupRow,
     LayerBytes,
     LayerPeak,
+    LiveBlock,
     MemoryAnalysis,
     Peak,
     RankMemory,
@@ -166,6 +167,18 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                     "unsharded_parameter": 10 * MIB,
                 },
                 by_layer=by_layer,
+                largest_blocks=[
+                    LiveBlock(
+                        bytes=18 * MIB,
+                        category="activation",
+                        fqn=layer,
+                        phase="forward",
+                        step=5,
+                        op="aten::mm",
+                        age_ns=2 * MS,
+                        stack=["/site-packages/torch/nn/functional.py:12 linear", "train.py:40 forward"],
+                    )
+                ],
             ),
             layers=[
                 LayerPeak(fqn=layer, phase="forward", peak_bytes=90 * MIB, delta_bytes=18 * MIB),
