@@ -1,0 +1,221 @@
+"""``--fail-on 'exposed_frac>0.2'``: conditions on a small documented set of metrics, for CI.
+
+A condition is ``METRIC OPERATOR NUMBER`` with one of ``> >= < <= == !=``. Every metric is computed per rank,
+and a condition fails the run as soon as it holds on one rank; the failure names the worst of them. A metric
+that is undefined on every rank (no overlap without communication) is an error, because a gate that cannot
+be evaluated must not pass.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp2prof.errors import InputError, UsageError
+from fsdp2prof.results import MemoryAnalysis, RankMemory, RankTrace, RunAnalysis, TraceAnalysis
+
+__all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
+
+Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis
+_PerRank = dict[int, float | None]
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(
+    r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
+)
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number per rank that a condition may test."""
+
+    description: str
+    source: str
+    """``trace`` or ``memory``: the analysis it is computed from."""
+    values: Callable[[TraceAnalysis], _PerRank] | Callable[[MemoryAnalysis], _PerRank]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A parsed condition."""
+
+    metric: str
+    operator: str
+    limit: float
+    text: str
+    """As the user wrote it."""
+
+    def holds(self, value: float) -> bool:
+        """Whether a value meets the condition."""
+        return _OPERATORS[self.operator](value, self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A condition that held, with the worst value and its rank."""
+
+    condition: Condition
+    rank: int
+    value: float
+    ranks: int
+    """Ranks on which it held."""
+
+    def __str__(self) -> str:
+        others = f" (and {self.ranks - 1} more ranks)" if self.ranks > 1 else ""
+        return (
+            f"{self.condition.text}: {self.condition.metric} is {self.value:.4g} on rank {self.rank}{others}"
+        )
+
+
+def parse(text: str) -> Condition:
+    """Parse one condition; raises ``UsageError`` for a bad form or an unknown metric."""
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"not a condition: {text!r}; write for example 'exposed_frac>0.2'")
+    metric, symbol, number = match.groups()
+    if metric not in METRICS:
+        raise UsageError(f"unknown metric {metric!r} in {text!r}; known: {', '.join(METRICS)}")
+    return Condition(metric, symbol, float(number), text.strip())
+
+
+def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Failure]:
+    """Return the conditions that hold, in the order given.
+
+    Raises ``UsageError`` if the analysis is not of the kind a metric needs, ``InputError`` if a metric is
+    undefined on every rank.
+    """
+    return [failure for condition in conditions if (failure := _evaluate(condition, analysis)) is not None]
+
+
+def _evaluate(condition: Condition, analysis: Analysis) -> Failure | None:
+    values = {rank: v for rank, v in _values(condition, analysis).items() if v is not None}
+    if not values:
+        raise InputError(
+            f"{condition.text}: {condition.metric} is undefined here, so the condition cannot be tested"
+        )
+    held = {rank: value for rank, value in values.items() if condition.holds(value)}
+    if not held:
+        return None
+    worst = min(held, key=held.__getitem__) if "<" in condition.operator else max(held, key=held.__getitem__)
+    return Failure(condition, worst, held[worst], len(held))
+
+
+def _values(condition: Condition, analysis: Analysis) -> _PerRank:
+    metric = METRICS[condition.metric]
+    part: TraceAnalysis | MemoryAnalysis | None
+    if isinstance(analysis, RunAnalysis):
+        part = analysis.trace if metric.source == "trace" else analysis.memory
+    else:
+        part = analysis
+    if not isinstance(part, TraceAnalysis if metric.source == "trace" else MemoryAnalysis):
+        raise UsageError(f"{condition.text}: {condition.metric} needs a {metric.source} analysis")
+    return metric.values(part)  # type: ignore[arg-type]
+
+
+def _of_steps(part: Callable[[RankTrace], int]) -> Callable[[TraceAnalysis], _PerRank]:
+    """Fraction of a rank's steps that ``part`` takes."""
+
+    def values(analysis: TraceAnalysis) -> _PerRank:
+        result: _PerRank = {}
+        for rank in analysis.ranks:
+            total = sum(step.duration_ns for step in rank.steps)
+            result[rank.rank] = part(rank) / total if total else None
+        return result
+
+    return values
+
+
+def _exposed_ns(rank: RankTrace) -> int:
+    parts = [step.breakdown_ns for step in rank.steps]
+    return sum(
+        p.exposed_all_gather + p.exposed_reduce_scatter + p.exposed_all_reduce + p.exposed_other_comm
+        for p in parts
+    )
+
+
+def _step_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysis], _PerRank]:
+    def values(analysis: TraceAnalysis) -> _PerRank:
+        return {
+            rank.rank: pick([step.duration_ns for step in rank.steps]) / 1e6 if rank.steps else None
+            for rank in analysis.ranks
+        }
+
+    return values
+
+
+def _wait_frac(analysis: TraceAnalysis) -> _PerRank:
+    waits = analysis.cross_rank.wait_ns
+    return {
+        rank.rank: waits[str(rank.rank)] / total
+        for rank in analysis.ranks
+        if str(rank.rank) in waits and (total := sum(step.duration_ns for step in rank.steps))
+    }
+
+
+def _attributed_frac(analysis: TraceAnalysis) -> _PerRank:
+    counted = analysis.attribution
+    value = counted.attributed_ns / counted.comm_ns if counted.comm_ns else None
+    return {rank.rank: value for rank in analysis.ranks}
+
+
+def _high_findings(analysis: TraceAnalysis) -> _PerRank:
+    count = sum(finding.severity == "high" for finding in analysis.findings)
+    return {rank.rank: count for rank in analysis.ranks}
+
+
+def _of_memory(value: Callable[[RankMemory], float | None]) -> Callable[[MemoryAnalysis], _PerRank]:
+    return lambda analysis: {rank.rank: value(rank) for rank in analysis.ranks}
+
+
+def _reserved_gib(rank: RankMemory) -> float | None:
+    return None if rank.peak.reserved_bytes is None else rank.peak.reserved_bytes / _GIB
+
+
+def _unattributed_frac(rank: RankMemory) -> float | None:
+    total = rank.peak.allocated_bytes
+    return rank.peak.categories.get("unattributed", 0) / total if total else None
+
+
+METRICS: dict[str, Metric] = {
+    "exposed_frac": Metric("exposed communication, of step time", "trace", _of_steps(_exposed_ns)),
+    "overlap_frac": Metric(
+        "communication hidden behind compute or FSDP copies, of all communication",
+        "trace",
+        lambda analysis: {rank.rank: rank.communication.overlap_frac for rank in analysis.ranks},
+    ),
+    "compute_frac": Metric(
+        "compute, of step time",
+        "trace",
+        _of_steps(lambda rank: sum(s.breakdown_ns.compute for s in rank.steps)),
+    ),
+    "idle_frac": Metric(
+        "device idle, of step time",
+        "trace",
+        _of_steps(lambda rank: sum(s.breakdown_ns.idle for s in rank.steps)),
+    ),
+    "step_time_ms": Metric("mean step time, milliseconds", "trace", _step_ms(lambda ns: sum(ns) / len(ns))),
+    "step_time_max_ms": Metric("longest step, milliseconds", "trace", _step_ms(max)),
+    "wait_frac": Metric("waiting for other ranks in collectives, of step time", "trace", _wait_frac),
+    "attributed_frac": Metric(
+        "collective time placed on a layer, of all collective time", "trace", _attributed_frac
+    ),
+    "high_findings": Metric("findings of high severity", "trace", _high_findings),
+    "peak_allocated_gib": Metric(
+        "peak allocated memory, GiB", "memory", _of_memory(lambda rank: rank.peak.allocated_bytes / _GIB)
+    ),
+    "peak_reserved_gib": Metric("reserved memory at the peak, GiB", "memory", _of_memory(_reserved_gib)),
+    "unattributed_frac": Metric(
+        "memory at the peak without a known role, of the peak", "memory", _of_memory(_unattributed_frac)
+    ),
+}
+"""Every metric a condition may name."""
