@@ -1,50 +1,52 @@
 """Kineto (Chrome) trace files as tables: ``read_trace(path) -> Trace``.
 
 CUDA, ROCm and CPU/gloo traces of torch 1.12 and newer, plain or gzip. Times are exact integer nanoseconds.
+A large file is decoded by several processes, each taking every n-th piece.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fsdp2prof.errors import TraceError
-from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers import kineto_schema as schema
-from fsdp2prof.readers.columns import (
-    EventColumns,
-    Interner,
-    MemoryColumns,
-    TextTimeNeededError,
-    ThreadNumbers,
-    int_column,
-)
-from fsdp2prof.readers.event_args import SparseArgs
-from fsdp2prof.readers.event_stream import PIECE_BYTES, decode_pieces, read_head
-from fsdp2prof.tables import EventTable, LabelTable, Trace
+from fsdp2prof.readers.columns import Share
+from fsdp2prof.readers.event_stream import PIECE_BYTES, WrongCutError, decode_pieces, read_head
+from fsdp2prof.readers.json_values import TextTimeNeededError
+from fsdp2prof.readers.processes import Task, usable_cores
+from fsdp2prof.readers.trace_tables import assemble, header_integer
+from fsdp2prof.tables import Trace
 
 __all__ = ["peek_rank", "read_trace"]
 
-_DEVICE_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+_MAX_WORKERS = 8
+"""Every worker gunzips the whole file, which is a tenth of decoding it: more than these gain little."""
+_BYTES_PER_WORKER = {True: 2 << 20, False: 24 << 20}
+"""File size (compressed or not) that is worth the start of another process."""
 
 
-def read_trace(path: str | Path, piece_bytes: int = PIECE_BYTES) -> Trace:
+def read_trace(
+    path: str | Path, *, rank: int | None = None, workers: int | None = None, piece_bytes: int = PIECE_BYTES
+) -> Trace:
     """Read one rank's trace file.
 
-    Decodes ``piece_bytes`` of JSON at a time, so that memory is bounded by the columns kept. Raises
-    ``TraceError`` for a file that is missing, empty, truncated, or not a Kineto trace.
+    ``rank`` is what the caller knows about it (a run directory, a file name) and is taken where the file does
+    not say. ``workers`` processes decode it together (default: what its size is worth, at most the cores
+    there are). ``piece_bytes`` of JSON are decoded at a time, so that memory is bounded by the columns kept.
+    Raises ``TraceError`` for a file that is missing, empty, truncated, or not a Kineto trace.
     """
     path = Path(path)
     if path.is_dir():
         raise TraceError(f"{path}: is a folder; name one trace file")
-    builder = _Builder()
-    warnings: list[str] = []
-    for _ in decode_pieces(path, builder.add, warnings, piece_bytes):
-        pass
-    return builder.finish(path, warnings)
+    workers = _worth(path) if workers is None else workers
+    trace = _read_together(path, workers, piece_bytes) if workers > 1 else None
+    if trace is None:
+        trace = _read_alone(path, piece_bytes)
+    return replace(trace, rank=rank) if trace.rank is None and rank is not None else trace
 
 
 def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
@@ -56,126 +58,77 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
         distributed = schema.DOCUMENT.decode(read_head(Path(path))).distributed_info
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
-    return _integer(distributed, "rank"), _integer(distributed, "world_size")
+    return header_integer(distributed, "rank"), header_integer(distributed, "world_size")
 
 
-class _Builder:
-    """Collects the pieces of one file."""
+def _read_alone(path: Path, piece_bytes: int) -> Trace:
+    warnings: list[str] = []
+    reader = _Reader()
+    decode_pieces(path, reader.add, warnings, piece_bytes)
+    return assemble(str(path), reader.header, reader.share, warnings)
+
+
+def _read_together(path: Path, workers: int, piece_bytes: int) -> Trace | None:
+    """Read with the help of other processes; None if a cut was guessed wrong, which needs one that reads all."""
+    helpers = [Task(_read_share, path, index, workers, piece_bytes) for index in range(1, workers)]
+    try:
+        warnings: list[str] = []
+        reader = _Reader()
+        decode_pieces(path, reader.add, warnings, piece_bytes, turn=(0, workers))
+        for helper in helpers:
+            share = helper.result()
+            if share is None:
+                return None
+            reader.share.merge(share)
+    except WrongCutError:
+        return None
+    finally:
+        for helper in helpers:
+            helper.cancel()
+    return assemble(str(path), reader.header, reader.share, warnings)
+
+
+def _read_share(path: Path, index: int, workers: int, piece_bytes: int) -> Share | None:
+    """Decode every ``workers``-th piece from ``index`` on; None if a cut was guessed wrong."""
+    reader = _Reader()
+    try:
+        decode_pieces(path, reader.add, [], piece_bytes, turn=(index, workers))
+    except WrongCutError:
+        return None
+    return reader.share
+
+
+def _worth(path: Path) -> int:
+    """Processes a file is worth."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return 1
+    return max(1, min(usable_cores(), _MAX_WORKERS, size // _BYTES_PER_WORKER[path.suffix == ".gz"]))
+
+
+class _Reader:
+    """Decodes pieces of one file into a share; knows its header once the last piece is decoded."""
 
     def __init__(self) -> None:
-        pids, tids = Interner(), Interner()
-        self._pids, self._tids = pids, tids
-        self._events = EventColumns(pids, tids)
-        self._memory = MemoryColumns(pids, tids)
-        self._sparse = SparseArgs()
-        self._header = schema.Header()
+        self.share = Share()
+        self.header = schema.Header()
         self._text_times = False
 
-    def add(self, text: bytes, is_last: bool) -> None:
-        """Decode one piece into columns; raises ``msgspec.DecodeError`` if it is not one."""
+    def add(self, text: bytes, number: int, is_last: bool) -> None:
+        """Decode one piece; raises ``msgspec.DecodeError`` if it is not one."""
         events = self._decode(text, is_last)
         try:
-            self._keep(events)
+            self.share.add(number, events)
         except TextTimeNeededError:
             self._text_times = True
-            self._keep(self._decode(text, is_last))
+            self.share.add(number, self._decode(text, is_last))
 
     def _decode(self, text: bytes, is_last: bool) -> list[Any]:
         if not is_last:
             decoder = schema.EXACT_EVENTS if self._text_times else schema.EVENTS
             return decoder.decode(text)  # type: ignore[no-any-return]
         document = (schema.EXACT_DOCUMENT if self._text_times else schema.DOCUMENT).decode(text)
-        self._header = document
-        return document.events  # type: ignore[no-any-return]
-
-    def _keep(self, events: list[Any]) -> None:
-        complete = [e for e in events if type(e) in schema.COMPLETE_TYPES and e.cat != "Trace"]
-        memory = [e for e in events if type(e) in schema.INSTANT_TYPES and e.name == "[memory]"]
-        args = [e.args for e in complete]
-        first = self._events.add(complete, args)
-        self._sparse.add(complete, args, first)
-        if memory:
-            self._memory.add(memory)
-
-    def finish(self, path: Path, warnings: list[str]) -> Trace:
-        """Assemble the tables."""
-        threads = ThreadNumbers(self._pids, self._tids)
-        events, position = self._events.finish(threads)
-        if not len(events):
-            raise TraceError(f"{path}: holds no events; was the profiler stopped before a step was recorded?")
-        if self._events.negative_durations:
-            warnings.append(
-                f"{path}: {self._events.negative_durations} events end before they start; taken as empty"
-            )
-        is_label = events.category.equals("user_annotation") & (events.thread >= 0)
-        distributed = self._header.distributed_info
-        return Trace(
-            source=str(path),
-            rank=_integer(distributed, "rank"),
-            world_size=_integer(distributed, "world_size"),
-            device=_device(events, self._header.device_properties),
-            process_groups=_process_groups(distributed),
-            base_time_ns=int_column([self._header.base_time_ns])[0].item(),
-            collective_args=self._sparse.collective_args(position),
-            shapes=self._sparse.shapes(position),
-            memory=self._memory.finish(threads),
-            labels=LabelTable(
-                thread=events.thread[is_label],
-                start_ns=events.start_ns[is_label],
-                end_ns=events.end_ns[is_label],
-                name=events.name.take(is_label),
-            ),
-            events=events,
-            threads=tuple(threads.names),
-            warnings=tuple(warnings),
-        )
-
-
-def _integer(info: Any, key: str) -> int | None:
-    value = info.get(key) if isinstance(info, dict) else None
-    return value if isinstance(value, int) else None
-
-
-def _process_groups(info: Any) -> tuple[ProcessGroupInfo, ...]:
-    """Process groups of ``distributedInfo.pg_config``, which is a list, or JSON text in some versions."""
-    configs = info.get("pg_config") if isinstance(info, dict) else None
-    if isinstance(configs, str):
-        try:
-            configs = msgspec.json.decode(configs)
-        except msgspec.DecodeError:
-            configs = None
-    groups = []
-    for config in configs if isinstance(configs, list) else []:
-        ranks = config.get("ranks", [])
-        groups.append(
-            ProcessGroupInfo(
-                name=str(config.get("pg_name", "")),
-                desc=str(config.get("pg_desc", "")),
-                backend=str(config.get("backend_config", config.get("backend", ""))),
-                ranks=[r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else [],
-            )
-        )
-    return tuple(groups)
-
-
-def _device(events: EventTable, properties: Any) -> DeviceInfo:
-    """The device most kernels ran on, with what ``deviceProperties`` says about it."""
-    used = events.device[events.device >= 0]
-    if not len(used):
-        on_gpu = events.category.matches(lambda category: category in _DEVICE_RUNTIME).any()
-        return DeviceInfo(type="cuda" if on_gpu else "cpu")
-    index = int(np.bincount(used).argmax())
-    known = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
-    match = [p for p in known if p.get("id") == index]
-    if not match and len({p.get("name") for p in known}) == 1:
-        match = known
-    if not match:
-        return DeviceInfo(type="cuda", index=index)
-    major, minor = match[0].get("computeMajor"), match[0].get("computeMinor")
-    return DeviceInfo(
-        type="cuda",
-        index=index,
-        name=str(match[0].get("name", "")),
-        total_bytes=_integer(match[0], "totalGlobalMem"),
-        capability=None if major is None else f"{major}.{minor}",
-    )
+        events, document.events = document.events, []
+        self.header = document
+        return events  # type: ignore[no-any-return]

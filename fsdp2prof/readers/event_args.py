@@ -6,17 +6,34 @@ element counts come from the recorded inputs of ``c10d::*`` and ``gloo:*``, whos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from fsdp2prof.readers.columns import int_column
+from fsdp2prof.readers.json_values import int_column
 from fsdp2prof.readers.kineto_schema import NO_TEXT, Args, Complete
 from fsdp2prof.tables import CollectiveArgs, IntArray, ShapeTable, Strings
 
-__all__ = ["SparseArgs"]
+__all__ = [
+    "Metadata",
+    "Shape",
+    "collective_args",
+    "collective_metadata",
+    "recorded_shapes",
+    "shape_table",
+]
+
+Metadata: TypeAlias = tuple[Any, ...]
+"""Event row, then the columns of :class:`CollectiveArgs` after ``event``, as in the JSON."""
+Shape: TypeAlias = tuple[int, str, str, str]
+"""Event row, operator, ``Input Dims`` and ``Input type`` as compact JSON text."""
+
+_FIELDS = len(fields(CollectiveArgs))
 
 _SHAPED_PREFIXES = ("c10d::", "_c10d_functional::", "gloo:", "aten::_scaled_dot_product_", "flash_attn::")
 _SHAPED_NAMES = frozenset(
@@ -48,69 +65,80 @@ _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
 _SIZED = _OUTPUT_FIRST | _IN_PLACE | _INPUT_ONLY
 
 
-def has_shapes(name: str) -> bool:
+@lru_cache(maxsize=4096)
+def _has_shapes(name: str) -> bool:
     """Whether an operator's recorded inputs are kept."""
     return name in _SHAPED_NAMES or name.startswith(_SHAPED_PREFIXES)
 
 
-class SparseArgs:
-    """Collects the sparse arguments piece by piece; rows are those of the unsorted events."""
+def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
+    """Recorded inputs of the events whose operator is of interest, by row."""
+    rows = [i for i, a in enumerate(args) if a.input_dims is not NO_TEXT and _has_shapes(events[i].name)]
+    return [(i, events[i].name, _compact(args[i].input_dims), _compact(args[i].input_types)) for i in rows]
 
-    def __init__(self) -> None:
-        self._has_shapes: dict[str, bool] = {}
-        self._metadata: list[tuple[int, Args]] = []
-        self._shapes: list[tuple[int, str, str, str]] = []
 
-    def add(self, events: list[Complete], args: list[Args], first: int) -> None:
-        """Keep what the events starting at row ``first`` carry."""
-        self._metadata += [(first + i, a) for i, a in enumerate(args) if a.collective is not None]
-        kept = self._has_shapes
-        for i, a in enumerate(args):
-            if a.input_dims is not NO_TEXT:
-                name = events[i].name
-                if name not in kept:
-                    kept[name] = has_shapes(name)
-                if kept[name]:
-                    self._shapes.append((first + i, name, _compact(a.input_dims), _compact(a.input_types)))
-
-    def shapes(self, position: IntArray) -> ShapeTable:
-        """Build the shape table; ``position`` maps added rows to sorted ones."""
-        rows = position[[row for row, *_ in self._shapes]] if self._shapes else np.empty(0, dtype=np.int64)
-        table = ShapeTable(
-            event=rows,
-            dims=Strings.intern(dims for _, _, dims, _ in self._shapes),
-            types=Strings.intern(types for *_, types in self._shapes),
+def collective_metadata(args: list[Args]) -> list[Metadata]:
+    """Collective metadata by row, in the order of :data:`Metadata`."""
+    return [
+        (
+            row,
+            a.collective,
+            a.dtype,
+            a.in_nelems,
+            a.out_nelems,
+            a.group_size,
+            a.process_group,
+            a.process_group_desc,
+            a.ranks,
+            a.seq,
+            a.comms_id,
+            a.is_async,
         )
-        return table.take(np.argsort(rows, kind="stable"))
-
-    def collective_args(self, position: IntArray) -> CollectiveArgs:
-        """Build the collective metadata table; ``position`` maps added rows to sorted ones."""
-        rows = [row for row, _ in self._metadata]
-        args = [a for _, a in self._metadata]
-        sized = [
-            (row, *sizes) for row, name, dims, types in self._shapes if (sizes := _sizes(name, dims, types))
-        ]
-        blank = [None] * len(sized)
-        unknown = [-1] * len(sized)
-        event = position[np.asarray(rows + [row for row, *_ in sized], dtype=np.int64)]
-        table = CollectiveArgs(
-            event=event,
-            collective=_text([a.collective for a in args] + blank),
-            dtype=_text([a.dtype for a in args] + [dtype for *_, dtype in sized]),
-            in_nelems=int_column([a.in_nelems for a in args] + [n for _, n, _, _ in sized]),
-            out_nelems=int_column([a.out_nelems for a in args] + [n for _, _, n, _ in sized]),
-            group_size=int_column([a.group_size for a in args] + unknown),
-            process_group=_text([a.process_group for a in args] + blank),
-            process_group_desc=_text([a.process_group_desc for a in args] + blank),
-            ranks=_text([a.ranks for a in args] + blank),
-            seq=int_column([a.seq for a in args] + unknown),
-            comms_id=int_column([a.comms_id for a in args] + unknown),
-            is_async=int_column([a.is_async for a in args] + unknown),
-        )
-        return table.take(np.argsort(event, kind="stable"))
+        for row, a in enumerate(args)
+        if a.collective is not None
+    ]
 
 
-def _text(values: list[Any]) -> Strings:
+def shape_table(shapes: list[Shape], position: IntArray) -> ShapeTable:
+    """Build the shape table; ``position`` maps rows as read to rows of the sorted events."""
+    event = position[np.asarray([row for row, *_ in shapes], dtype=np.int64)]
+    table = ShapeTable(
+        event=event,
+        dims=Strings.intern(dims for _, _, dims, _ in shapes),
+        types=Strings.intern(types for *_, types in shapes),
+    )
+    return table.take(np.argsort(event, kind="stable"))
+
+
+def collective_args(metadata: list[Metadata], shapes: list[Shape], position: IntArray) -> CollectiveArgs:
+    """Build the collective metadata table; ``position`` maps rows as read to rows of the sorted events."""
+    named = {row for row, *_ in metadata}
+    sized = [
+        (row, None, *sizes, -1, None, None, None, -1, -1, -1)
+        for row, name, dims, types in shapes
+        if row not in named and (sizes := _sizes(name, dims, types)) is not None
+    ]
+    rows: list[Metadata] = [*metadata, *sized]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * _FIELDS
+    event = position[np.asarray(columns[0], dtype=np.int64)]
+    table = CollectiveArgs(
+        event=event,
+        collective=_text(columns[1]),
+        dtype=_text(columns[2]),
+        in_nelems=int_column(columns[3]),
+        out_nelems=int_column(columns[4]),
+        group_size=int_column(columns[5]),
+        process_group=_text(columns[6]),
+        process_group_desc=_text(columns[7]),
+        ranks=_text(columns[8]),
+        seq=int_column(columns[9]),
+        comms_id=int_column(columns[10]),
+        is_async=int_column(columns[11]),
+    )
+    return table.take(np.argsort(event, kind="stable"))
+
+
+def _text(values: Iterable[Any]) -> Strings:
     return Strings.intern(None if v is None else v if isinstance(v, str) else str(v) for v in values)
 
 

@@ -12,17 +12,17 @@ import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias
 
 import msgspec
 from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
 
-__all__ = ["PIECE_BYTES", "decode_pieces", "read_head"]
+__all__ = ["PIECE_BYTES", "WrongCutError", "decode_pieces", "read_head"]
 
-PIECE_BYTES = 8 << 20
-"""Decompressed bytes decoded at a time."""
+PIECE_BYTES = 1 << 20
+"""Decompressed bytes decoded at a time: small enough for the decoded events to stay in the cache."""
 
 _READ_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -34,39 +34,69 @@ _NAN = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNO
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError)
 
-T = TypeVar("T")
+Parse: TypeAlias = Callable[[bytes, int, bool], None]
+"""Takes a piece's text, its number, and whether it is the last; raises ``DecodeError`` if it is none."""
+
+
+class WrongCutError(Exception):
+    """A piece did not decode while several processes share a file: only one that reads all can tell why."""
 
 
 def decode_pieces(
-    path: Path, parse: Callable[[bytes, bool], T], warnings: list[str], piece_bytes: int = PIECE_BYTES
-) -> Iterator[T]:
-    """Yield ``parse(text, is_last)`` for every piece of a trace file, in order.
+    path: Path,
+    parse: Parse,
+    warnings: list[str],
+    piece_bytes: int = PIECE_BYTES,
+    turn: tuple[int, int] = (0, 1),
+) -> None:
+    """Call ``parse`` with the pieces of a trace file in order.
 
-    ``text`` is a JSON list of events, and for the last piece a JSON object whose ``traceEvents`` are the
-    remaining events and whose other keys are the file's. ``parse`` raises ``msgspec.DecodeError`` on
-    anything else. What a person should know is appended to ``warnings``. Raises ``TraceError`` for a file
-    that is missing, empty, truncated or not a trace.
+    A piece is a JSON list of events; the last is a JSON object whose ``traceEvents`` are the remaining events
+    and whose other keys are the file's. With ``turn`` (i, n) only pieces i, i + n, ... are parsed, and the
+    last by turn 0: n calls with all turns parse the file once. What a person should know is appended to
+    ``warnings``. Raises ``TraceError`` for a file that is missing, empty, truncated or not a trace, and
+    :class:`WrongCutError` with several turns.
     """
+    index, turns = turn
     ends_early: list[str] = []
     chunks = _chunks(path, piece_bytes, ends_early)
     buffer = next(chunks, b"")
     if not buffer.strip(_SPACE):
-        raise TraceError(
-            f"{path}: the file is {'truncated' if ends_early else 'empty'}; record or copy it again"
-        )
+        state = "truncated" if ends_early else "empty"
+        raise TraceError(f"{path}: the file is {state}; copy or record it again")
     head, buffer, tail = _open_list(path, buffer)
+    number = 0
     try:
         for chunk in chunks:
-            cut, piece = _next_piece(parse, buffer)
-            if piece is not None:
-                yield piece
-            buffer = buffer[cut:].lstrip(b", \t\r\n") + chunk if cut else buffer + chunk
-        yield _parse(parse, head + buffer + tail, True)
+            cut = _guessed_cut(buffer)
+            if cut and number % turns == index:
+                cut = _parse_to(cut, buffer, parse, number, mend=turns == 1)
+            if cut:
+                number += 1
+                buffer = buffer[cut:].lstrip(b", \t\r\n")
+            buffer += chunk
+        if index == 0:
+            _parse(parse, head + buffer + tail, number, True)
     except _MALFORMED as error:
+        if turns > 1:
+            raise WrongCutError from None
         if ends_early:
             raise TraceError(f"{path}: truncated: {ends_early[0]}; copy or record it again") from None
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     warnings.extend(f"{path}: {reason}, but all its events are there" for reason in ends_early)
+
+
+def _parse_to(cut: int, buffer: bytes, parse: Parse, number: int, *, mend: bool) -> int:
+    """Parse the events up to a guessed cut, or to the exact one if it was wrong; return where it was cut."""
+    try:
+        _parse(parse, b"[%b]" % buffer[:cut], number, False)
+    except _MALFORMED:
+        if not mend:
+            raise
+        cut = _exact_cut(buffer)
+        if cut:
+            _parse(parse, b"[%b]" % buffer[:cut], number, False)
+    return cut
 
 
 def read_head(path: Path) -> bytes:
@@ -123,18 +153,6 @@ def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
     return text[: start.end()], text[start.end() :], b""
 
 
-def _next_piece(parse: Callable[[bytes, bool], T], buffer: bytes) -> tuple[int, T | None]:
-    """Decode the events up to the last boundary; (0, None) if there is no boundary yet."""
-    cut = _guessed_cut(buffer)
-    if not cut:
-        return 0, None
-    try:
-        return cut, _parse(parse, b"[%b]" % buffer[:cut], False)
-    except _MALFORMED:
-        cut = _exact_cut(buffer)
-        return cut, _parse(parse, b"[%b]" % buffer[:cut], False) if cut else None
-
-
 def _guessed_cut(buffer: bytes) -> int:
     """End of the last ``}`` that is followed by ``, {``; 0 if there is none."""
     brace = buffer.rfind(b"{")
@@ -167,10 +185,10 @@ def _exact_cut(buffer: bytes) -> int:
     return previous
 
 
-def _parse(parse: Callable[[bytes, bool], T], text: bytes, is_last: bool) -> T:
+def _parse(parse: Parse, text: bytes, number: int, is_last: bool) -> None:
     """Parse strictly, then with ``nan`` and infinities as null, then through a lenient decoder."""
     try:
-        return parse(text, is_last)
+        return parse(text, number, is_last)
     except msgspec.ValidationError:
         raise
     except _MALFORMED as error:
@@ -178,7 +196,7 @@ def _parse(parse: Callable[[bytes, bool], T], text: bytes, is_last: bool) -> T:
     without_nan, found = _NAN.subn(b"null", text)
     if found:
         try:
-            return parse(without_nan, is_last)
+            return parse(without_nan, number, is_last)
         except _MALFORMED:
             pass
     try:
@@ -187,4 +205,4 @@ def _parse(parse: Callable[[bytes, bool], T], text: bytes, is_last: bool) -> T:
         )
     except ValueError:
         raise strict from None
-    return parse(_ENCODER.encode(lenient), is_last)
+    parse(_ENCODER.encode(lenient), number, is_last)

@@ -1,0 +1,180 @@
+"""Columns of all pieces of a file to its :class:`Trace`: sorted, threads numbered, sparse tables joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fsdp2prof.errors import TraceError
+from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
+from fsdp2prof.readers.columns import Columns, Share
+from fsdp2prof.readers.event_args import collective_args, shape_table
+from fsdp2prof.readers.json_values import Interner, int_column
+from fsdp2prof.readers.kineto_schema import Header
+from fsdp2prof.tables import EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace
+
+__all__ = ["assemble", "header_integer"]
+
+_DEVICE_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+
+
+def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> Trace:
+    """Build the tables of one file from all its pieces, which are used up.
+
+    Raises ``TraceError`` if there are no events.
+    """
+    pieces = [share.pieces[number] for number in sorted(share.pieces)]
+    lengths = [len(piece.events["start_ns"]) for piece in pieces]
+    if not sum(lengths):
+        raise TraceError(f"{source}: holds no events; was the profiler stopped before a step was recorded?")
+    first_rows = np.cumsum([0, *lengths[:-1]]).tolist()
+    placed = list(zip(pieces, first_rows, strict=True))
+    metadata = [(row + first, *rest) for piece, first in placed for row, *rest in piece.metadata]
+    shapes = [(row + first, *rest) for piece, first in placed for row, *rest in piece.shapes]
+    memory = [piece.memory for piece in pieces if piece.memory]
+    threads = _Threads(share.pids, share.tids)
+    events, position = _event_table([piece.events for piece in pieces], share, threads, source, warnings)
+    is_label = events.category.equals("user_annotation") & (events.thread >= 0)
+    distributed = header.distributed_info
+    return Trace(
+        source=source,
+        rank=header_integer(distributed, "rank"),
+        world_size=header_integer(distributed, "world_size"),
+        device=_device(events, header.device_properties),
+        process_groups=_process_groups(distributed),
+        base_time_ns=int(int_column([header.base_time_ns])[0]),
+        events=events,
+        collective_args=collective_args(metadata, shapes, position),
+        labels=LabelTable(
+            thread=events.thread[is_label],
+            start_ns=events.start_ns[is_label],
+            end_ns=events.end_ns[is_label],
+            name=events.name.take(is_label),
+        ),
+        shapes=shape_table(shapes, position),
+        memory=_memory_table(memory, threads),
+        threads=tuple(threads.names),
+        warnings=tuple(warnings),
+    )
+
+
+def _event_table(
+    pieces: list[Columns], share: Share, threads: _Threads, source: str, warnings: list[str]
+) -> tuple[EventTable, IntArray]:
+    """Return the sorted table and the position of every row as read in it."""
+    start, duration = _join(pieces, "start_ns"), _join(pieces, "duration_ns")
+    negative = int(np.count_nonzero(duration < 0))
+    if negative:
+        warnings.append(f"{source}: {negative} events end before they start; taken as empty")
+    end = start + np.maximum(duration, 0)
+    order = _outer_first(start, end)
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    start, end = start[order], end[order]
+    thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))[order]
+    name = Strings(_join(pieces, "name")[order], tuple(share.names))
+    category = Strings(_join(pieces, "category")[order], tuple(share.categories))
+    integers = ("device", "stream", "correlation", "external_id", "bytes")
+    columns = {name: _join(pieces, name)[order] for name in integers}
+    table = EventTable(start_ns=start, end_ns=end, name=name, category=category, thread=thread, **columns)
+    return table, position
+
+
+def _memory_table(pieces: list[Columns], threads: _Threads) -> MemoryEventTable:
+    names = ("time_ns", "device", "address", "bytes", "allocated_bytes", "reserved_bytes")
+    columns = {name: _join(pieces, name) for name in names}
+    thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))
+    table = MemoryEventTable(thread=thread, **columns)
+    return table.take(np.argsort(table.time_ns, kind="stable"))
+
+
+def _join(pieces: list[Columns], name: str) -> npt.NDArray[Any]:
+    """Join one column of the pieces, letting go of them."""
+    return np.concatenate([piece.pop(name) for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
+
+
+def _outer_first(start: IntArray, end: IntArray) -> IntArray:
+    """Order by start, the longer first on ties, file order after that."""
+    order = np.argsort(start, kind="stable")
+    ordered = start[order]
+    tie = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(tie):
+        rows = np.union1d(tie, tie + 1)
+        tied = order[rows]
+        order[rows] = tied[np.lexsort((-end[tied], start[tied]))]
+    return order
+
+
+class _Threads:
+    """Numbers the (pid, tid) pairs of host events; -1 where the pid is -1."""
+
+    def __init__(self, pids: Interner, tids: Interner) -> None:
+        self._pids, self._tids = list(pids), list(tids)
+        self._numbers = np.full(len(pids) * len(tids), -1, dtype=np.int64)
+        self.names: list[str] = []
+
+    def number(self, pid: npt.NDArray[Any], tid: npt.NDArray[Any]) -> IntArray:
+        """Thread numbers of pairs of interned pids and tids."""
+        pair = pid.astype(np.int64) * len(self._tids) + tid
+        host = pid >= 0
+        seen = np.zeros(len(self._numbers), dtype=np.bool_)
+        seen[pair[host]] = True
+        for code in np.flatnonzero(seen & (self._numbers < 0)).tolist():
+            self._numbers[code] = len(self.names)
+            self.names.append(f"{self._pids[code // len(self._tids)]}/{self._tids[code % len(self._tids)]}")
+        return np.where(host, self._numbers[np.where(host, pair, 0)], -1)
+
+
+def header_integer(info: Any, key: str) -> int | None:
+    """An integer of a JSON object; None if it is no object or the value no integer."""
+    value = info.get(key) if isinstance(info, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _process_groups(info: Any) -> tuple[ProcessGroupInfo, ...]:
+    """Process groups of ``distributedInfo.pg_config``, which is a list, or JSON text in some versions."""
+    configs = info.get("pg_config") if isinstance(info, dict) else None
+    if isinstance(configs, str):
+        try:
+            configs = msgspec.json.decode(configs)
+        except msgspec.DecodeError:
+            configs = None
+    groups = []
+    for config in configs if isinstance(configs, list) else []:
+        ranks = config.get("ranks", [])
+        groups.append(
+            ProcessGroupInfo(
+                name=str(config.get("pg_name", "")),
+                desc=str(config.get("pg_desc", "")),
+                backend=str(config.get("backend_config", config.get("backend", ""))),
+                ranks=[r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else [],
+            )
+        )
+    return tuple(groups)
+
+
+def _device(events: EventTable, properties: Any) -> DeviceInfo:
+    """The device most of the work ran on, with what ``deviceProperties`` says about it."""
+    used = events.device[events.device >= 0]
+    if not len(used):
+        on_gpu = events.category.matches(lambda category: category in _DEVICE_RUNTIME).any()
+        return DeviceInfo(type="cuda" if on_gpu else "cpu")
+    indices, counts = np.unique(used, return_counts=True)
+    index = int(indices[counts.argmax()])
+    known = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
+    match = [p for p in known if p.get("id") == index]
+    if not match and len({p.get("name") for p in known}) == 1:
+        match = known
+    if not match:
+        return DeviceInfo(type="cuda", index=index)
+    major, minor = match[0].get("computeMajor"), match[0].get("computeMinor")
+    return DeviceInfo(
+        type="cuda",
+        index=index,
+        name=str(match[0].get("name", "")),
+        total_bytes=header_integer(match[0], "totalGlobalMem"),
+        capability=None if major is None else f"{major}.{minor}",
+    )
