@@ -71,7 +71,7 @@ class Failure:
     """Ranks on which it held."""
 
     def __str__(self) -> str:
-        others = f" (and {self.ranks - 1} more ranks)" if self.ranks > 1 else ""
+        others = f" (it holds on {self.ranks} ranks)" if self.ranks > 1 else ""
         return (
             f"{self.condition.text}: {self.condition.metric} is {self.value:.4g} on rank {self.rank}{others}"
         )
