@@ -14,6 +14,7 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import build_phases, parse_label
 from fsdp2prof.tables import (
+    ACTIVITIES,
     PHASES,
     AllocationTable,
     BoolArray,
@@ -28,11 +29,17 @@ from fsdp2prof.tables import (
     concat_tables,
 )
 
-__all__ = ["Attributed", "attribute", "select"]
+__all__ = ["Attributed", "attribute"]
 
 _OPTIMIZER = re.compile(r"torch/optim/\w+\.py")
 _MODULE = re.compile(r"torch/nn/modules/module\.py:\d+:_call_impl")
 _BACKWARD = re.compile(r"torch::autograd::Engine::|torch/autograd/graph\.py:\d+:_engine_run_backward")
+_TAG = re.compile(
+    rf"step=(?P<step>-?\d{{1,18}});phase=(?P<phase>{'|'.join(PHASES)});"
+    rf"activity=(?P<activity>{'|'.join(ACTIVITIES)});fqn=(?P<fqn>.*)",
+    re.DOTALL,
+)
+"""What the recorder writes into ``user_metadata``."""
 _RECOMPUTE = re.compile(r"torch/utils/checkpoint\.py:\d+:(?:recompute_fn|unpack_hook|backward)")
 
 
@@ -49,8 +56,6 @@ class Attributed:
     """Row of ``phases`` each allocation was freed in; -1 outside every one or alive."""
     recomputed: BoolArray
     """Allocations made by a forward that activation checkpointing runs again."""
-    optimizer_stack: BoolArray
-    """Allocations whose stack runs through an optimizer."""
 
     def freed_in(self, activities: tuple[str, ...]) -> BoolArray:
         """Mask of the allocations freed in a backward row with one of these activities."""
@@ -69,34 +74,50 @@ def attribute(recording: MemoryRecording, steps: StepTable) -> Attributed:
     in_step = intervals.containing(steps.start_ns, steps.end_ns, allocations.alloc_ns)
     stacks = _StackKinds(recording.stacks)
     return Attributed(
-        allocations=allocations.with_columns(
-            step=np.where(step < 0, np.append(steps.step, -1)[in_step], step),
-            phase=_first_known(phases.phase, alloc_row, stacks.phase(allocations)),
-            fqn=select(phases.fqn, alloc_row, None),
-            activity=select(phases.activity, alloc_row, None),
+        allocations=_with_tags(
+            allocations.with_columns(
+                step=np.where(step < 0, np.append(steps.step, -1)[in_step], step),
+                phase=_either(alloc_row >= 0, _select(phases.phase, alloc_row), stacks.phase(allocations)),
+                fqn=_select(phases.fqn, alloc_row),
+                activity=_select(phases.activity, alloc_row),
+            )
         ),
         phases=phases,
         alloc_row=alloc_row,
         free_row=free_row,
         recomputed=stacks.matching(allocations, _RECOMPUTE),
-        optimizer_stack=stacks.matching(allocations, _OPTIMIZER),
     )
 
 
-def select(column: Strings, rows: IntArray, missing: str | None) -> Strings:
-    """Take rows of a column; ``missing`` where the row is -1."""
-    values = column.values
-    if missing is not None and missing not in values:
-        values = (*values, missing)
-    code = -1 if missing is None else values.index(missing)
-    return Strings(np.append(column.codes, np.int32(code))[rows], values)
+def _select(column: Strings, rows: IntArray) -> Strings:
+    """Take rows of a column; null where the row is -1."""
+    return Strings(np.append(column.codes, np.int32(-1))[rows], column.values)
 
 
-def _first_known(column: Strings, rows: IntArray, otherwise: Strings) -> Strings:
-    """Take rows of a column, and where the row is -1 the same row of ``otherwise``."""
-    joined = concat_strings([select(column, rows, None), otherwise])
-    taken, rest = np.split(joined.codes, 2)
-    return Strings(np.where(rows < 0, rest, taken), joined.values)
+def _with_tags(allocations: AllocationTable) -> AllocationTable:
+    """Let the recorder's tags overrule the join; what others wrote there says nothing."""
+    parsed = [*(_TAG.fullmatch(tag) for tag in allocations.tag.values), None]
+    rows = allocations.tag.codes
+    known = np.array([match is not None for match in parsed])[rows]
+    step = np.array([-1 if match is None else int(match["step"]) for match in parsed], dtype=np.int64)[rows]
+
+    def tagged(part: str, only: tuple[str, ...] = PHASES) -> Strings:
+        texts = [match[part] if match is not None and match["phase"] in only else None for match in parsed]
+        return Strings.intern(texts).take(rows)
+
+    return allocations.with_columns(
+        step=np.where(known, step, allocations.step),
+        phase=_either(known, tagged("phase"), allocations.phase),
+        fqn=_either(known, tagged("fqn", ("forward", "backward")), allocations.fqn),
+        activity=_either(known, tagged("activity"), allocations.activity),
+    )
+
+
+def _either(choose: BoolArray, chosen: Strings, otherwise: Strings) -> Strings:
+    """Take each row of one column or of the other."""
+    joined = concat_strings([chosen, otherwise])
+    first, second = np.split(joined.codes, 2)
+    return Strings(np.where(choose, first, second), joined.values)
 
 
 def _memory_phases(recording: MemoryRecording, steps: StepTable) -> PhaseTable:

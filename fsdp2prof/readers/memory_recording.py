@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
+from fsdp2prof.readers.memory_snapshot import read_snapshot
 from fsdp2prof.tables import (
     AllocationTable,
     BlockTable,
@@ -31,7 +32,7 @@ from fsdp2prof.tables import (
     Table,
 )
 
-__all__ = ["RECORDING_SCHEMA", "read_recording", "write_recording"]
+__all__ = ["RECORDING_SCHEMA", "read_memory", "read_recording", "write_recording"]
 
 RECORDING_SCHEMA = "fsdp2prof.memory_recording/1"
 _HEADER = "header"
@@ -58,6 +59,16 @@ class _Header(msgspec.Struct, kw_only=True):
     warnings: list[str]
     strings: dict[str, list[str]]
     """Values of every string column, by its name in the archive."""
+
+
+def read_memory(path: Path) -> list[MemoryRecording]:
+    """Read any memory file: one recording per device it knows. Raises ``SnapshotError``."""
+    try:
+        with path.open("rb") as file:
+            archive = file.read(4) == b"PK\x03\x04"
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
+    return [read_recording(path)] if archive else read_snapshot(path)
 
 
 def write_recording(path: Path, recording: MemoryRecording) -> None:
