@@ -1,0 +1,83 @@
+"""The JSON contract: keys may be added, never renamed or removed.
+
+``*.keys`` list every key of a schema as a path (``ranks[].steps[].step``). A new field gets its line there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.results import memory_analysis, run_analysis, trace_analysis
+
+from fsdp2prof import results
+from fsdp2prof.reporters import jsonreport
+
+HERE = Path(__file__).parent
+
+SCHEMAS = {
+    "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
+    "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
+    "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
+}
+
+
+def declared_keys(kind: Any, path: str = "") -> Iterator[str]:
+    """Key paths of a result type, through lists, optionals and nested dataclasses."""
+    if dataclasses.is_dataclass(kind):
+        for name, hint in typing.get_type_hints(kind).items():
+            if name != "__slots__":
+                here = f"{path}.{name}" if path else name
+                yield here
+                yield from declared_keys(hint, here)
+    elif typing.get_origin(kind) is list:
+        yield from declared_keys(typing.get_args(kind)[0], f"{path}[]")
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for option in typing.get_args(kind):
+            yield from declared_keys(option, path)
+
+
+def written_keys(value: Any, declared: set[str], path: str = "") -> Iterator[str]:
+    """Key paths of a JSON document, down to where the keys are data (ranks, categories, evidence)."""
+    if isinstance(value, list):
+        for item in value:
+            yield from written_keys(item, declared, f"{path}[]")
+    elif isinstance(value, dict) and (not path or any(key.startswith(f"{path}.") for key in declared)):
+        for name, item in value.items():
+            here = f"{path}.{name}" if path else name
+            yield here
+            yield from written_keys(item, declared, here)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_no_key_was_renamed_or_removed(name: str) -> None:
+    kind, _, _ = SCHEMAS[name]
+    frozen = (HERE / f"{name}.keys").read_text().split()
+    assert set(frozen) - set(declared_keys(kind)) == set()
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_document_has_exactly_the_declared_keys(name: str) -> None:
+    kind, schema, sample = SCHEMAS[name]
+    document = json.loads(jsonreport.render(sample()))
+    declared = set(declared_keys(kind))
+    written = set(written_keys(document, declared))
+    assert document["schema"] == schema
+    assert written <= declared
+    top = {field.name for field in dataclasses.fields(kind)}
+    assert top <= written
+
+
+def test_integers_are_written_exactly() -> None:
+    """2**53 + 1 survives: a float would lose its last bit."""
+    analysis = trace_analysis()
+    rank = analysis.ranks[0]
+    communication = dataclasses.replace(rank.communication, total_ns=2**53 + 1)
+    exact = dataclasses.replace(analysis, ranks=[dataclasses.replace(rank, communication=communication)])
+    assert '"total_ns": 9007199254740993' in jsonreport.render(exact)
