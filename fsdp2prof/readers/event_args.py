@@ -146,8 +146,8 @@ def _compact(raw: msgspec.Raw) -> str:
     return bytes(raw).decode(errors="replace").replace(" ", "")
 
 
-def _sizes(name: str, dims: str, types: str) -> tuple[int, int, str | None] | None:
-    """(input elements, output elements, dtype) of a collective from its recorded inputs; None if unknown."""
+def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | None:
+    """(dtype, input elements, output elements) of a collective from its recorded inputs; None if unknown."""
     if name not in _SIZED:
         return None
     shapes = msgspec.json.decode(dims)
@@ -157,8 +157,8 @@ def _sizes(name: str, dims: str, types: str) -> tuple[int, int, str | None] | No
     first = _elements(shapes[0])
     dtype = dtypes[0] if dtypes and isinstance(dtypes[0], str) and dtypes[0] not in _NO_DTYPE else None
     if name in _OUTPUT_FIRST:
-        return (_elements(shapes[1]) if len(shapes) > 1 else -1), first, dtype
-    return first, first if name in _IN_PLACE else -1, dtype
+        return dtype, _elements(shapes[1]) if len(shapes) > 1 else -1, first
+    return dtype, first, first if name in _IN_PLACE else -1
 
 
 def _elements(shape: Any) -> int:
