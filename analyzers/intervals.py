@@ -22,6 +22,7 @@ __all__ = [
     "containing",
     "covered",
     "cut",
+    "innermost",
     "intersect",
     "subtract",
     "total",
@@ -109,6 +110,25 @@ def containing(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
         return np.full(len(times), -1, dtype=np.int64)
     row = np.searchsorted(start, times, side="right") - 1
     return np.where((row >= 0) & (times < end[row]), row, -1)
+
+
+def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
+    """Return the row of the innermost nested interval that holds each time; -1 where none does.
+
+    Intervals nest properly and are sorted by start, outer before inner.
+    """
+    parent = np.full(len(start) + 1, -1, dtype=np.int64)
+    stack: list[tuple[int, int]] = []
+    for row, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        while stack and (stack[-1][0] < ends or stack[-1][0] <= begins):
+            stack.pop()
+        parent[row] = stack[-1][1] if stack else -1
+        stack.append((ends, row))
+    found = np.searchsorted(start, times, side="right") - 1
+    closed = np.append(end, 0)
+    while (over := (found >= 0) & (times >= closed[found])).any():
+        found = np.where(over, parent[found], found)
+    return found
 
 
 def cut(start: IntArray, end: IntArray, points: IntArray) -> tuple[IntArray, IntArray, IntArray]:

@@ -302,7 +302,7 @@ class _Replay:
     def _module(self, position: int, root: int | None) -> str | None:
         """Module a label belongs to, qualified by its root where there are several."""
         label = self.labels[position]
-        fqn = label.fqn
+        fqn: str | None = label.fqn
         if label.kind in _NAMELESS:
             near = self.neighbours[position]
             borrowed = near.module_after if label.kind in _BEFORE_FORWARD else near.module_before

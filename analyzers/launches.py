@@ -1,0 +1,73 @@
+"""Device activities and the host calls that launched them: the bridge from streams to phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.tables import BoolArray, EventTable, IntArray, Table, Trace
+
+__all__ = ["DEVICE_CATEGORIES", "DeviceTable", "device_activities", "host_launches"]
+
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+"""Kineto categories that occupy a device; its annotations and synchronisation records do not."""
+
+_LAUNCHING = ("runtime", "driver")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceTable(Table):
+    """Activities of the rank's device, sorted by ``start_ns``."""
+
+    event: IntArray
+    """Row in the trace's :class:`~fsdp2prof.tables.EventTable`."""
+    start_ns: IntArray
+    end_ns: IntArray
+    stream: IntArray
+    is_copy: BoolArray
+    """A memory copy (by kernel or copy engine is not told apart here: ``gpu_memcpy``)."""
+    is_set: BoolArray
+    """A memory set."""
+    launch_ns: IntArray
+    """Host time at which its launch began; -1 when the launch is not in the file."""
+    thread: IntArray
+    """Thread of its launch; -1 unknown."""
+
+
+def device_activities(trace: Trace) -> DeviceTable:
+    """Return the activities of the trace's device, joined to their launches by correlation id.
+
+    A graph's kernels share the one call that launched the graph. Activities without a launch in the file
+    (queued before recording began) have launch time and thread -1.
+    """
+    events = trace.events
+    on_device = events.category.matches(lambda name: name in DEVICE_CATEGORIES)
+    if trace.device.index is not None:
+        on_device &= events.device == trace.device.index
+    event = np.flatnonzero(on_device)
+    launch = host_launches(events, event)
+    return DeviceTable(
+        event=event,
+        start_ns=events.start_ns[event],
+        end_ns=events.end_ns[event],
+        stream=events.stream[event],
+        is_copy=events.category.equals("gpu_memcpy")[event],
+        is_set=events.category.equals("gpu_memset")[event],
+        launch_ns=np.where(launch >= 0, events.start_ns[launch], -1),
+        thread=np.where(launch >= 0, events.thread[launch], -1),
+    )
+
+
+def host_launches(events: EventTable, rows: IntArray) -> IntArray:
+    """Return the event row of the runtime call that launched each device event; -1 where it is missing."""
+    calls = np.flatnonzero(
+        events.category.matches(lambda name: name.endswith(_LAUNCHING)) & (events.correlation >= 0)
+    )
+    if not len(calls):
+        return np.full(len(rows), -1, dtype=np.int64)
+    calls = calls[np.argsort(events.correlation[calls], kind="stable")]
+    ids = events.correlation[calls]
+    wanted = events.correlation[rows]
+    found = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
+    return np.where((wanted >= 0) & (ids[found] == wanted), calls[found], -1)

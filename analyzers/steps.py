@@ -1,0 +1,80 @@
+"""Training steps of one rank: on the host from ``ProfilerStep#N`` labels, on a device through launches."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.launches import DeviceTable
+from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
+
+__all__ = ["Window", "host_steps", "step_windows"]
+
+Window: TypeAlias = Literal["steps", "trace"]
+"""What is analysed: every labelled step, or everything from the first to the last activity as one step."""
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+
+
+def host_steps(labels: LabelTable) -> StepTable:
+    """Return the ``ProfilerStep#N`` ranges in order, as labelled; empty where there are none.
+
+    A step cut short by a crash can reach over its successor: it ends where the next one begins.
+    """
+    numbers = [match and int(match[1]) for match in map(_STEP.fullmatch, labels.name.values)]
+    number = np.array([-1 if n is None else n for n in numbers] + [-1], dtype=np.int64)[labels.name.codes]
+    rows = np.flatnonzero(number >= 0)
+    rows = rows[np.argsort(labels.start_ns[rows], kind="stable")]
+    _, first = np.unique(number[rows], return_index=True)
+    rows = rows[np.sort(first)]
+    start, end = labels.start_ns[rows], labels.end_ns[rows]
+    end[:-1] = np.minimum(end[:-1], start[1:])
+    return StepTable(step=number[rows], start_ns=start, end_ns=end)
+
+
+def step_windows(
+    trace: Trace, steps: StepTable, device: DeviceTable, window: Window = "steps"
+) -> tuple[StepTable, list[str]]:
+    """Return the windows to analyse and what a person should know about them.
+
+    On a host-only trace a window is the step's range. On a device it lasts from the first activity launched
+    inside the step to the first one launched inside the next; the last step ends with the last activity
+    launched in it. Without step labels, or with ``window="trace"``: one step 0, from the first to the last
+    activity, work queued before recording began included.
+    """
+    start, end = (device.start_ns, device.end_ns) if len(device) else _host_activity(trace)
+    if not len(start):
+        return StepTable.empty(), [f"{trace.source}: nothing ran in this trace"]
+    whole = StepTable(
+        step=np.zeros(1, dtype=np.int64), start_ns=start.min(keepdims=True), end_ns=end.max(keepdims=True)
+    )
+    if window == "trace":
+        return whole, []
+    if not len(steps):
+        return whole, [f"{trace.source}: no ProfilerStep#N ranges; the whole trace is taken as one step"]
+    if not len(device):
+        return steps, []
+    launched_in = intervals.containing(steps.start_ns, steps.end_ns, device.launch_ns)
+    busy = np.unique(launched_in[launched_in >= 0])
+    if not len(busy):
+        message = (
+            f"{trace.source}: no device activity was launched inside a step; the whole trace is one step"
+        )
+        return whole, [message]
+    warnings = [
+        f"{trace.source}: step {steps.step[row]} launched nothing on the device and has no window"
+        for row in np.setdiff1d(np.arange(len(steps)), busy)
+    ]
+    begins = np.array([device.start_ns[launched_in == row].min() for row in busy], dtype=np.int64)
+    begins = np.maximum.accumulate(begins)
+    last = device.end_ns[launched_in == busy[-1]].max(keepdims=True)
+    windows = StepTable(step=steps.step[busy], start_ns=begins, end_ns=np.concatenate([begins[1:], last]))
+    return windows, warnings
+
+
+def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:
+    on_host = trace.events.thread >= 0
+    return trace.events.start_ns[on_host], trace.events.end_ns[on_host]
