@@ -28,6 +28,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -54,6 +55,11 @@ from fsdp2prof.tables import (
 __all__ = ["StorageTracker"]
 
 _RESIZE = "UntypedStorage.resize_"
+_TORCH = Path(torch.__file__).parent
+_DISPATCH_FILES = frozenset(
+    {__file__, str(_TORCH / "_compile.py"), str(_TORCH / "_dynamo" / "eval_frame.py")}
+)
+"""Files between an operator's caller and the tracker."""
 _BACKWARD = "autograd::engine::evaluate_function: backward"
 """A backward pass goes by the name that autograd's own ranges have in a trace."""
 
@@ -421,12 +427,13 @@ def _operator_name(operator: Any) -> str:
 
 
 def _python_stack() -> tuple[tuple[CodeType, int], ...]:
-    """Code and line of the calling frames, innermost first, this module's own left out."""
-    frames: list[tuple[CodeType, int]] = []
+    """Code and line of the frames that called the operator, innermost first."""
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _DISPATCH_FILES:
+        frame = frame.f_back
+    frames: list[tuple[CodeType, int]] = []
     while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            frames.append((frame.f_code, frame.f_lineno))
+        frames.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(frames)
 
