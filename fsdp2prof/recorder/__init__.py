@@ -1,1 +1,35 @@
-"""Recording a training run: the launcher around it, and what runs inside each rank."""
+"""Recording a training run: the launcher around it, and what runs inside each rank.
+
+Outside the ranks:
+
+- ``launcher``: starts the command, passes signals and the exit code, says how the run ended;
+- ``processes``: ranks seen in ``/proc``, to explain a rank without a sign of life and to leave none behind;
+- ``bootstrap/sitecustomize``: on ``PYTHONPATH``, waits in every Python process for FSDP2 to be imported.
+
+Inside a rank, once it has called ``fully_shard``:
+
+- ``attach``: wraps ``fully_shard`` and makes the one session of the process;
+- ``session``: what happens at the boundary of each training step;
+- ``stepping`` and ``roots``: where a training step begins and ends, which modules are roots;
+- ``tracing``, ``memory`` and ``tagging``: the captures; ``describe`` and ``environment``: the manifest;
+- ``ending``: exit, exceptions and SIGTERM, so that nothing captured is lost.
+
+Importing this package imports none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp2prof.recorder.api import Recorder
+
+__all__ = ["Recorder"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Recorder":
+        raise AttributeError(f"module 'fsdp2prof.recorder' has no attribute {name!r}")
+    from fsdp2prof.recorder.api import Recorder
+
+    return Recorder

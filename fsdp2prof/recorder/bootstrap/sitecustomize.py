@@ -1,1 +1,71 @@
-"""Loaded by the interpreter of every Python process under ``fsdp2prof record``."""
+"""Loaded by the interpreter of every Python process under ``fsdp2prof record``.
+
+Imports next to nothing: it steps out of ``sys.path``, runs the ``sitecustomize`` it stands before, leaves a
+sign of life, and waits for FSDP2 to be imported. In a process that never imports it, nothing else happens.
+"""
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+_TARGET = "torch.distributed.fsdp._fully_shard._fully_shard"
+
+
+class _AfterImport(MetaPathFinder):
+    """Hands the module that defines ``fully_shard`` to the recorder as soon as it has been executed."""
+
+    def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+        if fullname != _TARGET:
+            return None
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            execute(module)
+            _attach(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _attach(module: object) -> None:
+    try:
+        from fsdp2prof.recorder.attach import install
+    except ImportError as error:
+        print(  # noqa: T201
+            f"fsdp2prof: not recording this process: {sys.executable} cannot import fsdp2prof ({error}); "
+            "install fsdp2prof in the environment that trains",
+            file=sys.stderr,
+        )
+        return
+    install(module)  # type: ignore[arg-type]
+
+
+def _run_hidden_sitecustomize() -> None:
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]  # noqa: PTH100
+    ours = sys.modules.pop(__name__)
+    try:
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != __name__:
+            raise
+        sys.modules[__name__] = ours
+
+
+def _leave_sign_of_life() -> None:
+    alive = os.environ.get("FSDP2PROF_ALIVE")
+    if alive and os.path.isdir(alive):  # noqa: PTH112
+        with open(os.path.join(alive, str(os.getpid())), "w"):  # noqa: PTH118, PTH123
+            pass
+
+
+if "FSDP2PROF_RECORD" in os.environ:
+    _leave_sign_of_life()
+    sys.meta_path.insert(0, _AfterImport())
+_run_hidden_sitecustomize()

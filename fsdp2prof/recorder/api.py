@@ -1,0 +1,123 @@
+"""The recorder for frameworks and custom loops, without a launcher."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.manifest import RUN_FILE, RecordOptions, RunInfo
+from fsdp2prof.recorder.current import session_of_process, start_session
+from fsdp2prof.recorder.files import write_json
+from fsdp2prof.recorder.launcher import now, prepare_run
+from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.settings import Settings, validate
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Records the training steps of this rank into a run directory.
+
+    ::
+
+        with fsdp2prof.Recorder("runs/mine") as recorder:
+            for batch in loader:
+                train_step(batch)
+                recorder.step()
+
+    Enter it on every rank, after the modules are wrapped and with the same arguments; call :meth:`step` at
+    the end of each training step. What is captured, and the options, are those of ``fsdp2prof record``. Under
+    the launcher its directory and options hold, and only the step boundaries are taken from here.
+
+    Raises ``UsageError`` for options that cannot be meant, ``RunDirectoryError`` if the directory is
+    there and ``force`` is not given.
+    """
+
+    def __init__(
+        self,
+        output: str | Path,
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        memory_steps: int = 1,
+        start_step: int | None = None,
+        ranks: str = "all",
+        shapes: bool = True,
+        stacks: bool = False,
+        memory: bool = True,
+        force: bool = False,
+    ) -> None:
+        self._path = Path(output)
+        self._force = force
+        self._options = RecordOptions(
+            wait=wait,
+            warmup=warmup,
+            active=active,
+            memory_steps=memory_steps,
+            start_step=start_step,
+            ranks=ranks,
+            shapes=shapes,
+            stacks=stacks,
+            memory=memory,
+        )
+        validate(self._options)
+        self._info = RunInfo()
+        self._session: RankSession | None = None
+        self._launched = False
+
+    def __enter__(self) -> Recorder:
+        session = session_of_process()
+        self._launched = session is not None
+        if session is None:
+            self._prepare_run()
+            settings = Settings(run=str(self._path.resolve()), options=self._options)
+            session = start_session(settings, automatic=False)
+        for item in gc.get_objects():
+            if issubclass(type(item), FSDPModule):
+                session.watch(item)
+        session.take_over()
+        self._session = session
+        return self
+
+    def step(self) -> None:
+        """End the running training step. Raises ``UsageError`` outside the ``with`` block."""
+        if self._session is None:
+            raise UsageError("Recorder.step() outside of its block; write `with Recorder(...) as recorder:`")
+        self._session.step()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session, self._session = self._session, None
+        if session is None or self._launched:
+            return
+        crashed = kind is not None and not issubclass(kind, KeyboardInterrupt)
+        session.end(None if error is None else f"{type(error).__name__}: {error}", crashed=crashed)
+        if session.manifest.rank == 0:
+            manifest = session.manifest
+            self._info.state = manifest.state
+            self._info.finished_at = now()
+            self._info.world_size = manifest.world_size
+            self._info.hosts = [manifest.host]
+            write_json(self._path / RUN_FILE, self._info)
+
+    def _prepare_run(self) -> None:
+        """Let rank 0 make the directory and tell the others, so that all of them refuse or none does."""
+        outcome: list[str | None] = [None]
+        together = dist.is_available() and dist.is_initialized()
+        if not together or dist.get_rank() == 0:
+            try:
+                self._info = prepare_run(self._path, self._options, list(sys.argv), force=self._force)
+            except RunDirectoryError as error:
+                outcome = [str(error)]
+        if together:
+            dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            raise RunDirectoryError(outcome[0])

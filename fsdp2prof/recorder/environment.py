@@ -1,0 +1,69 @@
+"""The device and the libraries a rank runs on, as its manifest tells them."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from fsdp2prof.manifest import DeviceInfo
+
+__all__ = ["allocator_stats", "device_info", "library_versions"]
+
+_STATS = (
+    "allocated_bytes.all.current",
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.current",
+    "reserved_bytes.all.peak",
+    "active_bytes.all.peak",
+    "inactive_split_bytes.all.peak",
+    "num_alloc_retries",
+    "num_ooms",
+)
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of Python, torch, fsdp2prof and, on GPUs, of CUDA or ROCm and NCCL."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "fsdp2prof": _package("fsdp2prof"),
+    }
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        versions["hip"] = torch.version.hip
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
+
+
+def device_info(device_type: str) -> DeviceInfo:
+    """Describe the current device of a type."""
+    if device_type != "cuda":
+        return DeviceInfo(type=device_type, name=platform.processor() or platform.machine())
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    return DeviceInfo(
+        type="cuda",
+        index=index,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        capability=f"{properties.major}.{properties.minor}",
+    )
+
+
+def allocator_stats(device_type: str) -> dict[str, int]:
+    """Return the CUDA allocator's statistics of interest; empty on other devices."""
+    if device_type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {name: int(stats[name]) for name in _STATS if name in stats}
+
+
+def _package(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

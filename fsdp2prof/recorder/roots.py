@@ -1,0 +1,146 @@
+"""The root modules of a process, in order of first forward, and the ranges that tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+__all__ = ["Root", "Roots", "param_groups"]
+
+
+class Root:
+    """A module that FSDP's lazy initialization made a root; it is not kept alive."""
+
+    def __init__(self, index: int, module: nn.Module) -> None:
+        self.index = index
+        self.ranges: list[record_function] = []
+        """Open ranges around its running forwards, outermost first."""
+        self._module = ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, or None once the training has dropped it."""
+        return self._module()
+
+    @property
+    def label(self) -> str:
+        """Name of the range around its forward and its backward hooks."""
+        return f"fsdp2prof::root ({self.index})"
+
+    @property
+    def states(self) -> list[Any]:
+        """Its ``FSDPState`` objects in module order; empty before its first forward and after its end."""
+        module = self.module
+        return [] if module is None else list(_state(module)._state_ctx.all_states)
+
+
+class Roots:
+    """Watches the forwards of wrapped modules, and of roots only as soon as they are known.
+
+    ``on_forward`` is called where the forward of a root begins, if gradients are enabled.
+    """
+
+    def __init__(self, on_forward: Callable[[], None]) -> None:
+        self._on_forward = on_forward
+        self._roots: WeakKeyDictionary[nn.Module, Root] = WeakKeyDictionary()
+        self._hooks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._count = 0
+        self._marking = False
+        self._after_hooks: list[Any] = []
+        self._wrapped: list[tuple[Any, str]] = []
+
+    def __iter__(self) -> Iterator[Root]:
+        return iter(sorted(self._roots.values(), key=lambda root: root.index))
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch a module that ``fully_shard`` was applied to, on its own (a root is never in a list)."""
+        if module not in self._hooks:
+            self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def mark(self, on: bool) -> None:
+        """Begin or end putting a range around each root's forward, and around its backward hooks if several.
+
+        Call it between steps. FSDP's own labels name modules relative to their root, and the root not at all.
+        """
+        if on == self._marking:
+            return
+        self._marking = on
+        if not on:
+            for hook in self._after_hooks:
+                hook.remove()
+            self._after_hooks.clear()
+            for owner, name in self._wrapped:
+                delattr(owner, name)
+            self._wrapped.clear()
+            return
+        for root in self:
+            self._close_after_forward(root)
+            if len(self._roots) > 1:
+                self._wrap_backward(root)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self.mark(False)
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if _state(module)._is_root is False:
+            self._hooks[module].remove()
+            return
+        if torch.is_grad_enabled():
+            self._on_forward()
+        root = self._roots.get(module)
+        if root is None:
+            root = self._roots[module] = Root(self._count, module)
+            self._count += 1
+            if self._marking:
+                self._close_after_forward(root)
+        if self._marking:
+            root.ranges.append(record_function(root.label))
+            root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def _close_after_forward(self, root: Root) -> None:
+        def close(*_: Any) -> None:
+            if root.ranges:
+                root.ranges.pop().__exit__(None, None, None)
+
+        if (module := root.module) is not None:
+            self._after_hooks.append(module.register_forward_hook(close, always_call=True))
+
+    def _wrap_backward(self, root: Root) -> None:
+        for state in root.states:
+            self._wrap(state, "_pre_backward", root.label)
+            self._wrap(state, "_root_post_backward_final_callback", root.label)
+            for group in param_groups(state):
+                self._wrap(group, "post_backward", root.label)
+
+    def _wrap(self, owner: Any, name: str, label: str) -> None:
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def ranged(*args: Any, **kwargs: Any) -> Any:
+            with record_function(label):
+                return method(*args, **kwargs)
+
+        setattr(owner, name, ranged)
+        self._wrapped.append((owner, name))
+
+
+def param_groups(state: Any) -> list[Any]:
+    """Return the ``FSDPParamGroup`` objects of a state: none, one, or (torch >= 2.10) several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) is not None else []
+    return list(groups)
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]

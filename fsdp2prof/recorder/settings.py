@@ -1,0 +1,101 @@
+"""What is recorded, and how the launcher tells the ranks: one environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from fsdp2prof.errors import UsageError
+from fsdp2prof.manifest import RecordOptions
+
+__all__ = ["ALIVE_VARIABLE", "VARIABLE", "Schedule", "Settings", "StepKind", "is_selected", "validate"]
+
+VARIABLE = "FSDP2PROF_RECORD"
+ALIVE_VARIABLE = "FSDP2PROF_ALIVE"
+"""Folder in which every Python process of the run leaves an empty file named after its pid."""
+
+StepKind: TypeAlias = Literal["plain", "warmup", "traced", "memory"]
+
+_RANKS = re.compile(r"^(all|sample:[1-9]\d*|\d+(,\d+)*)$")
+
+
+class Settings(msgspec.Struct, kw_only=True):
+    """Where a run is recorded to, and its options."""
+
+    run: str
+    """Absolute path of the run directory."""
+    options: RecordOptions
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return Path(self.run)
+
+    def encode(self) -> str:
+        """Return the value of :data:`VARIABLE`."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_environment(cls) -> Settings | None:
+        """Return the launcher's settings, or None where no launcher recorded this process."""
+        value = os.environ.get(VARIABLE)
+        return None if value is None else msgspec.json.decode(value, type=cls)
+
+
+def validate(options: RecordOptions) -> None:
+    """Refuse options that cannot be meant. Raises ``UsageError``."""
+    for name in ("wait", "warmup", "active", "memory_steps"):
+        if getattr(options, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} must not be negative")
+    if options.start_step is not None and options.start_step < 0:
+        raise UsageError("--start-step must not be negative")
+    if options.active == 0 and not options.memory:
+        raise UsageError("--active 0 with --no-memory records nothing; ask for one of the two")
+    if not _RANKS.match(options.ranks):
+        raise UsageError(f"--ranks {options.ranks}: write all, a list as 0,3 or sample:K with K > 0")
+
+
+def is_selected(ranks: str, rank: int, world_size: int) -> bool:
+    """Whether ``--ranks`` selects ``rank``; ``sample:K`` spreads K ranks evenly, rank 0 among them."""
+    if ranks == "all":
+        return True
+    if ranks.startswith("sample:"):
+        count = min(int(ranks.removeprefix("sample:")), world_size)
+        return rank in {index * world_size // count for index in range(count)}
+    return rank in map(int, ranks.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which training step is captured how: plain, warm-up, traced, then memory, then plain again."""
+
+    first_warmup: int
+    first_traced: int
+    first_memory: int
+    end: int
+    """First step after the schedule."""
+
+    @classmethod
+    def of(cls, options: RecordOptions) -> Schedule:
+        """Build the schedule of some options; steps count from 0."""
+        first = options.wait + options.warmup if options.start_step is None else options.start_step
+        memory = first + options.active
+        return cls(
+            first_warmup=max(0, first - options.warmup) if options.active else first,
+            first_traced=first,
+            first_memory=memory,
+            end=memory + (options.memory_steps if options.memory else 0),
+        )
+
+    def kind(self, step: int) -> StepKind:
+        """Return how ``step`` is captured."""
+        if step < self.first_warmup or step >= self.end:
+            return "plain"
+        if step < self.first_traced:
+            return "warmup"
+        return "traced" if step < self.first_memory else "memory"

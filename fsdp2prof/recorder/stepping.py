@@ -1,0 +1,123 @@
+"""Where a training step ends, seen from the optimizers of an unmodified script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Literal
+from weakref import WeakSet
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+__all__ = ["OptimizerWatch", "TrainingSteps"]
+
+
+class TrainingSteps:
+    """Counts training steps.
+
+    A **training step** ends when the first optimizer that steps after a root module's forward returns from
+    its ``step()``. Only a forward with gradients enabled counts, so evaluation and frozen teachers belong to
+    the step around them. It follows that
+
+    - several optimizers that step after the same forwards make one training step: the first ends it, the
+      others find no forward since (their work is timed at the start of the next step);
+    - micro-batches whose gradients accumulate make one training step, because no optimizer steps in between;
+    - a step that a ``GradScaler`` skips is one too: what counts is the return of ``scaler.step(optimizer)``;
+    - optimizers that step inside the backward pass, one per parameter, make one training step per backward
+      after a forward. It ends where the next forward begins, since the pass goes on after the first of them;
+    - models updated in turns (forward, backward, step for one, then for the other) make a training step each;
+    - an optimizer that calls its forward itself (a closure) makes one training step.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+        self._state: Literal["idle", "forward", "stepped_in_backward"] = "idle"
+
+    def forward(self) -> None:
+        """A root forward with gradients enabled begins."""
+        self.finish()
+        self._state = "forward"
+
+    def optimizer_stepped(self, *, in_backward: bool) -> None:
+        """An optimizer's ``step()`` returned, or a grad scaler decided to skip it."""
+        if self._state == "idle":
+            return
+        if in_backward:
+            self._state = "stepped_in_backward"
+        else:
+            self._state = "idle"
+            self._on_end()
+
+    def finish(self) -> None:
+        """End the step whose optimizers stepped in backward, if there is one."""
+        if self._state == "stepped_in_backward":
+            self._state = "idle"
+            self._on_end()
+
+
+class OptimizerWatch:
+    """Tells when an optimizer's ``step()`` has returned.
+
+    torch's own step hooks run inside the ``Optimizer.step#...`` range, where a trace can neither be ended nor
+    exported without cutting that range; so the ``step`` of every optimizer class is wrapped instead, around
+    what ``Optimizer.profile_hook_step`` makes of it, and so is ``GradScaler.step``. Calls nest (an optimizer
+    inside a scaler, ``super().step()``): only the outermost counts.
+    """
+
+    def __init__(self, on_step: Callable[[bool], None]) -> None:
+        self._on_step = on_step
+        self._depth = 0
+        self._restore: list[tuple[type, str, Any]] = []
+        self._installed = False
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that stepped."""
+
+    def install(self) -> None:
+        """Wrap the ``step`` of the optimizer classes in use, and of those to come."""
+        self._installed = True
+        make_hooked: Any = Optimizer.profile_hook_step
+        self._replace(
+            Optimizer, "profile_hook_step", staticmethod(lambda step: self._around(make_hooked(step)))
+        )
+        self._replace(GradScaler, "step", self._around(GradScaler.step))
+        for owner in _subclasses(Optimizer):
+            step = owner.__dict__.get("step")
+            if step is not None and getattr(step, "hooked", False):
+                self._replace(owner, "step", self._around(step))
+
+    def remove(self) -> None:
+        """Put back what was wrapped; wrappers that live on (in a learning rate scheduler) do nothing."""
+        self._installed = False
+        for owner, name, original in reversed(self._restore):
+            setattr(owner, name, original)
+        self._restore.clear()
+
+    def _replace(self, owner: type, name: str, replacement: Any) -> None:
+        self._restore.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, replacement)
+
+    def _around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not self._installed:
+                return step(*args, **kwargs)
+            if isinstance(args[0], Optimizer):
+                self.optimizers.add(args[0])
+            self._depth += 1
+            try:
+                result = step(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if not self._depth:
+                self._on_step(torch._C._current_graph_task_id() != -1)
+            return result
+
+        return watched
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

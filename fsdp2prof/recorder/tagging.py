@@ -1,0 +1,139 @@
+"""Tags on CUDA allocations: the training step, phase, module and FSDP activity that made each one.
+
+``torch.cuda.memory._set_memory_metadata`` (torch >= 2.10) attaches a text to every allocation until the
+next call. The text is ``step=5;phase=forward;activity=all_gather;fqn=layers.0``, the module last since its
+name may hold anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+__all__ = ["AllocationTags", "TagState"]
+
+_LABEL = re.compile(r"FSDP::(?P<kind>\w+?)(?: for (?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
+_ACTIVITY = {
+    "inputs_to_device": "inputs_to_device",
+    "cast_forward_inputs": "cast",
+    "cast_forward_outputs": "cast",
+    "all_gather": "all_gather",
+    "all_gather_copy_out": "copy_out",
+    "post_forward": "reshard",
+    "post_backward_accumulate": "accumulate",
+    "post_backward_reshard": "reshard",
+    "post_backward_rs_wait": "reduce_wait",
+    "post_backward_reduce": "reduce",
+    "root_post_backward_callback": "final_wait",
+}
+_Place = tuple[str, str, str]
+"""Phase, activity, module."""
+
+
+class TagState:
+    """Where a training step stands, from the labels it enters and leaves.
+
+    Inside a label, its own module and activity; after ``pre_forward (X)`` X computes until
+    ``post_forward (X)``, after ``pre_backward (X)`` until its post-backward; the optimizer's
+    ranges are the optimizer's.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, _Place]] = []
+        """Open labels and where the step stood before each."""
+        self._forward: list[str] = []
+        """Modules in forward, outermost first."""
+        self.place: _Place = ("other", "compute", "")
+
+    def enter(self, name: str) -> bool:
+        """Enter a range; False if it is not a label of interest."""
+        match = _LABEL.fullmatch(name)
+        if match is None and not name.startswith("Optimizer."):
+            return False
+        self._open.append((name, self.place))
+        if match is None:
+            self.place = ("optimizer", "compute", "")
+            return True
+        kind = match["kind"]
+        phase = self.place[0]
+        if "backward" in kind:
+            phase = "backward"
+        elif kind in ("root_pre_forward", "pre_forward", "post_forward") and phase != "backward":
+            phase = "forward"
+        fqn = match["target"] if match["target"] is not None else match["fqn"] or ""
+        self.place = (phase, _ACTIVITY.get(kind, "hooks"), fqn)
+        return True
+
+    def leave(self, name: str) -> None:
+        """Leave the innermost open range of this name, if there is one."""
+        position = next((i for i in reversed(range(len(self._open))) if self._open[i][0] == name), None)
+        if position is None:
+            return
+        before = self._open[position][1]
+        del self._open[position:]
+        match = _LABEL.fullmatch(name)
+        kind, fqn = (match["kind"], match["fqn"] or "") if match else ("optimizer", "")
+        if kind == "pre_forward":
+            self._forward.append(fqn)
+            self.place = (self.place[0], "compute", fqn)
+        elif kind == "post_forward" and self._forward:
+            self._forward.pop()
+            self.place = (self.place[0], "compute", self._forward[-1] if self._forward else "")
+        elif kind == "pre_backward":
+            self.place = ("backward", "compute", fqn)
+        elif kind == "root_post_backward_callback":
+            self._forward.clear()
+            self.place = ("other", "compute", "")
+        else:
+            self.place = before
+
+
+class AllocationTags:
+    """Keeps the allocator's metadata up to date with the labels; does nothing where torch has none."""
+
+    def __init__(self) -> None:
+        self._set: Any = getattr(torch.cuda.memory, "_set_memory_metadata", None)
+        self._state = TagState()
+        self._step = -1
+        self._originals: tuple[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Begin following ``record_function`` ranges."""
+        if self._set is None:
+            return
+        enter, leave = record_function.__enter__, record_function.__exit__
+        self._originals = enter, leave
+
+        def entered(label: record_function) -> Any:
+            if self._state.enter(label.name):
+                self._update()
+            return enter(label)  # type: ignore[no-untyped-call]
+
+        def left(label: record_function, kind: Any, error: Any, trace: Any) -> Any:
+            result = leave(label, kind, error, trace)
+            self._state.leave(label.name)
+            self._update()
+            return result
+
+        record_function.__enter__ = entered  # type: ignore[method-assign]
+        record_function.__exit__ = left  # type: ignore[method-assign]
+
+    def mark_step(self, step: int) -> None:
+        """Tag what follows with this training step."""
+        self._step = step
+        if self._originals is not None:
+            self._update()
+
+    def stop(self) -> None:
+        """Stop tagging."""
+        if self._originals is not None:
+            record_function.__enter__, record_function.__exit__ = self._originals  # type: ignore[method-assign]
+            self._originals = None
+            self._set("")
+
+    def _update(self) -> None:
+        phase, activity, fqn = self._state.place
+        self._set(f"step={self._step};phase={phase};activity={activity};fqn={fqn}")
