@@ -15,6 +15,10 @@ __all__ = ["cli", "main"]
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
     "analyze": ("fsdp2prof.commands.analyze:analyze", "Analyse a run directory, traces or snapshots."),
+    "estimate": (
+        "fsdp2prof.commands.estimate:estimate",
+        "Estimate a run that has not happened: communication, checkpoints.",
+    ),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

@@ -12,9 +12,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from fsdp2prof.results import BreakdownNs, GroupRow, LayerBytes, LayerPeak, MemoryAnalysis, TraceAnalysis
+from fsdp2prof.results import (
+    BreakdownNs,
+    CommEstimate,
+    CommRow,
+    GroupRow,
+    LayerBytes,
+    LayerPeak,
+    MemoryAnalysis,
+    TraceAnalysis,
+)
 
-__all__ = ["MEMORY_TABLES", "TRACE_TABLES", "render_memory", "render_trace"]
+__all__ = ["MEMORY_TABLES", "TRACE_TABLES", "render_comm", "render_memory", "render_trace"]
 
 TRACE_TABLES = ("groups", "steps")
 """Collectives per rank, step, layer, phase and op; step breakdowns."""
@@ -42,7 +51,12 @@ def render_memory(analysis: MemoryAnalysis, table: str = "peak") -> str:
     return _write(["rank", *_names(LayerPeak)], rows)
 
 
-def _names(kind: type[GroupRow | LayerBytes | LayerPeak]) -> list[str]:
+def render_comm(estimate: CommEstimate) -> str:
+    """Return the collectives of a communication estimate with a header line."""
+    return _write(_names(CommRow), (asdict(row) for row in estimate.groups))
+
+
+def _names(kind: type[GroupRow | LayerBytes | LayerPeak | CommRow]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 

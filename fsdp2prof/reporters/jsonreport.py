@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import (
+    CheckpointEstimate,
+    CommEstimate,
+    MemoryAnalysis,
+    RunAnalysis,
+    TraceAnalysis,
+)
 
 __all__ = ["render"]
 
 
-def render(result: TraceAnalysis | MemoryAnalysis | RunAnalysis) -> str:
+def render(result: TraceAnalysis | MemoryAnalysis | RunAnalysis | CommEstimate | CheckpointEstimate) -> str:
     """Return the documented JSON, indented, keys in the order of the contract, with a final newline."""
     encoded = msgspec.json.encode(result)
     return msgspec.json.format(encoded, indent=2).decode() + "\n"

@@ -1,0 +1,71 @@
+"""Size of a distributed checkpoint: what each rank writes, and what a full state dict would take."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
+from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
+from fsdp2prof.results import CheckpointEstimate
+
+__all__ = ["estimate_checkpoint"]
+
+
+def estimate_checkpoint(
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, bandwidth_bytes_per_s: int | None = None
+) -> CheckpointEstimate:
+    """Estimate ``torch.distributed.checkpoint`` of model and optimizer under FSDP or HSDP.
+
+    ``bandwidth_bytes_per_s`` is what one writing rank sustains. Raises ``ModelError`` for a model that
+    cannot be built, and for tensor or pipeline parallelism, whose files are not modelled.
+    """
+    if mesh.tp > 1 or mesh.pp > 1:
+        raise ModelError("checkpoint sizes are modelled for FSDP and HSDP meshes: leave tp and pp at 1")
+    if bandwidth_bytes_per_s is not None and bandwidth_bytes_per_s <= 0:
+        raise ModelError("bandwidth: must be more than 0 bytes per second")
+    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    freeze(built.module, policy)
+    parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    parameter_bytes = sum(p.numel * dtype_bytes(p.dtype) for p in parameters)
+    counters = len(trained) * step_counter_bytes(policy)
+    state_bytes = sum(optimizer_state_bytes(policy, p.shape, p.dtype) for p in trained)
+    full_bytes = parameter_bytes + state_bytes + counters
+    shards = [_shard_bytes(parameters, policy, rank) for rank in range(mesh.fsdp_size)]
+    largest = -(-max(shards) // mesh.dp_replicate)
+    bandwidth = bandwidth_bytes_per_s
+    return CheckpointEstimate(
+        model={"name": built.name, "parameters": sum(p.numel for p in parameters)},
+        mesh={**asdict(mesh), "world_size": mesh.world_size},
+        policy=asdict(policy),
+        writers=mesh.world_size,
+        files=mesh.world_size + 1,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=state_bytes + counters,
+        sharded_bytes=full_bytes,
+        rank_bytes_max=largest,
+        rank_bytes_min=min(shards) // mesh.dp_replicate,
+        full_parameter_bytes=parameter_bytes,
+        full_bytes=full_bytes,
+        sharded_seconds=None if bandwidth is None else largest / bandwidth,
+        full_seconds=None if bandwidth is None else full_bytes / bandwidth,
+        assumptions=[
+            "parameters and optimizer state only: no buffers, no headers (about a kilobyte per tensor)",
+            "padding is not saved; each rank writes one file, replicas share the work evenly",
+            "a full state dict is gathered and written by one rank",
+        ],
+    )
+
+
+def _shard_bytes(parameters: list[ShardedParameter], policy: PolicySpec, rank: int) -> int:
+    total = 0
+    for parameter in parameters:
+        shape = (parameter.shard_rows(rank), *parameter.shape[1:])
+        total += parameter.shard_numel(rank) * dtype_bytes(parameter.dtype)
+        if parameter.requires_grad and shape[0]:
+            total += optimizer_state_bytes(policy, shape, parameter.dtype)
+    return total

@@ -1,0 +1,183 @@
+"""``fsdp2prof estimate``: memory, communication and checkpoint of a run that has not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp2prof.commands.options import Output, output_options
+from fsdp2prof.errors import RunDirectoryError, UsageError
+
+if TYPE_CHECKING:
+    from fsdp2prof.manifest import RankManifest
+
+__all__ = ["estimate"]
+
+
+@click.group()
+def estimate() -> None:
+    """Estimate memory, communication or checkpoints of a run that has not happened.
+
+    The model is a built-in name (llama3-8b), a Hugging Face config.json, or package.module:factory. Nothing
+    is downloaded and no GPU is needed.
+    """
+
+
+def _policy(flag: str, name: str, **attributes: Any) -> Callable[[Any], Any]:
+    return click.option(flag, f"policy_{name}", default=None, **attributes)
+
+
+_INPUT_OPTIONS = (
+    click.option("--model", help="Built-in name, config.json, or package.module:factory."),
+    click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
+    click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="The same options as a YAML or TOML file; options on the command line win.",
+    ),
+    click.option(
+        "--from-run",
+        type=click.Path(path_type=Path),
+        help="Read mesh and policy from a recorded run.",
+    ),
+    _policy("--batch-size", "batch_size", type=int, help="Sequences per rank and micro-batch. [1]"),
+    _policy("--seq-len", "seq_len", type=int, help="Tokens of a sequence. [4096]"),
+    _policy("--grad-accum", "grad_accum", type=int, help="Micro-batches per step. [1]"),
+    _policy("--sync", "sync", help="Reduce gradients after the last micro-batch or each. [last]"),
+    _policy("--wrap", "wrap", help="block, root, CLASS, module names; a+b wraps together. [block]"),
+    _policy("--reshard", "reshard", help="default, torchtitan (last block kept), always, never, or K ranks."),
+    _policy(
+        "--reshard-root/--keep-root", "reshard_root", is_flag=True, help="Overrides --reshard for the root."
+    ),
+    _policy("--param-dtype", "param_dtype", help="bf16, fp16, fp32, or none for the original. [bf16]"),
+    _policy("--reduce-dtype", "reduce_dtype", help="As --param-dtype; none is the gradient's. [fp32]"),
+    _policy("--orig-dtype", "orig_dtype", help="Dtype of the shards and optimizer state. [fp32]"),
+    _policy("--offload", "offload", is_flag=True, help="CPUOffloadPolicy."),
+    _policy("--trainable", "trainable", metavar="REGEX", help="Parameters to train; the others are frozen."),
+    _policy("--ac", "ac", help="Activation checkpointing: none, full, op or every:K. [none]"),
+    _policy("--optimizer", "optimizer", help="adamw, adam, sgd, sgd-momentum, adagrad, ... [adamw]"),
+    _policy("--optimizer-impl", "optimizer_impl", help="foreach, fused or for-loop. [foreach]"),
+    _policy("--clip-grad/--no-clip-grad", "clip_grad", is_flag=True, help="Clip the gradient norm. [yes]"),
+    _policy("--loss", "loss", help="full logits, or chunked:K. [full]"),
+    _policy("--loss-parallel/--no-loss-parallel", "loss_parallel", is_flag=True, help="Under tp. [yes]"),
+    _policy("--forward-prefetch", "forward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
+    _policy("--backward-prefetch", "backward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
+    _policy(
+        "--separate-reduce-scatter-group",
+        "separate_reduce_scatter_group",
+        is_flag=True,
+        help="A communicator of its own for reduce-scatter.",
+    ),
+    _policy(
+        "--reduce-scatter-buffers", "reduce_scatter_buffers", type=int, help="Inputs kept in flight. [1]"
+    ),
+    _policy("--compile", "compile", is_flag=True, help="torch.compile of each block."),
+    _policy("--float8", "float8", help="tensorwise or rowwise."),
+    _policy("--fp8-all-gather", "fp8_all_gather", is_flag=True, help="Gather float8 weights as float8."),
+    _policy("--extra-model", "extra_model", help="A second, frozen model run forward only."),
+    _policy("--pp-stage", "pp_stage", type=int, help="Pipeline stage to estimate. [0]"),
+)
+
+
+def _input_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that describe model, mesh and policy; the command gets ``values`` and ``manifest``."""
+
+    @wraps(command)
+    def with_values(
+        *,
+        model: str | None,
+        layers: int | None,
+        mesh: str | None,
+        config: Path | None,
+        from_run: Path | None,
+        **options: Any,
+    ) -> None:
+        from fsdp2prof.estimators.specs import load_config, values_of_run
+
+        manifest = None if from_run is None else _first_manifest(from_run)
+        values: dict[str, Any] = {} if manifest is None else values_of_run(manifest)
+        policy = dict(values.pop("policy", {}))
+        if config is not None:
+            values |= load_config(config)
+            policy |= values.pop("policy", {})
+        given = {"model": model, "layers": layers, "mesh": mesh}
+        values |= {key: value for key, value in given.items() if value is not None}
+        for name in [name for name in options if name.startswith("policy_")]:
+            value = options.pop(name)
+            if value is not None:
+                policy[name.removeprefix("policy_")] = value
+        for name in ("param_dtype", "reduce_dtype"):
+            if policy.get(name) == "none":
+                policy[name] = None
+        command(values={**values, "policy": policy}, manifest=manifest, **options)
+
+    decorated: Callable[..., None] = with_values
+    for option in reversed(_INPUT_OPTIONS):
+        decorated = option(decorated)
+    return decorated
+
+
+def _first_manifest(path: Path) -> RankManifest:
+    from fsdp2prof.readers.run_directory import open_run
+
+    manifests = [record.manifest for record in open_run(path).ranks if record.manifest is not None]
+    described = [manifest for manifest in manifests if manifest.param_groups]
+    if not described:
+        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
+    return described[0]
+
+
+@estimate.command()
+@_input_options
+@output_options("text", "json", "csv")
+def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) -> None:
+    """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
+
+    With --from-run and no --model the recorded parameter groups are used as they are.
+    """
+    from fsdp2prof.estimators.communication import estimate_comm
+    from fsdp2prof.estimators.recorded import estimate_comm_of_run
+    from fsdp2prof.estimators.specs import make_spec
+    from fsdp2prof.reporters import csvreport, estimate_text, jsonreport, terminal
+
+    if manifest is not None and "model" not in values:
+        policy = values["policy"]
+        result = estimate_comm_of_run(manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync"))
+    else:
+        spec = make_spec(values)
+        result = estimate_comm(spec.model, spec.mesh, spec.policy)
+    if output.format == "json":
+        output.write(jsonreport.render(result))
+    elif output.format == "csv":
+        output.write(csvreport.render_comm(result))
+    else:
+        output.write(terminal.render(estimate_text.comm_view(result), to_terminal=output.to_terminal))
+
+
+@estimate.command()
+@_input_options
+@click.option("--bandwidth", help="What one writing rank sustains per second, for example 2GB.")
+@output_options("text", "json")
+def checkpoint(
+    values: dict[str, Any], manifest: RankManifest | None, bandwidth: str | None, output: Output
+) -> None:
+    """Estimate the size of a distributed checkpoint and the time to write it."""
+    from fsdp2prof.estimators.checkpoint import estimate_checkpoint
+    from fsdp2prof.estimators.specs import make_spec
+    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
+    from fsdp2prof.units import parse_bytes
+
+    if manifest is not None and "model" not in values:
+        raise UsageError("estimate checkpoint --from-run needs the model too: add --model")
+    spec = make_spec(values)
+    rate = None if bandwidth is None else parse_bytes(bandwidth.removesuffix("/s"))
+    result = estimate_checkpoint(spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=rate)
+    if output.format == "json":
+        output.write(jsonreport.render(result))
+    else:
+        output.write(terminal.render(estimate_text.checkpoint_view(result), to_terminal=output.to_terminal))
