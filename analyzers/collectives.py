@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,7 @@ class _Sources:
     named: IntArray
     """Event whose name and metadata are the collective's own: a kernel, a copy, a ``gloo:*`` range."""
     params: IntArray
-    """``record_param_comms`` around the launch."""
+    """What else describes it: ``record_param_comms`` around the launch, gloo's range."""
     operator: IntArray
     """``c10d::*`` operator around the launch."""
     issue_ns: IntArray
@@ -85,9 +86,8 @@ def collect(
     sources = _in_order(sources)
     row = find_rows(phases, sources.thread, sources.issue_ns)
     facts = _Facts(trace, sources)
-    activity = phases.activity.take(row)
-    op = facts.op(activity, row)
-    fqn, phase = _null_where(phases.fqn.take(row), row < 0), _null_where(phases.phase.take(row), row < 0)
+    op = facts.op(phases.activity.lookup(row))
+    fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
     size = facts.number("group_size")
     dtype = facts.text("dtype")
     dtype = Strings(dtype.codes, tuple(dtype_name(value) for value in dtype.values))
@@ -181,7 +181,7 @@ def _gloo_sources(trace: Trace) -> _Sources:
         end=events.end_ns[ranges],
         stream=none,
         named=np.where(known, issuer, ranges),
-        params=none,
+        params=ranges,
         operator=issuer,
         issue_ns=np.where(known, events.start_ns[issuer], -1),
         issue_end_ns=np.where(known, events.end_ns[issuer], -1),
@@ -237,10 +237,6 @@ def _size_from_shapes(op: Strings, in_nelems: IntArray, out_nelems: IntArray) ->
     return np.where(known & (ratio * small == large), ratio, -1)
 
 
-def _null_where(column: Strings, mask: BoolArray) -> Strings:
-    return Strings(np.where(mask, np.int32(-1), column.codes), column.values)
-
-
 def _reasons(table: CollectiveTable, issue_ns: IntArray, phases: PhaseTable) -> Strings:
     labelled = bool((phases.fqn.codes >= 0).any())
     optimizer = table.phase.equals("optimizer")
@@ -291,37 +287,27 @@ class _Facts:
             result = np.where(result >= 0, result, codes[rows])
         return Strings(result, strings.values)
 
-    def op(self, activity: Strings, phase_row: IntArray) -> Strings:
-        """Return the kind of each collective."""
-        from_label = [_FROM_ACTIVITY.get(value) for value in activity.values] + [None]
-        metadata = self.text("collective")
+    def op(self, activity: Strings) -> Strings:
+        """Return the kind of each collective; ``activity`` is the FSDP label around its issue."""
+        names = self._events.name
         candidates = [
-            _ops(metadata),
-            self._event_ops(self._sources.operator),
-            self._event_ops(self._sources.named),
+            _translate(self.text("collective"), op_of),
+            _translate(names.lookup(self._sources.operator), op_of),
+            _translate(names.lookup(self._sources.named), op_of),
+            _translate(activity, _FROM_ACTIVITY.get),
         ]
         columns = [column.to_list() for column in candidates]
-        columns.append(
-            [
-                from_label[code] if row >= 0 else None
-                for code, row in zip(activity.codes, phase_row, strict=True)
-            ]
-        )
         return Strings.intern(
             next((op for op in known if op is not None), "other") for known in zip(*columns, strict=True)
         )
 
-    def _event_ops(self, rows: IntArray) -> Strings:
-        return _ops(_null_where(self._events.name.take(rows), rows < 0))
 
-
-def _ops(names: Strings) -> Strings:
-    """Translate names to kinds of collectives; only the values that occur are looked at."""
-    used = np.unique(names.codes[names.codes >= 0])
+def _translate(names: Strings, rule: Callable[[str], str | None]) -> Strings:
+    """Apply a rule to every name that occurs, once each."""
     lookup = np.full(len(names.values) + 1, -1, dtype=np.int32)
-    kinds: dict[str, int] = {}
-    for code in used.tolist():
-        op = op_of(names.values[code])
-        if op is not None:
-            lookup[code] = kinds.setdefault(op, len(kinds))
-    return Strings(lookup[names.codes], tuple(kinds))
+    results: dict[str, int] = {}
+    for code in np.unique(names.codes[names.codes >= 0]).tolist():
+        result = rule(names.values[code])
+        if result is not None:
+            lookup[code] = results.setdefault(result, len(results))
+    return Strings(lookup[names.codes], tuple(results))

@@ -61,7 +61,7 @@ def group_rows(
     order = np.lexsort((table.start_ns[owner[first]], step[first]))
     for i in order.tolist():
         c = int(owner[first[i]])
-        seconds = duration[i] / _NS
+        seconds = int(duration[i]) / _NS
         rows.append(
             GroupRow(
                 rank=rank,

@@ -68,7 +68,7 @@ def analyze_rank(
         work = accounting.host_work(trace, phases)
         if collectives.unserved:
             warnings.append(
-                f"{trace.source}: {collectives.unserved} collectives were issued whose transfer is not recorded"
+                f"{trace.source}: {collectives.unserved} collectives were issued without a recorded transfer"
             )
     waited = waits.find_waits(trace, phases, work, collectives)
     run = accounting.timeline(work, device, collectives)
@@ -134,8 +134,7 @@ def _summary(
     table = collectives.table
     mine = np.isin(table.step, windows.step)
     names = trace.events.name.take(work.event)
-    fqn = phases.fqn.take(work.phase_row)
-    fqn = Strings(np.where(work.phase_row >= 0, fqn.codes, np.int32(-1)), fqn.values)
+    fqn = phases.fqn.lookup(work.phase_row)
     device = DeviceWork(
         start_ns=np.concatenate([work.start_ns, table.start_ns]),
         end_ns=np.concatenate([work.end_ns, table.end_ns]),

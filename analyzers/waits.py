@@ -146,8 +146,9 @@ class _WaitCalls:
 
     def final_after(self, after: IntArray) -> IntArray:
         """Return the end of the first final callback that waits and ends after each time; -1 if none does."""
-        ends: IntArray = np.append(self._callback_end, np.int64(-1))
-        return ends[np.searchsorted(self._callback_end, after, side="right")]
+        ends: IntArray = np.append(self._callback_end, -1)
+        found: IntArray = ends[np.searchsorted(self._callback_end, after, side="right")]
+        return found
 
     def final_calls(self, callback_end: IntArray, ends: IntArray) -> IntArray:
         """Return, per collective left to a final callback, its call there: in the order they end."""

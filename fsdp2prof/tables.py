@@ -133,6 +133,10 @@ class Strings:
         """Select rows by index or mask; the values stay as they are."""
         return Strings(self.codes[rows], self.values)
 
+    def lookup(self, rows: npt.NDArray[Any]) -> Strings:
+        """Select rows by index; -1 gives null (as from a join that found nothing)."""
+        return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
+
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
         hit = np.zeros(len(self.values) + 1, dtype=np.bool_)
