@@ -217,6 +217,7 @@ class Launcher:
         start = ready[held_by]
         latest = yield Arrival(group, seq, start)
         end = latest + transfer
+        described = self.s.metadata and graph is None
         unlabelled = graph is not None or self.s.labels == "none"
         collective = Collective(
             op=op,
@@ -226,7 +227,7 @@ class Launcher:
             group=group.name,
             mesh_dim=group.mesh_dim,
             dtype=dtype,
-            payload_bytes=max(in_nelems, out_nelems) * DTYPE_BYTES[dtype],
+            payload_bytes=max(in_nelems, out_nelems) * DTYPE_BYTES[dtype] if described else -1,
             ranks=group.ranks,
             seq=seq,
             comms_id=comms_id(group, seq),
@@ -235,6 +236,7 @@ class Launcher:
             end=end,
             held_by=held_by,
             latest_start=latest,
+            stall=None if unlabelled else 0,
         )
         self.t.collectives.append(collective)
         self.t.tail[stream] = start
@@ -253,7 +255,7 @@ class Launcher:
         for start, end in itertools.pairwise(cuts):
             copy = self.t.launch(stream, end - start, "Memcpy PtoP (Device -> Device)", "memcpy", call)
             copy.kind, copy.start, copy.end, copy.collective = "comm", start, end, collective
-            copy.args = {"bytes": collective.payload_bytes // (peers + 1)}
+            copy.args = {"bytes": 1 << 20}
             call = self.t.call("cudaMemcpyAsync") if end < collective.end else call
 
     def _kernel_name(self, op: str, dtype: str) -> str:

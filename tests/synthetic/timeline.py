@@ -62,13 +62,15 @@ class Collective:
     mesh_dim: str | None
     dtype: str
     payload_bytes: int
+    """-1 if the trace does not say."""
     ranks: tuple[int, ...]
     seq: int
     comms_id: int
     issue: int
     start: int = -1
     end: int = -1
-    stall: int = 0
+    stall: int | None = 0
+    """How long the compute stream waited for it; None if the trace cannot say (no labels)."""
     needed: int = -1
     """When the compute stream had nothing left to do but wait for it; -1 if nobody waited."""
     consumer: int | None = None
@@ -84,6 +86,8 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
+        if self.payload_bytes < 0:
+            return -1
         trips = 2 if self.op == "all_reduce" else 1
         return trips * self.payload_bytes * (self.group_size - 1) // self.group_size
 
@@ -178,15 +182,21 @@ class Timeline:
         self.call("cudaStreamWaitEvent", 700)
         self.tail[stream] = max(self.tail[stream], until)
 
-    def wait_collective(self, stream: int, collective: Collective) -> None:
-        """Make the compute stream wait for a collective: its stall is what that really costs."""
+    def wait_collectives(self, stream: int, *collectives: Collective, until: int = 0) -> None:
+        """Make the compute stream wait for collectives, with one call on an event recorded behind them.
+
+        The stall of each is what it costs beyond those that end before it. ``until`` is when the event itself
+        comes, if work of FSDP's own follows the collectives on their stream.
+        """
         self.call("cudaStreamWaitEvent", 700)
-        if collective.consumer is None:
-            collective.consumer = self.waits
-            collective.needed = max(self.tail[stream], self.now)
-            collective.stall = max(0, collective.end - collective.needed)
-        self.waits += 1
-        self.tail[stream] = max(self.tail[stream], collective.end)
+        for collective in sorted(collectives, key=lambda c: c.end):
+            if collective.stall is not None:
+                collective.consumer = self.waits
+                collective.needed = max(self.tail[stream], self.now)
+                collective.stall = max(0, collective.end - collective.needed)
+                self.waits += 1
+            self.tail[stream] = max(self.tail[stream], collective.end)
+        self.tail[stream] = max(self.tail[stream], until)
 
     def synchronize(self, stream: int) -> None:
         """Block the host until ``stream`` is done."""

@@ -68,7 +68,7 @@ class Trainer(Launcher):
                     yield from model.forward()
             for i, model in reversed([*enumerate(models)]):
                 with self.on(AUTOGRAD), self._root_range(i):
-                    yield from model.backward(reduce=reduce, first=micro == 0, last=last)
+                    yield from model.backward(reduce=reduce, first=micro == 0)
         self.phase = "optimizer"
         self.root_index = 0
         with self.t.range("Optimizer.step#AdamW.step"):
@@ -193,7 +193,7 @@ class Model:
             self._gather_streams_wait(self.copy_out_done)
             self.copy_out_done = None
         with self.x.label("FSDP::all_gather_copy_out", group.layer):
-            self.t.wait_collective(COMPUTE, group.pending)
+            self.t.wait_collectives(COMPUTE, group.pending)
             self.x.copy(group.layer, COMPUTE, COPY_OUT_KERNEL, "fsdp::split_with_sizes_copy")
         group.unsharded, group.pending = True, None
         if forward and not self.s.unshard_async_op:
@@ -203,7 +203,7 @@ class Model:
 
     # -- backward
 
-    def backward(self, *, reduce: bool, first: bool, last: bool) -> Program:
+    def backward(self, *, reduce: bool, first: bool) -> Program:
         self.x.phase = "backward"
         tail = self.root.layer.backward_ns // 2
         yield from self._pre_backward(self.root)
@@ -216,8 +216,9 @@ class Model:
                 if not group.post_backward:
                     yield from self._post_backward(group, reduce=reduce, first=first)
                 group.post_backward = False
-            if last:
+            if reduce:
                 self._finalize()
+            self.order.clear()
         self.x.phase = "other"
 
     def _backward_of(self, child: Group, *, reduce: bool, first: bool) -> Program:
@@ -255,7 +256,7 @@ class Model:
             return
         if self.reduced:
             with self.x.bare_label(f"FSDP::post_backward_rs_wait ({layer.fqn})"):
-                self.t.wait_collective(COMPUTE, self.reduced.pop(0))
+                self.t.wait_collectives(COMPUTE, self.reduced.pop(0))
         with self.x.label("FSDP::post_backward_reduce", layer):
             self.x.copy(layer, COMPUTE, CHUNK_CAT_KERNEL, "fsdp::chunk_cat")
             self.t.wait_stream(REDUCE_SCATTER, self.t.tail[COMPUTE])
@@ -272,13 +273,13 @@ class Model:
             self.post_reduce[stream] = (waiting, self.t.tail[stream])
 
     def _finalize(self) -> None:
-        """Make the compute stream wait for what is left of the reductions, in the order they end."""
+        """Make the compute stream wait for what is left of the reductions, an event a stream."""
         left = [c for waiting, _ in self.post_reduce.values() for c in waiting if c.consumer is None]
-        left += [c for c in self.reduced if c not in left]
-        for collective in sorted(left, key=lambda c: c.end):
-            self.t.wait_collective(COMPUTE, collective)
+        left += [c for c in self.reduced if c.consumer is None and c not in left]
         for _, done in self.post_reduce.values():
-            self.t.wait_stream(COMPUTE, done)
+            self.t.wait_collectives(COMPUTE, *left, until=done)
+            left = []
+        for collective in self.reduced:
+            self.t.wait_stream(COMPUTE, collective.end)
         self.post_reduce.clear()
         self.reduced.clear()
-        self.order.clear()

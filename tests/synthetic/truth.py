@@ -32,11 +32,11 @@ class GroupTruth:
     """Collectives of one (step, fqn, phase, op), summed."""
 
     count: int = 0
-    payload_bytes: int = 0
-    wire_bytes: int = 0
+    payload_bytes: int | None = 0
+    wire_bytes: int | None = 0
     total_ns: int = 0
     exposed_ns: int = 0
-    stall_ns: int = 0
+    stall_ns: int | None = 0
 
 
 @dataclass
@@ -69,10 +69,11 @@ def truth_of(recording: Recording) -> Truth:
     for c in timeline.collectives:
         row = groups[c.step, c.fqn, c.phase, c.op]
         row.count += 1
-        row.payload_bytes += c.payload_bytes
-        row.wire_bytes += c.wire_bytes
         row.total_ns += c.end - c.start
-        row.stall_ns += c.stall
+        described = c.payload_bytes >= 0
+        row.payload_bytes = _plus(row.payload_bytes, c.payload_bytes if described else None)
+        row.wire_bytes = _plus(row.wire_bytes, c.wire_bytes if described else None)
+        row.stall_ns = _plus(row.stall_ns, c.stall)
     parts = {step: dict.fromkeys(PARTS, 0) for step in windows}
     union = exposed = 0
     for start, end, running in _intervals(timeline.device):
@@ -100,6 +101,10 @@ def truth_of(recording: Recording) -> Truth:
         for step, (start, end) in windows.items()
     }
     return Truth(steps, dict(groups), union, exposed, timeline.collectives)
+
+
+def _plus(total: int | None, value: int | None) -> int | None:
+    return None if total is None or value is None else total + value
 
 
 def _windows(recording: Recording) -> dict[int, tuple[int, int]]:
