@@ -69,7 +69,7 @@ def _read_alone(path: Path, piece_bytes: int) -> Trace:
 
 
 def _read_together(path: Path, workers: int, piece_bytes: int) -> Trace | None:
-    """Read with the help of other processes; None if a cut was guessed wrong, which needs one that reads all."""
+    """Read with the help of other processes; None if a cut was guessed wrong: one that reads all mends it."""
     helpers = [Task(_read_share, path, index, workers, piece_bytes) for index in range(1, workers)]
     try:
         warnings: list[str] = []

@@ -30,7 +30,7 @@ _GZIP_WBITS = 31
 _SPACE = b" \t\r\n"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
-_NAN = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf(?:inity)?)(?=\s*[,}\]])", re.IGNORECASE)
+_NAN = re.compile(rb'(":\s*)-?(?:nan|inf(?:inity)?)(?=\s*[,}])', re.IGNORECASE)
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError)
 
@@ -62,8 +62,8 @@ def decode_pieces(
     chunks = _chunks(path, piece_bytes, ends_early)
     buffer = next(chunks, b"")
     if not buffer.strip(_SPACE):
-        state = "truncated" if ends_early else "empty"
-        raise TraceError(f"{path}: the file is {state}; copy or record it again")
+        reason = ends_early[0] if ends_early else "the file is empty"
+        raise TraceError(f"{path}: {reason}; copy or record it again")
     head, buffer, tail = _open_list(path, buffer)
     number = 0
     try:
@@ -81,7 +81,7 @@ def decode_pieces(
         if turns > 1:
             raise WrongCutError from None
         if ends_early:
-            raise TraceError(f"{path}: truncated: {ends_early[0]}; copy or record it again") from None
+            raise TraceError(f"{path}: {ends_early[0]}; copy or record it again") from None
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     warnings.extend(f"{path}: {reason}, but all its events are there" for reason in ends_early)
 
@@ -137,7 +137,7 @@ def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
             if member.eof and pending:
                 member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
         if not member.eof:
-            ends_early.append("the compressed file ends early")
+            ends_early.append("truncated: the compressed file ends early")
 
 
 def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
@@ -193,7 +193,7 @@ def _parse(parse: Parse, text: bytes, number: int, is_last: bool) -> None:
         raise
     except _MALFORMED as error:
         strict = error
-    without_nan, found = _NAN.subn(b"null", text)
+    without_nan, found = _NAN.subn(rb"\1null", text)
     if found:
         try:
             return parse(without_nan, number, is_last)
