@@ -26,12 +26,17 @@ __all__ = ["describe_optimizers", "describe_param_groups", "describe_process_gro
 
 def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
     """Describe every parameter group of every root, in module order. Lazy initialization must be over."""
-    return [
-        _param_group(root, state, index, group)
-        for root in roots
-        for state in root.states
-        for index, group in enumerate(param_groups(state))
-    ]
+    groups: list[ParamGroupInfo] = []
+    for root in roots:
+        module = root.module
+        names = () if module is None else (name for name, _ in module.named_parameters())
+        positions = {name: position for position, name in enumerate(names)}
+        groups += [
+            _param_group(root, state, index, group, positions)
+            for state in root.states
+            for index, group in enumerate(param_groups(state))
+        ]
+    return groups
 
 
 def describe_process_groups(groups: Iterable[ParamGroupInfo]) -> list[ProcessGroupInfo]:
@@ -70,24 +75,24 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
 def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[TensorInfo]:
     """List the storages of sharded parameters, their gradients and optimizer state that are alive now."""
     tensors: list[TensorInfo] = []
-    owners: dict[int, tuple[str, str]] = {}
+    owners: dict[int, tuple[int, str, str]] = {}
     for root in roots:
         for state in root.states:
             for group in param_groups(state):
                 for parameter in group.fsdp_params:
-                    fqn, name = group._module_fqn or "", parameter._param_fqn or ""
-                    owners[id(parameter.sharded_param)] = fqn, name
-                    tensors.append(_tensor("sharded_parameter", fqn, name, parameter._sharded_param_data))
+                    owner = root.index, group._module_fqn or "", parameter._param_fqn or ""
+                    owners[id(parameter.sharded_param)] = owner
+                    tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
                     if (gradient := parameter.sharded_param.grad) is not None:
-                        tensors.append(_tensor("sharded_gradient", fqn, name, gradient))
+                        tensors.append(_tensor("sharded_gradient", owner, gradient))
     for optimizer in optimizers:
         for parameter, key, tensor in _optimizer_state(optimizer):
-            fqn, name = owners.get(id(parameter), ("", ""))
-            tensors.append(_tensor("optimizer_state", fqn, f"{name}.{key}", tensor))
+            index, fqn, name = owners.get(id(parameter), (0, "", "not sharded"))
+            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor))
     return [tensor for tensor in tensors if tensor.nbytes]
 
 
-def _param_group(root: Root, state: Any, index: int, group: Any) -> ParamGroupInfo:
+def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict[str, int]) -> ParamGroupInfo:
     mesh_info = group.mesh_info
     after_forward = group.post_forward_mesh_info
     policy = group.mp_policy
@@ -118,14 +123,14 @@ def _param_group(root: Root, state: Any, index: int, group: Any) -> ParamGroupIn
         offload_pin_memory=getattr(group.offload_policy, "pin_memory", False),
         unshard_async_op=group.unshard_async_op,
         requires_grad=any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params),
-        parameters=[_parameter(parameter, mesh_info) for parameter in group.fsdp_params],
+        parameters=[_parameter(parameter, mesh_info, positions) for parameter in group.fsdp_params],
         forward_prefetch=_prefetched(state._states_to_forward_prefetch),
         backward_prefetch=_prefetched(state._states_to_backward_prefetch),
     )
 
 
-def _parameter(parameter: Any, mesh_info: Any) -> ParameterInfo:
-    padded = list(parameter.padded_sharded_param_size)
+def _parameter(parameter: Any, mesh_info: Any, positions: dict[str, int]) -> ParameterInfo:
+    name = parameter._param_fqn or parameter._module_info.param_name
     if parameter.all_gather_outputs:
         world_size = getattr(mesh_info, "shard_mesh_size", 1)
         dtypes = [_dtype(output.dtype) or "" for output in parameter.all_gather_outputs]
@@ -134,17 +139,18 @@ def _parameter(parameter: Any, mesh_info: Any) -> ParameterInfo:
         dtypes = [_dtype(parameter.param_dtype or parameter.orig_dtype) or ""]
         numels = [parameter.padded_sharded_param_size.numel()]
     return ParameterInfo(
-        fqn=parameter._param_fqn or parameter._module_info.param_name,
+        fqn=name,
         global_shape=list(parameter.sharded_param.shape),
         local_shape=list(parameter.sharded_size),
-        padded_local_shape=padded,
+        padded_local_shape=list(parameter.padded_sharded_param_size),
         dtype=_dtype(parameter.orig_dtype) or "",
-        placement=str(parameter.fsdp_placement),
+        placement=f"Shard({parameter.fsdp_placement.dim})",
         requires_grad=parameter.sharded_param.requires_grad,
         all_gather_dtypes=dtypes,
         all_gather_numels=numels,
         address=parameter._sharded_param_data.untyped_storage().data_ptr(),
         tensor_parallel=_other_placements(parameter) if parameter.is_dtensor else None,
+        position=positions.get(name, -1),
     )
 
 
@@ -176,10 +182,16 @@ def _optimizer_state(optimizer: Optimizer) -> Iterable[tuple[Any, str, torch.Ten
                 yield parameter, str(key), value
 
 
-def _tensor(category: str, fqn: str, name: str, tensor: torch.Tensor) -> TensorInfo:
+def _tensor(category: str, owner: tuple[int, str, str], tensor: torch.Tensor) -> TensorInfo:
+    root, fqn, name = owner
     storage = _local(tensor).untyped_storage()
     return TensorInfo(
-        category=category, fqn=fqn, name=name, address=storage.data_ptr(), nbytes=storage.nbytes()
+        category=category,
+        root=root,
+        fqn=fqn,
+        name=name,
+        address=storage.data_ptr(),
+        nbytes=storage.nbytes(),
     )
 
 

@@ -21,6 +21,10 @@ class Root:
         self.index = index
         self.ranges: list[record_function] = []
         """Open ranges around its running forwards, outermost first."""
+        self.forwards = 0
+        """Forwards with gradients enabled in the running step."""
+        self.gradient_syncs = 0
+        """Backwards of the running step that reduced gradients; counted while roots are marked."""
         self._module = ref(module)
 
     @property
@@ -63,10 +67,18 @@ class Roots:
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
 
-    def mark(self, on: bool) -> None:
-        """Begin or end putting a range around each root's forward, and around its backward hooks if several.
+    def micro_batches(self) -> set[tuple[int, int]]:
+        """Return (forwards, gradient syncs) of the roots that trained since the last call, and start over."""
+        counts = {(root.forwards, root.gradient_syncs) for root in self if root.forwards}
+        for root in self:
+            root.forwards = root.gradient_syncs = 0
+        return counts
 
-        Call it between steps. FSDP's own labels name modules relative to their root, and the root not at all.
+    def mark(self, on: bool) -> None:
+        """Begin or end marking, between steps: a range around each root's forward, a count of its backwards.
+
+        FSDP's own labels name modules relative to their root, and the root not at all; so with several roots
+        there are ranges around their backward hooks, too.
         """
         if on == self._marking:
             return
@@ -81,8 +93,7 @@ class Roots:
             return
         for root in self:
             self._close_after_forward(root)
-            if len(self._roots) > 1:
-                self._wrap_backward(root)
+            self._wrap_backward(root, ranges=len(self._roots) > 1)
 
     def remove(self) -> None:
         """Stop watching."""
@@ -103,6 +114,8 @@ class Roots:
             self._count += 1
             if self._marking:
                 self._close_after_forward(root)
+        if torch.is_grad_enabled():
+            root.forwards += 1
         if self._marking:
             root.ranges.append(record_function(root.label))
             root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
@@ -115,22 +128,34 @@ class Roots:
         if (module := root.module) is not None:
             self._after_hooks.append(module.register_forward_hook(close, always_call=True))
 
-    def _wrap_backward(self, root: Root) -> None:
+    def _wrap_backward(self, root: Root, *, ranges: bool) -> None:
+        def in_range(method: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(method)
+            def ranged(*args: Any, **kwargs: Any) -> Any:
+                with record_function(root.label):
+                    return method(*args, **kwargs)
+
+            return ranged if ranges else method
+
+        def counted(method: Callable[[], None]) -> Callable[[], None]:
+            @wraps(method)
+            def finish() -> None:
+                if any(group.reduce_grads for state in root.states for group in param_groups(state)):
+                    root.gradient_syncs += 1
+                method()
+
+            return finish
+
         for state in root.states:
-            self._wrap(state, "_pre_backward", root.label)
-            self._wrap(state, "_root_post_backward_final_callback", root.label)
-            for group in param_groups(state):
-                self._wrap(group, "post_backward", root.label)
+            final_callback = counted(in_range(state._root_post_backward_final_callback))
+            self._replace(state, "_root_post_backward_final_callback", final_callback)
+            if ranges:
+                self._replace(state, "_pre_backward", in_range(state._pre_backward))
+                for group in param_groups(state):
+                    self._replace(group, "post_backward", in_range(group.post_backward))
 
-    def _wrap(self, owner: Any, name: str, label: str) -> None:
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def ranged(*args: Any, **kwargs: Any) -> Any:
-            with record_function(label):
-                return method(*args, **kwargs)
-
-        setattr(owner, name, ranged)
+    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(owner, name, method)
         self._wrapped.append((owner, name))
 
 

@@ -63,6 +63,7 @@ class RankSession:
         self._active = False
         self._step = 0
         self._step_start_ns = -1
+        self._micro_batches: set[tuple[int, int]] = set()
         self._trace: TraceCapture | None = None
         self._memory: MemoryCapture | None = None
         self._oom: OomDump | None = None
@@ -159,6 +160,12 @@ class RankSession:
             self._steps.optimizer_stepped(in_backward=in_backward)
 
     def _end_captured_step(self, ended: str, begun: str) -> None:
+        if ended in ("traced", "memory"):
+            self._micro_batches |= self._roots.micro_batches()
+            if len(self._micro_batches) == 1:
+                self.manifest.micro_batches, self.manifest.gradient_syncs = next(iter(self._micro_batches))
+            else:
+                self.manifest.micro_batches = self.manifest.gradient_syncs = None
         if ended == "traced" and self._trace is not None:
             self._trace.end_step()
             self.manifest.traced_steps.append(self._step - 1)
@@ -172,6 +179,7 @@ class RankSession:
 
     def _begin_captured_step(self, begun: str) -> None:
         self._roots.mark(begun in ("traced", "memory"))
+        self._roots.micro_batches()
         if begun in ("warmup", "traced"):
             if self._trace is None:
                 self._trace = TraceCapture(self.folder / TRACE_FILE, self._options)
