@@ -216,9 +216,7 @@ class Model:
                 if not group.post_backward:
                     yield from self._post_backward(group, reduce=reduce, first=first)
                 group.post_backward = False
-            if reduce:
-                self._finalize()
-            self.order.clear()
+            self._finalize()
         self.x.phase = "other"
 
     def _backward_of(self, child: Group, *, reduce: bool, first: bool) -> Program:
@@ -273,13 +271,19 @@ class Model:
             self.post_reduce[stream] = (waiting, self.t.tail[stream])
 
     def _finalize(self) -> None:
-        """Make the compute stream wait for what is left of the reductions, an event a stream."""
+        """Make the compute stream wait for what is left: reductions, an event a stream; stray all-gathers."""
         left = [c for waiting, _ in self.post_reduce.values() for c in waiting if c.consumer is None]
         left += [c for c in self.reduced if c.consumer is None and c not in left]
         for _, done in self.post_reduce.values():
             self.t.wait_collectives(COMPUTE, *left, until=done)
             left = []
+        for group in self.groups:
+            if group.pending is not None:
+                self.t.wait_collectives(COMPUTE, group.pending)
+                group.pending = None
+            group.forward_indices.clear()
         for collective in self.reduced:
             self.t.wait_stream(COMPUTE, collective.end)
         self.post_reduce.clear()
         self.reduced.clear()
+        self.order.clear()
