@@ -122,7 +122,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.retries = 0
         """Times cached blocks had to be given back because the device was full."""
-        self.reserved_by_stream: dict[int, int] = {}
+        self.taken: list[Segment] = []
+        """Every piece taken from the driver so far, in order, also those given back since."""
         self._free: dict[tuple[int, bool], _FreeList] = {}
         self._unmapped: dict[tuple[int, bool], list[Block]] = {}
         self._heads: list[Block] = []
@@ -169,7 +170,7 @@ class CachingAllocator:
                 elif block.previous is None and block.next is None:
                     free_list.remove(block)
                     self._heads.remove(block)
-                    self._reserve(block.stream, -block.size)
+                    self.reserved_bytes -= block.size
 
     def segments(self) -> list[Segment]:
         """Return what the driver gave, by address."""
@@ -245,7 +246,7 @@ class CachingAllocator:
             segment_size = LARGE_SEGMENT_BYTES
         else:
             segment_size = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        self._reserve(stream, segment_size)
+        self._take_from_driver(Segment(stream, self._next_address, segment_size, small))
         block = Block(stream, self._next_address, segment_size, small)
         self._next_address += segment_size + ROUND_LARGE_BYTES
         self._heads.append(block)
@@ -272,7 +273,7 @@ class CachingAllocator:
         """Map the first ``size`` bytes of an unmapped block in whole pages and cache them, merged."""
         page = SMALL_SEGMENT_BYTES if block.small else LARGE_SEGMENT_BYTES
         mapped = -(-size // page) * page
-        self._reserve(block.stream, mapped)
+        self._take_from_driver(Segment(block.stream, block.address, mapped, block.small))
         self._unmapped[block.stream, block.small].remove(block)
         block.mapped = True
         if mapped < block.size:
@@ -300,7 +301,7 @@ class CachingAllocator:
         block.mapped = False
         block = self._merge_unmapped(block)
         insort(self._unmapped[block.stream, block.small], block, key=_address)
-        self._reserve(block.stream, begin - end)
+        self.reserved_bytes -= end - begin
 
     def _merge(self, block: Block) -> Block:
         """Absorb free neighbours in the same state; they leave the cache."""
@@ -347,12 +348,12 @@ class CachingAllocator:
     def _list(self, block: Block) -> _FreeList:
         return self._free.setdefault((block.stream, block.small), _FreeList())
 
-    def _reserve(self, stream: int, size: int) -> None:
+    def _take_from_driver(self, segment: Segment) -> None:
         limit = self.settings.device_bytes
-        if limit is not None and self.reserved_bytes + size > limit:
-            raise OutOfMemory(size, self.reserved_bytes)
-        self.reserved_bytes += size
-        self.reserved_by_stream[stream] = self.reserved_by_stream.get(stream, 0) + size
+        if limit is not None and self.reserved_bytes + segment.size > limit:
+            raise OutOfMemory(segment.size, self.reserved_bytes)
+        self.taken.append(segment)
+        self.reserved_bytes += segment.size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
 

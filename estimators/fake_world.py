@@ -67,7 +67,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()

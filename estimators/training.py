@@ -58,7 +58,7 @@ def shard(
         )
     root = model.module
     assert isinstance(root, FSDPModule)
-    _prefetch([root.get_submodule(fqn) for fqn in model.blocks], policy)
+    _prefetch(model.module, model.blocks, policy)
     if policy.separate_reduce_scatter_group:
         root.set_separate_reduce_scatter_group(True)
     if policy.reduce_scatter_buffers > 1:
@@ -99,7 +99,7 @@ def train_step(
             root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
         batch = model.make_batch(policy.batch_size, policy.seq_len, device)
         loss = model.loss(root, batch, policy.loss_chunks)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     if optimizer is None:
         for parameter in root.parameters():
             parameter.grad = None
@@ -109,9 +109,10 @@ def train_step(
     optimizer.step()
 
 
-def _prefetch(blocks: list[nn.Module], policy: PolicySpec) -> None:
+def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
+    modules = [root.get_submodule(fqn) for fqn in fqns]
+    blocks = [module for module in modules if isinstance(module, FSDPModule)]
     for index, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
         if policy.forward_prefetch:
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + policy.forward_prefetch])
         if policy.backward_prefetch:

@@ -26,8 +26,11 @@ __all__ = [
     "LayerPeak",
     "LiveBlock",
     "MemoryAnalysis",
+    "MemoryEstimate",
     "OtherPeak",
     "Peak",
+    "PredictedPeak",
+    "PredictedStep",
     "RankMemory",
     "RankTrace",
     "RunAnalysis",
@@ -45,6 +48,7 @@ MEMORY_SCHEMA = "fsdp2prof.memory/1"
 RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
 CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
+MEMORY_ESTIMATE_SCHEMA = "fsdp2prof.estimate.memory/1"
 
 Severity = Literal["high", "medium", "low", "info"]
 
@@ -487,4 +491,60 @@ class CheckpointEstimate:
     sharded_seconds: float | None
     """Writing the largest shard at the given bandwidth per writer; null without one."""
     full_seconds: float | None
+    assumptions: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedPeak:
+    """The most memory a predicted run holds on one device."""
+
+    reserved_bytes: int
+    """Most bytes the caching allocator takes from the device, like ``torch.cuda.max_memory_reserved``."""
+    active_bytes: int
+    """Most bytes allocated at one instant; the rest of the peak describes that instant."""
+    step: int | None
+    """1 is the first step, without optimizer state before its end; 0 the construction."""
+    phase: str
+    fqn: str | None
+    categories: dict[str, int]
+    """Sums exactly to ``active_bytes``."""
+    by_layer: list[LayerBytes]
+    """Sums exactly to ``active_bytes``."""
+    streams: dict[str, int]
+    """Reserved bytes of each stream's pool when the reserved peak is reached; sums to ``reserved_bytes``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """Peaks of one predicted training step."""
+
+    step: int
+    reserved_bytes: int
+    active_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate:
+    """Result of ``estimate memory``: what one rank's device will hold."""
+
+    schema: str = MEMORY_ESTIMATE_SCHEMA
+    model: dict[str, Any]
+    mesh: dict[str, Any]
+    policy: dict[str, Any]
+    peak: PredictedPeak
+    steps: list[PredictedStep]
+    """The first step and a steady one."""
+    layers: list[LayerPeak]
+    host_bytes: int
+    """Memory of the host that this rank's offloaded parameters, gradients and optimizer state take."""
+    outside_allocator_bytes: dict[str, int]
+    """``low`` and ``high``: context, kernels and communicators, which no allocator counts."""
+    device_total_bytes: int | None
+    """Memory of the device; null unless the hardware was given."""
+    fits: bool | None
+    """Null unless the hardware was given."""
+    headroom_bytes: int | None
+    """Device memory left above the reserved peak and the high end outside the allocator; negative: missing."""
+    advice: list[str]
+    """What to change, when it does not fit."""
     assumptions: list[str]

@@ -1,0 +1,186 @@
+"""``estimate memory``: what a rank's device holds and reserves in a run that has not happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.analyzers.memory_attribution import attribute
+from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
+from fsdp2prof.estimators.execution import Execution, execute
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.reserved import allocator_settings, replay
+from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
+from fsdp2prof.results import MemoryEstimate, PredictedPeak, PredictedStep
+from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
+
+__all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPrediction:
+    """An estimate with the tables behind it, which every memory analysis reads like a recorded rank's."""
+
+    estimate: MemoryEstimate
+    recording: MemoryRecording
+    manifest: RankManifest
+
+
+def estimate_memory(
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
+) -> MemoryEstimate:
+    """Predict the memory of rank 0; ``device_bytes`` is what its device has in total.
+
+    Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
+    """
+    return predict_memory(model, mesh, policy, device_bytes=device_bytes).estimate
+
+
+def predict_memory(
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
+) -> MemoryPrediction:
+    """As :func:`estimate_memory`, and keep the predicted allocations."""
+    execution = execute(model, mesh, policy)
+    recording = replay(execution.recording, allocator_settings(policy.allocator))
+    manifest = RankManifest(
+        state="complete",
+        world_size=mesh.world_size,
+        device=DeviceInfo(type="cuda", name="estimate", total_bytes=device_bytes),
+        tensors=_at_replayed_addresses(execution.tensors, execution.recording, recording),
+        memory_source=recording.source,
+    )
+    estimate = _estimate(execution, recording, manifest, mesh, policy, device_bytes)
+    return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
+
+
+def _estimate(
+    execution: Execution,
+    recording: MemoryRecording,
+    manifest: RankManifest,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    device_bytes: int | None,
+) -> MemoryEstimate:
+    rank = analyze_memory([(0, recording, manifest)]).ranks[0]
+    peak = rank.peak
+    assert peak.reserved_bytes is not None
+    outside = outside_allocator_bytes(mesh, policy)
+    headroom = None if device_bytes is None else device_bytes - peak.reserved_bytes - outside["high"]
+    return MemoryEstimate(
+        model={
+            "name": execution.model.name,
+            "parameters": sum(parameter.numel() for parameter in execution.model.module.parameters()),
+            "blocks": len(execution.model.blocks),
+        },
+        mesh={**asdict(mesh), "world_size": mesh.world_size},
+        policy=asdict(policy),
+        peak=PredictedPeak(
+            reserved_bytes=peak.reserved_bytes,
+            active_bytes=peak.allocated_bytes,
+            step=peak.step,
+            phase=peak.phase,
+            fqn=peak.fqn,
+            categories=peak.categories,
+            by_layer=peak.by_layer,
+            streams=_reserved_by_stream(recording),
+        ),
+        steps=_steps(recording),
+        layers=rank.layers,
+        host_bytes=0,
+        outside_allocator_bytes=outside,
+        device_total_bytes=device_bytes,
+        fits=None if headroom is None else headroom >= 0,
+        headroom_bytes=headroom,
+        advice=[],
+        assumptions=[],
+    )
+
+
+def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:
+    """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
+
+    The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
+    of channels and peers.
+    """
+    communicators = 1 + policy.separate_reduce_scatter_group
+    communicators += sum(size > 1 for size in (mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp))
+    return {"low": (400 + 50 * communicators) << 20, "high": (900 + 400 * communicators) << 20}
+
+
+def _at_replayed_addresses(
+    tensors: Sequence[TensorInfo], before: MemoryRecording, after: MemoryRecording
+) -> list[TensorInfo]:
+    """Move storages known by their address in one recording to their address in its replay."""
+    alive = before.allocations.free_order == NEVER
+    moved = dict(
+        zip(
+            before.allocations.address[alive].tolist(),
+            after.allocations.address[alive].tolist(),
+            strict=True,
+        )
+    )
+    return [
+        TensorInfo(
+            category=tensor.category,
+            fqn=tensor.fqn,
+            name=tensor.name,
+            address=moved[tensor.address],
+            nbytes=tensor.nbytes,
+        )
+        for tensor in tensors
+        if tensor.address in moved
+    ]
+
+
+def _steps(recording: MemoryRecording) -> list[PredictedStep]:
+    active = allocated_totals(recording.allocations, recording.events)
+    reserved = reserved_totals(recording.segments, recording.events)
+    assert reserved is not None
+    found = []
+    for row in range(len(recording.steps)):
+        step = int(recording.steps.step[row])
+        orders = _orders_within(
+            recording.allocations, recording.steps.start_ns[row], recording.steps.end_ns[row]
+        )
+        if step > 0:
+            found.append(
+                PredictedStep(
+                    step=step,
+                    reserved_bytes=int(reserved[orders].max()),
+                    active_bytes=int(active[orders].max()),
+                )
+            )
+    return found
+
+
+def _orders_within(allocations: AllocationTable, start_ns: int, end_ns: int) -> slice:
+    """Orders between the first and the last event of a stretch of host time."""
+    born = (allocations.alloc_ns >= start_ns) & (allocations.alloc_ns < end_ns)
+    orders = allocations.alloc_order[born]
+    return slice(int(orders.min()), int(orders.max()) + 1)
+
+
+def _reserved_by_stream(recording: MemoryRecording) -> dict[str, int]:
+    names = _stream_names(recording)
+    sums: dict[str, int] = {}
+    for stream, size in zip(
+        recording.segments.stream.tolist(), recording.segments.size.tolist(), strict=True
+    ):
+        sums[names[stream]] = sums.get(names[stream], 0) + size
+    return sums
+
+
+def _stream_names(recording: MemoryRecording) -> dict[int, str]:
+    """Name the streams by what FSDP first allocates on them."""
+    allocations = attribute(recording, recording.steps).allocations
+    names = {0: "default"}
+    for stream in np.unique(allocations.stream).tolist()[1:]:
+        activity = allocations.activity[int(np.flatnonzero(allocations.stream == stream)[0])]
+        reduces = "all_reduce" if "reduce_scatter" in names.values() else "reduce_scatter"
+        names[stream] = "all_gather_copy_in" if activity == "all_gather" else reduces
+    return names
