@@ -15,7 +15,7 @@ from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.chrome_trace import peek_rank
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 
-__all__ = ["TraceFile", "TraceSet", "find_traces"]
+__all__ = ["TraceFile", "TraceSet", "find_traces", "rank_in_name"]
 
 _PATTERNS = (("*.pt.trace.json", "*.pt.trace.json.gz"), ("*.json", "*.json.gz"))
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_]?(\d+)", re.IGNORECASE)
@@ -51,7 +51,7 @@ def find_traces(path: str | Path) -> TraceSet:
         return _run_traces(root)
     if root.is_file():
         rank, world_size = peek_rank(root)
-        rank = _rank_in_name(root.name) if rank is None else rank
+        rank = rank_in_name(root.name) if rank is None else rank
         return TraceSet(files=(TraceFile(rank=rank or 0, path=root),), world_size=world_size, warnings=())
     if not root.exists():
         raise TraceError(f"{root}: no such file or folder")
@@ -88,7 +88,7 @@ def _folder_traces(root: Path) -> TraceSet:
     by_rank: dict[int, list[Path]] = defaultdict(list)
     unnamed = []
     for file, (rank, _) in said.items():
-        rank = _rank_in_name(file.relative_to(root).as_posix()) if rank is None else rank
+        rank = rank_in_name(file.relative_to(root).as_posix()) if rank is None else rank
         if rank is None:
             unnamed.append(file)
         else:
@@ -123,7 +123,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def _rank_in_name(name: str) -> int | None:
+def rank_in_name(name: str) -> int | None:
+    """Return the rank that a file's name says (``rank3``, ``worker_3``, ``3.json``), or None."""
     named = _RANK_IN_NAME.findall(name)
     if named:
         return int(named[-1])

@@ -15,11 +15,8 @@ __all__ = ["memory_advice", "trace_advice"]
 _WORTH_NAMING = 0.05
 """Share of a step below which a loss is not worth a sentence."""
 
-_COMMUNICATION_OF_PART = {
-    "exposed_all_gather": "all_gather",
-    "exposed_reduce_scatter": "reduce_scatter",
-    "exposed_all_reduce": "all_reduce",
-}
+_NAMED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
+"""Operations with a part of the breakdown of their own; the others share ``exposed_other_comm``."""
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
@@ -53,9 +50,9 @@ def _losses(analysis: TraceAnalysis) -> list[str]:
 def _worst_layer(analysis: TraceAnalysis, part: str) -> str:
     if part == "idle":
         return ": no compute, copy or communication ran."
-    if part not in _COMMUNICATION_OF_PART:
-        return "."
-    rows = [row for row in layer_rows(analysis) if row.op == _COMMUNICATION_OF_PART[part]]
+    op = part.removeprefix("exposed_")
+    others = part == "exposed_other_comm"
+    rows = [row for row in layer_rows(analysis) if row.op == op or (others and row.op not in _NAMED_OPS)]
     if not rows:
         return "."
     worst = rows[0]

@@ -32,7 +32,7 @@ from fsdp2prof.reporters.memory_grids import (
 from fsdp2prof.reporters.run_grids import rank_grid, run_facts, sharding_grid
 from fsdp2prof.reporters.trace_grids import breakdown_grid, layer_grid, rank_lines, step_numbers
 from fsdp2prof.reporters.wording import printable
-from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunSummary, TraceAnalysis
+from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, RunSummary, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 __all__ = ["render"]
@@ -77,15 +77,13 @@ class _Page:
     sections: Sequence[_Section] = field(default=())
 
 
-def render(
-    *,
-    source: str,
-    run: RunSummary | None = None,
-    trace: TraceAnalysis | None = None,
-    memory: MemoryAnalysis | None = None,
-    warnings: Sequence[str] = (),
-) -> str:
-    """Return the report of whatever is given; ``source`` names it in the title."""
+def render(source: str, analysis: RunAnalysis | TraceAnalysis | MemoryAnalysis) -> str:
+    """Return the report of a run, or of only its trace or memory; ``source`` is its title."""
+    run = analysis.run if isinstance(analysis, RunAnalysis) else None
+    trace = analysis.trace if isinstance(analysis, RunAnalysis) else analysis
+    memory = analysis.memory if isinstance(analysis, RunAnalysis) else analysis
+    trace = trace if isinstance(trace, TraceAnalysis) else None
+    memory = memory if isinstance(memory, MemoryAnalysis) else None
     sections = []
     if trace is not None:
         sections += [_step_section(trace), _communication_section(trace)]
@@ -93,14 +91,15 @@ def render(
         sections.append(_memory_section(memory))
     if run is not None:
         sections.append(_run_section(run))
-    said = [*(run.messages if run else ()), *warnings]
+    parts = [part for part in (trace, memory) if part is not None]
+    said = [*run.messages, *analysis.warnings] if run else []
     page = _Page(
         title=source,
         facts=run_facts(run) if run else {},
         numbers=[*(_trace_numbers(trace) if trace else ()), *(_memory_numbers(memory) if memory else ())],
-        findings=[*(trace.findings if trace else ()), *(memory.findings if memory else ())],
+        findings=[finding for part in parts for finding in part.findings],
         advice=[*(trace_advice(trace) if trace else ()), *(memory_advice(memory) if memory else ())],
-        warnings=[*said, *(trace.warnings if trace else ()), *(memory.warnings if memory else ())],
+        warnings=[*said, *(line for part in parts for line in part.warnings)],
         sections=sections,
     )
     return _fill(page)

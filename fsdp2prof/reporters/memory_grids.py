@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, plural
-from fsdp2prof.reporters.layers import layer_name, natural_key
+from fsdp2prof.reporters.layers import fold_names, layer_name, natural_key
 from fsdp2prof.reporters.wording import CATEGORIES, category_label
 from fsdp2prof.results import MemoryAnalysis, RankMemory
 from fsdp2prof.units import format_bytes, format_frac, format_ns
@@ -26,6 +27,8 @@ __all__ = [
 _RANK_ROWS = 8
 _LAYER_ROWS = 12
 _BLOCK_ROWS = 5
+
+_TORCH_FRAME = re.compile(r"[/\\\\]torch[/\\\\]")
 
 _SOURCES = {
     "cuda_snapshot": "allocator snapshot",
@@ -123,23 +126,28 @@ def matrix_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
     names = [name for name in CATEGORIES if any(row.get(name) for row in cells.values())]
     unit, scale = byte_unit(max(sum(row.values()) for row in cells.values()))
     layers = list(cells)
-    shown = layers if every else layers[:_LAYER_ROWS]
-    rest = layers[len(shown) :]
+    alike = [(fqn, tuple(sorted(cells[fqn].items()))) for fqn in layers]
+    folded = fold_names(alike, every=every)
+    shown = folded if every else folded[:_LAYER_ROWS]
+    rest = [i for _, members in folded[len(shown) :] for i in members]
 
-    def row(label: str, fqns: Sequence[str | None]) -> list[Cell]:
-        sizes = [sum(cells[fqn].get(name, 0) for fqn in fqns) for name in names]
+    def row(label: str, members: Sequence[int]) -> list[Cell]:
+        sizes = [sum(cells[layers[i]].get(name, 0) for i in members) for name in names]
         return [label, *(_in(scale, size) for size in (sum(sizes), *sizes))]
 
     return Grid(
         title="The same by layer",
-        note=unit,
+        note=unit if every else f"{unit}; layers that are alike share a row, summed",
         columns=[
             Col("layer", "name"),
             Col("all", "number"),
             *(Col(_SHORT_CATEGORIES[name], "number") for name in names),
         ],
-        rows=[row(_layer(fqn), [fqn]) for fqn in shown],
-        totals=[*([row(plural(len(rest), "more layer"), rest)] if rest else []), row("all", layers)],
+        rows=[row(_layer(None) if layers[members[0]] is None else name, members) for name, members in shown],
+        totals=[
+            *([row(plural(len(rest), "more layer"), rest)] if rest else []),
+            row("all", range(len(layers))),
+        ],
     )
 
 
@@ -188,7 +196,7 @@ def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
                 category_label(block.category),
                 _layer(block.fqn),
                 block.phase,
-                "before" if block.step is None else str(block.step),
+                "-" if block.step is None else str(block.step),
                 "-" if block.age_ns is None else format_ns(block.age_ns),
                 block.op or "-",
                 *([_place(block.stack)] if with_place else []),
@@ -200,9 +208,10 @@ def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
 
 
 def _place(stack: Sequence[str]) -> str:
-    """Innermost frame outside torch: the line of the model or script that asked for the memory."""
-    own = (frame for frame in stack if "/torch/" not in frame and "\\torch\\" not in frame)
-    return next(own, stack[0] if stack else "-")
+    """Innermost Python frame outside torch: the line of the model or script that asked for the memory."""
+    python = [frame for frame in stack if ".py" in frame]
+    own = (frame for frame in python if not _TORCH_FRAME.search(frame))
+    return next(own, python[0] if python else "-")
 
 
 def fact_grids(rank: RankMemory) -> list[Grid]:

@@ -18,7 +18,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "exposed_all_gather": ("exposed all-gather", "#e45756"),
     "exposed_reduce_scatter": ("exposed reduce-scatter", "#f58518"),
     "exposed_all_reduce": ("exposed all-reduce", "#eeca3b"),
-    "exposed_other_comm": ("exposed other comm.", "#b279a2"),
+    "exposed_other_comm": ("exposed other communication", "#b279a2"),
     "exposed_memcpy": ("exposed memcpy", "#9d755d"),
     "idle": ("idle", "#d3d3d3"),
 }

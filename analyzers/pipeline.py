@@ -1,0 +1,181 @@
+"""From a path to an analysis: find the files of each rank, read them, analyse them, put ranks together.
+
+A rank whose file cannot be read does not stop the others: it becomes a warning. Large traces are analysed in
+processes of their own, one rank each; the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from fsdp2prof.analyzers.memory import RankRecording, analyze_memory
+from fsdp2prof.analyzers.run_summary import summarize_run
+from fsdp2prof.analyzers.steps import Window
+from fsdp2prof.analyzers.trace import RankAnalysis, analyze_rank, merge
+from fsdp2prof.errors import InputError, SnapshotError, TraceError
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.memory_files import MemoryFile, find_memory, is_memory_file
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.readers.processes import map_in_processes, usable_cores
+from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_directory, open_run
+from fsdp2prof.readers.trace_files import TraceFile, find_traces
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+
+__all__ = ["analyze_any_path", "analyze_memory_path", "analyze_run_path", "analyze_trace_path"]
+
+_BYTES_WORTH_A_PROCESS = {True: 1 << 20, False: 12 << 20}
+"""Trace size (compressed or not) whose analysis takes about as long as starting a process."""
+
+_File = TypeVar("_File", TraceFile, MemoryFile, RankRecord)
+
+
+def analyze_trace_path(
+    path: str | Path,
+    *,
+    window: Window = "steps",
+    ranks: Collection[int] | None = None,
+    workers: int | None = None,
+) -> TraceAnalysis:
+    """Analyse the traces of a file, a folder or a run; ``ranks`` selects some of them.
+
+    ``workers`` is the number of processes, by default what the files are worth. Raises ``TraceError`` when no
+    trace can be read, ``RunDirectoryError`` for a run that cannot.
+    """
+    found = find_traces(path)
+    manifests = _manifests(path)
+    files = _selected(found.files, ranks, path)
+    jobs = [_TraceJob(file, manifests.get(file.rank), window) for file in files]
+    workers = _workers(files) if workers is None else workers
+    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
+    analyses = [outcome for outcome in outcomes if isinstance(outcome, RankAnalysis)]
+    unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if not analyses:
+        raise TraceError(unreadable[0])
+    result = merge(analyses)
+    return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
+
+
+def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = None) -> MemoryAnalysis:
+    """Analyse the memory recordings of a file, a folder or a run; ``ranks`` selects some of them.
+
+    Raises ``SnapshotError`` when no recording can be read, ``RunDirectoryError`` for a run that cannot.
+    """
+    found = find_memory(path)
+    manifests = _manifests(path)
+    recordings: list[RankRecording] = []
+    unreadable: list[str] = []
+    for file in _selected(found.files, ranks, path):
+        try:
+            recordings += [(file.rank, one, manifests.get(file.rank)) for one in read_memory(file.path)]
+        except SnapshotError as error:
+            unreadable.append(str(error))
+    if not recordings:
+        raise SnapshotError(unreadable[0])
+    result = analyze_memory(recordings)
+    return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
+
+
+def analyze_run_path(
+    path: str | Path,
+    *,
+    window: Window = "steps",
+    ranks: Collection[int] | None = None,
+    workers: int | None = None,
+) -> RunAnalysis:
+    """Summarize a run directory and analyse its traces and memory; what was not captured is null.
+
+    Raises ``RunDirectoryError`` for a run that cannot be read.
+    """
+    run = open_run(path)
+    _selected(run.ranks, ranks, path)
+    trace: TraceAnalysis | None = None
+    memory: MemoryAnalysis | None = None
+    warnings: list[str] = []
+    if _has(run, "trace", ranks):
+        try:
+            trace = analyze_trace_path(path, window=window, ranks=ranks, workers=workers)
+        except TraceError as error:
+            warnings.append(str(error))
+    if _has(run, "memory", ranks):
+        try:
+            memory = analyze_memory_path(path, ranks=ranks)
+        except SnapshotError as error:
+            warnings.append(str(error))
+    said = set(run.messages)
+    return RunAnalysis(
+        run=summarize_run(run),
+        trace=trace and replace(trace, warnings=[line for line in trace.warnings if line not in said]),
+        memory=memory and replace(memory, warnings=[line for line in memory.warnings if line not in said]),
+        warnings=warnings,
+    )
+
+
+def analyze_any_path(path: str | Path) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
+    """Analyse whatever is at ``path``: a run, traces, or memory recordings.
+
+    Raises the errors of the three.
+    """
+    path = Path(path)
+    if is_run_directory(path) or not path.exists():
+        return analyze_run_path(path)
+    if _holds_memory(path):
+        return analyze_memory_path(path)
+    return analyze_trace_path(path)
+
+
+@dataclass(frozen=True, slots=True)
+class _TraceJob:
+    """One rank's trace to analyse, picklable."""
+
+    file: TraceFile
+    manifest: RankManifest | None
+    window: Window
+
+
+def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
+    """Analyse one rank; a file that cannot be read gives its error's message."""
+    try:
+        trace = read_trace(job.file.path, rank=job.file.rank)
+    except TraceError as error:
+        return str(error)
+    return analyze_rank(trace, job.manifest, window=job.window, default_rank=job.file.rank)
+
+
+def _workers(files: Sequence[TraceFile]) -> int:
+    sizes = [(file.path.stat().st_size, file.path.suffix == ".gz") for file in files]
+    worth = sum(size / _BYTES_WORTH_A_PROCESS[compressed] for size, compressed in sizes)
+    return min(len(files), usable_cores(), int(worth))
+
+
+def _manifests(path: str | Path) -> dict[int, RankManifest]:
+    if not is_run_directory(Path(path)):
+        return {}
+    return {record.rank: record.manifest for record in open_run(path).ranks if record.manifest is not None}
+
+
+def _selected(files: Sequence[_File], ranks: Collection[int] | None, path: str | Path) -> Sequence[_File]:
+    chosen = [file for file in files if ranks is None or file.rank in ranks]
+    if not chosen:
+        here = _listed({file.rank for file in files})
+        raise InputError(f"{path}: none of the chosen ranks is here; it has {here}")
+    return chosen
+
+
+def _listed(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _holds_memory(path: Path) -> bool:
+    """Whether a file is a memory recording by its name, or a folder holds such files and no traces."""
+    if path.is_dir():
+        return any(map(is_memory_file, path.iterdir())) and not any(path.glob("*.json*"))
+    return is_memory_file(path)
+
+
+def _has(run: RunDirectory, what: str, ranks: Collection[int] | None) -> bool:
+    return any(getattr(r, what) is not None for r in run.ranks if ranks is None or r.rank in ranks)

@@ -1,0 +1,230 @@
+"""``fsdp2prof analyze trace|memory|run``: read what a run left, analyse it, print or write the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fsdp2prof.commands.options import Output, numbers_option, output_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fsdp2prof.analyzers.steps import Window
+    from fsdp2prof.analyzers.thresholds import Condition
+    from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+
+__all__ = ["analyze"]
+
+_path = click.argument("path", type=click.Path(path_type=Path))
+_ranks = numbers_option("--ranks", "Ranks to analyse")
+_window = click.option(
+    "--window",
+    type=click.Choice(["steps", "trace"]),
+    default="steps",
+    show_default=True,
+    help="Analyse each training step, or the whole trace as one.",
+)
+_jobs = click.option(
+    "-j",
+    "--jobs",
+    "workers",
+    type=click.IntRange(min=1),
+    help="Processes that share the ranks; by default what their size is worth.",
+)
+_fail_on = click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with code 3 if this holds on any rank, for example 'exposed_frac>0.2'. May be repeated.",
+)
+_verbose = click.option("-v", "--verbose", is_flag=True, help="Every rank, step and layer, nothing folded.")
+
+
+@click.group()
+def analyze() -> None:
+    """Analyse a run directory, traces or memory snapshots."""
+
+
+@analyze.command()
+@_path
+@_window
+@_ranks
+@_jobs
+@_fail_on
+@_verbose
+@output_options("text", "json", "csv", "html")
+@click.option(
+    "--table",
+    type=click.Choice(["groups", "steps"]),
+    default="groups",
+    show_default=True,
+    help="Which table CSV output holds: collectives by layer, or step breakdowns.",
+)
+def trace(
+    path: Path,
+    *,
+    window: Window,
+    ranks: frozenset[int] | None,
+    workers: int | None,
+    fail_on: Sequence[str],
+    verbose: bool,
+    table: str,
+    output: Output,
+) -> None:
+    """Where the step goes, and which communication of which layer is exposed.
+
+    PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
+    """
+    conditions = _parse(fail_on)
+    with output.progress(f"analysing the traces of {path}"):
+        from fsdp2prof.analyzers.pipeline import analyze_trace_path
+
+        analysis = analyze_trace_path(path, window=window, ranks=ranks, workers=workers)
+
+    def view() -> RenderableType:
+        from fsdp2prof.reporters.advice import trace_advice
+        from fsdp2prof.reporters.terminal import trace_view
+
+        return trace_view(analysis, advice=[*trace_advice(analysis), _hint(path)], every=verbose)
+
+    def csv() -> str:
+        from fsdp2prof.reporters.csvreport import render_trace
+
+        return render_trace(analysis, table)
+
+    _write(output, path, analysis, view=view, csv=csv)
+    _check(conditions, analysis)
+
+
+@analyze.command()
+@_path
+@_ranks
+@_fail_on
+@_verbose
+@output_options("text", "json", "csv", "html")
+@click.option(
+    "--table",
+    type=click.Choice(["peak", "layers"]),
+    default="peak",
+    show_default=True,
+    help="Which table CSV output holds: what is alive at the peak, or each layer's own peak.",
+)
+def memory(
+    path: Path,
+    *,
+    ranks: frozenset[int] | None,
+    fail_on: Sequence[str],
+    verbose: bool,
+    table: str,
+    output: Output,
+) -> None:
+    """What fills the device at the peak, by layer, phase and kind of tensor.
+
+    PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
+    """
+    conditions = _parse(fail_on)
+    with output.progress(f"analysing the memory of {path}"):
+        from fsdp2prof.analyzers.pipeline import analyze_memory_path
+
+        analysis = analyze_memory_path(path, ranks=ranks)
+
+    def view() -> RenderableType:
+        from fsdp2prof.reporters.advice import memory_advice
+        from fsdp2prof.reporters.terminal import memory_view
+
+        return memory_view(analysis, advice=[*memory_advice(analysis), _hint(path)], every=verbose)
+
+    def csv() -> str:
+        from fsdp2prof.reporters.csvreport import render_memory
+
+        return render_memory(analysis, table)
+
+    _write(output, path, analysis, view=view, csv=csv)
+    _check(conditions, analysis)
+
+
+@analyze.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@_window
+@_ranks
+@_jobs
+@_fail_on
+@_verbose
+@output_options("text", "json", "html")
+def run(
+    run: Path,
+    *,
+    window: Window,
+    ranks: frozenset[int] | None,
+    workers: int | None,
+    fail_on: Sequence[str],
+    verbose: bool,
+    output: Output,
+) -> None:
+    """What was run and how it ended, then its traces and its memory.
+
+    RUN is the folder that `fsdp2prof record -o RUN` wrote.
+    """
+    conditions = _parse(fail_on)
+    with output.progress(f"analysing {run}"):
+        from fsdp2prof.analyzers.pipeline import analyze_run_path
+
+        analysis = analyze_run_path(run, window=window, ranks=ranks, workers=workers)
+
+    def view() -> RenderableType:
+        from fsdp2prof.reporters.advice import memory_advice, trace_advice
+        from fsdp2prof.reporters.terminal import run_view
+
+        advice = trace_advice(analysis.trace) if analysis.trace else []
+        advice += memory_advice(analysis.memory) if analysis.memory else []
+        return run_view(analysis, advice=[*advice, _hint(run)], every=verbose)
+
+    _write(output, run, analysis, view=view)
+    _check(conditions, analysis)
+
+
+def _write(
+    output: Output,
+    path: Path,
+    analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis,
+    *,
+    view: Callable[[], RenderableType],
+    csv: Callable[[], str] | None = None,
+) -> None:
+    if output.format == "json":
+        from fsdp2prof.reporters import jsonreport
+
+        output.write(jsonreport.render(analysis))
+    elif output.format == "html":
+        from fsdp2prof.reporters import html
+
+        output.write(html.render(str(path), analysis))
+    elif csv is not None and output.format == "csv":
+        output.write(csv())
+    else:
+        from fsdp2prof.reporters.terminal import render
+
+        output.write(render(view(), to_terminal=output.to_terminal))
+
+
+def _hint(path: Path) -> str:
+    return f"fsdp2prof report {path} -o report.html  shows all of this as charts."
+
+
+def _parse(conditions: Sequence[str]) -> list[Condition]:
+    from fsdp2prof.analyzers.thresholds import parse
+
+    return [parse(text) for text in conditions]
+
+
+def _check(conditions: Sequence[Condition], analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis) -> None:
+    from fsdp2prof.analyzers.thresholds import check
+    from fsdp2prof.errors import ThresholdError
+
+    failures = check(conditions, analysis)
+    if failures:
+        raise ThresholdError("; ".join(map(str, failures)))
