@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 Reshard = Literal["default", "torchtitan", "always", "never"] | int
-"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: as
-``always``, but the last block keeps its parameters. An integer reshards to that many ranks."""
+"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: the last
+block keeps them too. An integer reshards to that many ranks."""
 
 Sync = Literal["last", "each"]
 OptimizerImpl = Literal["foreach", "fused", "for-loop"]

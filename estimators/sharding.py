@@ -205,7 +205,7 @@ def _unit_reshard(policy: PolicySpec, is_last_block: bool) -> bool | int | None:
 def _root_reshard(policy: PolicySpec) -> bool | int | None:
     if policy.reshard_root is not None:
         return policy.reshard_root
-    return True if policy.reshard == "torchtitan" else _unit_reshard(policy, is_last_block=False)
+    return False if policy.reshard == "torchtitan" else _unit_reshard(policy, is_last_block=False)
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
