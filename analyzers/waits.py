@@ -14,9 +14,12 @@ import numpy as np
 from fsdp2prof.analyzers.accounting import WorkTable
 from fsdp2prof.analyzers.collectives import Collectives
 from fsdp2prof.analyzers.phases import find_rows, parse_label
-from fsdp2prof.tables import NEVER, IntArray, PhaseTable, Table, Trace
+from fsdp2prof.tables import NEVER, CollectiveTable, IntArray, PhaseTable, Table, Trace
 
 __all__ = ["WaitTable", "charging_order", "compute_stream", "find_waits"]
+
+
+_NOTHING_HELD = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +52,11 @@ def find_waits(trace: Trace, phases: PhaseTable, work: WorkTable, collectives: C
     queue = work.take((work.stream == stream) & (work.launch_ns >= 0))
     queue = queue.take(np.argsort(queue.launch_ns, kind="stable"))
     on_device = len(collectives.activity) > 0
-    wait = _device_waits(trace, phases, collectives) if on_device else _host_waits(phases, queue, collectives)
-    return _measure(queue, collectives, wait, on_device)
+    if not on_device:
+        return _measure(queue, collectives, _host_waits(phases, queue, collectives), _NOTHING_HELD, on_device)
+    calls = _WaitCalls(trace, phases)
+    held = _held(phases, work.take(work.stream != stream), calls)
+    return _measure(queue, collectives, _device_waits(phases, collectives, calls), held, on_device)
 
 
 def charging_order(collectives: Collectives, waits: WaitTable) -> IntArray:
@@ -73,11 +79,25 @@ def charging_order(collectives: Collectives, waits: WaitTable) -> IntArray:
     return rank
 
 
-def _device_waits(trace: Trace, phases: PhaseTable, collectives: Collectives) -> IntArray:
+def _held(phases: PhaseTable, aside: WorkTable, calls: _WaitCalls) -> tuple[IntArray, IntArray]:
+    """Return how long each final wait holds the compute stream for copies that follow the reductions.
+
+    Host times of the waits, and the latest end so far of FSDP's casts and copies on its own streams.
+    """
+    in_reduce = aside.is_fsdp & (aside.phase_row >= 0)
+    aside = aside.take(in_reduce)
+    aside = aside.take(phases.activity.equals("reduce")[aside.phase_row])
+    callback = calls.final_after(aside.launch_ns)
+    end, callback = aside.end_ns[callback >= 0], callback[callback >= 0]
+    order = np.argsort(callback, kind="stable")
+    told = calls.final_call(callback[order], np.zeros(len(order), dtype=np.int64))
+    return told, np.maximum.accumulate(end[order])
+
+
+def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCalls) -> IntArray:
     """Host time at which the wait for each collective was enqueued; -1 where none is known."""
     table, issue = collectives.table, collectives.table.issue_ns
     wait = np.full(len(table), -1, dtype=np.int64)
-    calls = _WaitCalls(trace, phases)
     known = issue >= 0
     copy_out = phases.activity.equals("copy_out")
     for code, fqn in enumerate(table.fqn.values):
@@ -100,8 +120,24 @@ def _device_waits(trace: Trace, phases: PhaseTable, collectives: Collectives) ->
     sooner = (early >= 0) & ((last < 0) | (early < last))
     left = np.flatnonzero(~sooner & (last >= 0))
     wait[reductions[sooner]] = early[sooner]
-    wait[reductions[left]] = calls.final_calls(last[left], table.end_ns[reductions[left]])
+    wait[reductions[left]] = calls.final_call(last[left], np.zeros(len(left), dtype=np.int64))
+    _strays(table, calls, wait, last[left])
     return wait
+
+
+def _strays(table: CollectiveTable, calls: _WaitCalls, wait: IntArray, reduced: IntArray) -> None:
+    """Correct the waits for all-gathers that nobody used: the final callback waits for them, one call each.
+
+    ``reduced`` are the callbacks that wait for reductions first.
+    """
+    gathers = np.flatnonzero((table.issue_ns >= 0) & table.op.equals("all_gather") & (table.fqn.codes >= 0))
+    final = calls.final_after(table.issue_ns[gathers])
+    stray = (final >= 0) & ((wait[gathers] < 0) | (final < wait[gathers]))
+    gathers, final = gathers[stray], final[stray]
+    order = np.lexsort((table.end_ns[gathers], final))
+    gathers, final = gathers[order], final[order]
+    nth = np.arange(len(final)) - np.searchsorted(final, final)
+    wait[gathers] = calls.final_call(final, nth + np.isin(final, reduced))
 
 
 class _WaitCalls:
@@ -150,17 +186,13 @@ class _WaitCalls:
         found: IntArray = ends[np.searchsorted(self._callback_end, after, side="right")]
         return found
 
-    def final_calls(self, callback_end: IntArray, ends: IntArray) -> IntArray:
-        """Return, per collective left to a final callback, its call there: in the order they end."""
-        result = callback_end.copy()
-        for end in np.unique(callback_end):
-            begin = self._callback_start[np.searchsorted(self._callback_end, end)]
-            calls = self._final[(self._final > begin) & (self._final <= end)]
-            mine = np.flatnonzero(callback_end == end)
-            mine = mine[np.argsort(ends[mine], kind="stable")]
-            if len(calls):
-                result[mine] = calls[np.minimum(np.arange(len(mine)), len(calls) - 1)]
-        return result
+    def final_call(self, callback_end: IntArray, nth: IntArray) -> IntArray:
+        """Return the n-th call in each final callback (its last, if it has fewer); its end without calls."""
+        begin = self._callback_start[np.searchsorted(self._callback_end, callback_end)]
+        first = np.searchsorted(self._final, begin, side="right")
+        last = np.searchsorted(self._final, callback_end, side="right") - 1
+        chosen = np.append(self._final, -1)[np.minimum(first + nth, last)]
+        return np.where(last >= first, chosen, callback_end)
 
 
 def _host_waits(phases: PhaseTable, queue: WorkTable, collectives: Collectives) -> IntArray:
@@ -187,7 +219,13 @@ def _host_waits(phases: PhaseTable, queue: WorkTable, collectives: Collectives) 
     return wait
 
 
-def _measure(queue: WorkTable, collectives: Collectives, wait: IntArray, on_device: bool) -> WaitTable:
+def _measure(
+    queue: WorkTable,
+    collectives: Collectives,
+    wait: IntArray,
+    held: tuple[IntArray, IntArray],
+    on_device: bool,
+) -> WaitTable:
     """Turn waits into needs and stalls; the queue is the compute stream's work in launch order."""
     table = collectives.table
     known = np.flatnonzero(wait >= 0)
@@ -197,6 +235,8 @@ def _measure(queue: WorkTable, collectives: Collectives, wait: IntArray, on_devi
     earlier = np.concatenate([[-1], np.maximum.accumulate(table.end_ns[known])[:-1]])[: len(known)]
     told = wait[known] if on_device else table.issue_ns[known]
     need = np.maximum(np.maximum(done[position], told), earlier if on_device else -1)
+    until = np.concatenate([[-1], held[1]])[np.searchsorted(held[0], wait[known], side="left")]
+    need = np.maximum(need, until)
     resumes = np.append(queue.start_ns, -1)[position]
     limit = np.where(resumes >= 0, np.minimum(resumes, table.end_ns[known]), table.end_ns[known])
     columns = {name: np.full(len(table), -1, dtype=np.int64) for name in ("needed", "resumed", "stall")}
