@@ -91,7 +91,8 @@ def analyze_run_path(
     Raises ``RunDirectoryError`` for a run that cannot be read.
     """
     run = open_run(path)
-    _selected(run.ranks, ranks, path)
+    if ranks is not None:
+        _selected(run.ranks, ranks, path)
     trace: TraceAnalysis | None = None
     memory: MemoryAnalysis | None = None
     warnings: list[str] = []

@@ -49,7 +49,7 @@ def analyze() -> None:
     """Analyse a run directory, traces or memory snapshots."""
 
 
-@analyze.command()
+@analyze.command(short_help="Step breakdown, exposed communication by layer.")
 @_path
 @_window
 @_ranks
@@ -100,7 +100,7 @@ def trace(
     _check(conditions, analysis)
 
 
-@analyze.command()
+@analyze.command(short_help="Peak memory by layer, phase and kind.")
 @_path
 @_ranks
 @_fail_on
@@ -147,7 +147,7 @@ def memory(
     _check(conditions, analysis)
 
 
-@analyze.command()
+@analyze.command(short_help="A whole run: what was run, trace, memory.")
 @click.argument("run", type=click.Path(path_type=Path))
 @_window
 @_ranks

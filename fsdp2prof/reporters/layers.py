@@ -95,7 +95,9 @@ def fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
     return _worst_first(folded)
 
 
-def fold_names(items: Sequence[tuple[str, Hashable]], *, every: bool = False) -> list[tuple[str, list[int]]]:
+def fold_names(
+    items: Sequence[tuple[str | None, Hashable]], *, every: bool = False
+) -> list[tuple[str, list[int]]]:
     """Fold names that differ in one number and share a key: (name for people, rows), in order of appearance.
 
     ``every`` leaves each item on its own.

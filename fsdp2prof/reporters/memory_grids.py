@@ -27,8 +27,9 @@ __all__ = [
 _RANK_ROWS = 8
 _LAYER_ROWS = 12
 _BLOCK_ROWS = 5
+_PATH_PARTS = 2
 
-_TORCH_FRAME = re.compile(r"[/\\\\]torch[/\\\\]")
+_TORCH_FRAME = re.compile(r"[/\\]torch[/\\]")
 
 _SOURCES = {
     "cuda_snapshot": "allocator snapshot",
@@ -211,7 +212,8 @@ def _place(stack: Sequence[str]) -> str:
     """Innermost Python frame outside torch: the line of the model or script that asked for the memory."""
     python = [frame for frame in stack if ".py" in frame]
     own = (frame for frame in python if not _TORCH_FRAME.search(frame))
-    return next(own, python[0] if python else "-")
+    frame = next(own, python[0] if python else "-")
+    return "/".join(re.split(r"[/\\]", frame)[-_PATH_PARTS:])
 
 
 def fact_grids(rank: RankMemory) -> list[Grid]:
