@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Attribution",
+    "BandwidthRow",
     "BreakdownNs",
     "CheckpointEstimate",
     "CommEstimate",
@@ -22,6 +23,7 @@ __all__ = [
     "CrossRankGroup",
     "Finding",
     "GroupRow",
+    "LateCause",
     "LayerBytes",
     "LayerPeak",
     "LiveBlock",
@@ -31,6 +33,7 @@ __all__ = [
     "Peak",
     "PredictedPeak",
     "PredictedStep",
+    "PrefetchRow",
     "RankMemory",
     "RankTrace",
     "RunAnalysis",
@@ -40,6 +43,7 @@ __all__ = [
     "StepBreakdown",
     "StepTime",
     "Straggler",
+    "Throughput",
     "TraceAnalysis",
 ]
 
@@ -88,6 +92,14 @@ class StepBreakdown:
     breakdown_ns: BreakdownNs
     start_ns: int
     """On the trace's own clock."""
+    idle_ns: dict[str, int] = field(default_factory=dict)
+    """Why nothing ran: cause -> time; sums to ``breakdown_ns.idle``. ``host_bound`` (nothing was launched in
+    time), ``device_sync`` and ``memcpy`` (the host had been waiting for the device, or for a copy),
+    ``communication`` (the caller was blocked while no transfer ran), ``queued`` (launched, not yet started),
+    ``profiler``, ``unknown`` (its launch is not in the file)."""
+    flops: int | None = None
+    """Floating-point operations of matrix products, convolutions and attention, recomputation included;
+    null without recorded shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +111,20 @@ class Communication:
     exposed_ns: int
     overlap_frac: float | None
     """1 - exposed / total; null where there is no communication."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Speed of one rank's training; null is unknown."""
+
+    step_ns: int
+    """Median duration of its steps."""
+    tokens_per_s: float | None
+    """Tokens of a step, all ranks together, over its duration."""
+    flops_per_s: float | None
+    """This rank's recorded operations over their steps' durations."""
+    mfu: float | None
+    """``flops_per_s`` over the device's peak; recomputed operations count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +140,7 @@ class RankTrace:
     """File it came from."""
     state: str | None = None
     """The recorder's word on this rank: complete, partial, crashed; null for foreign traces."""
+    throughput: Throughput | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +166,56 @@ class GroupRow:
     algbw_bytes_per_s: float | None
     busbw_bytes_per_s: float | None
     group_size: int | None = None
+
+
+LateCause = Literal["launch", "communicator", "stream", "transfer", "peer"]
+"""Why a collective came late: the host launched it late; it queued behind another one of its process group,
+or behind other work of its stream; its transfer was slower than the median of its kind; a peer came late."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefetchRow:
+    """One all-gather or reduce-scatter that the compute stream waits for: was it there in time?"""
+
+    rank: int
+    step: int
+    fqn: str | None
+    phase: str
+    op: str
+    process_group: str | None
+    issued_before_ns: int
+    """From its launch to when it was needed; negative if it was needed before it was launched."""
+    finished_before_ns: int
+    """From its end to when it was needed; negative if it came late."""
+    stall_ns: int
+    """How long the compute stream waited for it."""
+    late_ns: dict[LateCause, int]
+    """The stall by cause; sums to it."""
+    cause: LateCause | None
+    """The largest of them; null if it was in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandwidthRow:
+    """Rates of all collectives of one (op, process group, dtype, payload), over steps and ranks."""
+
+    op: str
+    process_group: str | None
+    mesh_dim: str | None
+    group_size: int | None
+    dtype: str | None
+    payload_bytes: int
+    count: int
+    algbw_bytes_per_s: float
+    """Median of payload over duration."""
+    busbw_bytes_per_s: float | None
+    """Median of wire bytes over transfer: without the wait for the last rank, where ranks were compared."""
+    best_busbw_bytes_per_s: float | None
+    """Best single one of this row."""
+    of_best_frac: float | None
+    """The median over the best busbw of this op in this process group, at any size."""
+    of_peak_frac: float | None = None
+    """The median over the hardware's peak, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +306,8 @@ class TraceAnalysis:
     cross_rank: CrossRank
     findings: list[Finding]
     warnings: list[str]
+    prefetch: list[PrefetchRow] = field(default_factory=list)
+    bandwidth: list[BandwidthRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
