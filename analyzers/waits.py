@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.accounting import WorkTable
 from fsdp2prof.analyzers.collectives import Collectives
-from fsdp2prof.analyzers.phases import find_rows, parse_label
+from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.tables import NEVER, CollectiveTable, IntArray, PhaseTable, Table, Trace
 
 __all__ = ["WaitTable", "charging_order", "compute_stream", "find_waits"]
@@ -146,23 +146,15 @@ class _WaitCalls:
     def __init__(self, trace: Trace, phases: PhaseTable) -> None:
         events = trace.events
         self._phases = phases
-        self.rows = np.flatnonzero(events.name.matches(lambda name: "StreamWaitEvent" in name))
-        self.rows = self.rows[events.thread[self.rows] >= 0]
-        self.end = events.end_ns[self.rows]
-        self.phase_row = find_rows(phases, events.thread[self.rows], events.start_ns[self.rows])
-        final = (self.phase_row >= 0) & phases.activity.equals("final_wait")[self.phase_row]
-        self._final = np.sort(self.end[final])
-        names = trace.labels.name
-        callback = names.matches(
-            lambda name: (label := parse_label(name)) is not None and label.activity == "final_wait"
+        calls = np.flatnonzero(
+            events.name.matches(lambda name: "StreamWaitEvent" in name) & (events.thread >= 0)
         )
-        self._callback_start = np.sort(trace.labels.start_ns[callback])
-        self._callback_end = np.sort(trace.labels.end_ns[callback])
-        if len(self.rows):
-            waits = np.searchsorted(self._final, self._callback_end) > np.searchsorted(
-                self._final, self._callback_start
-            )
-            self._callback_start, self._callback_end = self._callback_start[waits], self._callback_end[waits]
+        self._end = events.end_ns[calls]
+        self._phase_row = find_rows(phases, events.thread[calls], events.start_ns[calls])
+        if len(calls):
+            self._final = np.sort(self._end[phases.activity.lookup(self._phase_row).equals("final_wait")])
+        else:
+            self._final = np.sort(phases.end_ns[phases.activity.equals("final_wait")])
 
     def first_in(self, labels: IntArray, after: IntArray) -> IntArray:
         """Return the first call in the first label (phase row) that begins after each time; -1 if none does.
@@ -175,24 +167,16 @@ class _WaitCalls:
         order = np.argsort(start, kind="stable")
         labels, start = labels[order], start[order]
         called = np.full(len(self._phases) + 1, NEVER, dtype=np.int64)
-        np.minimum.at(called, self.phase_row, self.end)
-        at = np.where(called[labels] < NEVER, called[labels], start)
-        calls: IntArray = np.append(at, -1)
-        return calls[np.searchsorted(start, after, side="left")]
-
-    def final_after(self, after: IntArray) -> IntArray:
-        """Return the end of the first final callback that waits and ends after each time; -1 if none does."""
-        ends: IntArray = np.append(self._callback_end, -1)
-        found: IntArray = ends[np.searchsorted(self._callback_end, after, side="right")]
+        np.minimum.at(called, self._phase_row, self._end)
+        at = np.append(np.where(called[labels] < NEVER, called[labels], start), -1)
+        found: IntArray = at[np.searchsorted(start, after, side="left")]
         return found
 
-    def final_call(self, callback_end: IntArray, nth: IntArray) -> IntArray:
-        """Return the n-th call in each final callback (its last, if it has fewer); its end without calls."""
-        begin = self._callback_start[np.searchsorted(self._callback_end, callback_end)]
-        first = np.searchsorted(self._final, begin, side="right")
-        last = np.searchsorted(self._final, callback_end, side="right") - 1
-        chosen = np.append(self._final, -1)[np.minimum(first + nth, last)]
-        return np.where(last >= first, chosen, callback_end)
+    def final_after(self, after: IntArray) -> IntArray:
+        """Return the first call of a root's final callback after each time; -1 if there is none."""
+        final: IntArray = np.append(self._final, -1)
+        found: IntArray = final[np.searchsorted(self._final, after, side="right")]
+        return found
 
 
 def _host_waits(phases: PhaseTable, queue: WorkTable, collectives: Collectives) -> IntArray:
