@@ -27,7 +27,7 @@ import numpy as np
 from fsdp2prof.analyzers.memory_attribution import Attributed
 from fsdp2prof.analyzers.phases import qualified_fqn
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import CATEGORIES, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.tables import CATEGORIES, GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
 
 __all__ = ["categorize"]
 
@@ -105,17 +105,23 @@ def _fsdp_rules(rules: _Rules, attributed: Attributed, end_ns: int) -> None:
     rules.put("all_gather_buffer", doing["all_gather"])
     rules.put("temporary", doing["copy_out"] & at_once)
     rules.put("unsharded_parameter", doing["copy_out"] | doing["reshard"])
-    backward_end = _next_time(
-        phases.end_ns[phases.activity.equals("final_wait")], allocations.alloc_ns, end_ns
+    # FSDP drops its last buffers right after the backward; what lives on into other work is a gradient.
+    backward = allocations.phase.equals("backward")
+    begins = phases.start_ns[phases.phase.matches(lambda name: name in ("forward", "optimizer"))]
+    known = allocations.alloc_order >= 0
+    kept = _outlives(allocations, known & ~backward) | (
+        allocations.free_ns >= _next_time(begins, allocations.alloc_ns, end_ns)
     )
-    kept = allocations.free_ns > backward_end
-    # Cut short in the backward: the reduce-scatter's input came first in its range, the gradient last.
-    cut_short = (allocations.free_order == NEVER) & (backward_end >= end_ns)
+    # Where the history ends inside the backward nothing has had the time to live on. Then the gradient is
+    # what came last in its range, after the reduce-scatter's input.
+    done = _next_time(phases.end_ns[phases.activity.equals("final_wait")], allocations.alloc_ns, NEVER)
+    cut_short = (allocations.free_order == NEVER) & (done == NEVER)
+    backend = allocations.op.matches(lambda name: name.startswith(GIVEN))  # gloo frees when it likes
+    rules.put("reduce_scatter_buffer", doing["reduce"] & backend)
     rules.put("sharded_gradient", doing["reduce"] & np.where(cut_short, _last_of_row(attributed), kept))
     rules.put("reduce_scatter_buffer", doing["reduce"])
     rules.put("unsharded_gradient", doing["accumulate"])
     rules.put("input", doing["inputs_to_device"])
-    backward = allocations.phase.equals("backward")
     rules.put("activation", backward & attributed.recomputed)
     reduced = attributed.freed_in(("reduce", "accumulate", "reshard"))
     rules.put("unsharded_gradient", backward & (reduced | (kept & ~cut_short)) & (attributed.alloc_row >= 0))

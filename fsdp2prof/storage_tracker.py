@@ -39,6 +39,7 @@ from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.tables import (
+    GIVEN,
     NEVER,
     AllocationTable,
     BlockTable,
@@ -185,7 +186,7 @@ class StorageTracker:
     def _before(self, operator: Any, arguments: Any) -> None:
         """See what an operator is given: memory made outside torch shows up here for the first time."""
         self._labels.autograd(torch._C._current_graph_task_id(), self._now())
-        self._see(operator, arguments)
+        self._see((GIVEN, operator), arguments)
 
     def _after(self, operator: Any, arguments: Any, result: Any) -> None:
         """See what an operator returned, and its arguments again if it may have grown them."""
@@ -421,7 +422,9 @@ def _column(values: array[int]) -> IntArray:
 
 
 def _operator_name(operator: Any) -> str:
-    """``aten::mm`` for an operator overload, the plain text for a resize."""
+    """``aten::mm`` for an operator overload, the plain text for a resize, both for what one was given."""
+    if isinstance(operator, tuple):
+        return "".join(map(_operator_name, operator))
     name = getattr(operator, "name", None)
     return str(name()) if callable(name) else str(operator)
 

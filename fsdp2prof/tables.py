@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVITIES",
     "CATEGORIES",
+    "GIVEN",
     "NEVER",
     "OPS",
     "PHASES",
@@ -100,6 +101,10 @@ CATEGORIES = (
     "unattributed",
 )
 """What an allocation holds."""
+
+
+GIVEN = "given to "
+"""Begins the ``op`` of an allocation that no operator made in sight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +368,8 @@ class AllocationTable(Table):
     category: Strings
     """One of :data:`CATEGORIES`."""
     op: Strings
-    """Operator or innermost frame that allocated it; null unknown."""
+    """Operator or innermost frame that allocated it; null unknown. :data:`GIVEN` and an operator: made out of
+    sight, inside a backend or another library, and first seen as that operator's argument."""
     stack: IntArray
     """Row of the stack in the recording's :class:`Stacks`; -1 unknown."""
     tag: Strings
