@@ -87,11 +87,10 @@ def _held(phases: PhaseTable, aside: WorkTable, calls: _WaitCalls) -> tuple[IntA
     in_reduce = aside.is_fsdp & (aside.phase_row >= 0)
     aside = aside.take(in_reduce)
     aside = aside.take(phases.activity.equals("reduce")[aside.phase_row])
-    callback = calls.final_after(aside.launch_ns)
-    end, callback = aside.end_ns[callback >= 0], callback[callback >= 0]
-    order = np.argsort(callback, kind="stable")
-    told = calls.final_call(callback[order], np.zeros(len(order), dtype=np.int64))
-    return told, np.maximum.accumulate(end[order])
+    told = calls.final_after(aside.launch_ns)
+    end, told = aside.end_ns[told >= 0], told[told >= 0]
+    order = np.argsort(told, kind="stable")
+    return told[order], np.maximum.accumulate(end[order])
 
 
 def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCalls) -> IntArray:
@@ -118,17 +117,15 @@ def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCall
         labels = np.flatnonzero(phases.activity.equals("reduce_wait") & (label_roots == root))
         early[mine] = calls.first_in(labels, issue[reductions[mine]])
     sooner = (early >= 0) & ((last < 0) | (early < last))
-    left = np.flatnonzero(~sooner & (last >= 0))
-    wait[reductions[sooner]] = early[sooner]
-    wait[reductions[left]] = calls.final_call(last[left], np.zeros(len(left), dtype=np.int64))
-    _strays(table, calls, wait, last[left])
+    wait[reductions] = np.where(sooner, early, last)
+    _strays(table, calls, wait, last[~sooner])
     return wait
 
 
 def _strays(table: CollectiveTable, calls: _WaitCalls, wait: IntArray, reduced: IntArray) -> None:
     """Correct the waits for all-gathers that nobody used: the final callback waits for them, one call each.
 
-    ``reduced`` are the callbacks that wait for reductions first.
+    ``reduced`` are the final calls that wait for reductions: they come first in their callback.
     """
     gathers = np.flatnonzero((table.issue_ns >= 0) & table.op.equals("all_gather") & (table.fqn.codes >= 0))
     final = calls.final_after(table.issue_ns[gathers])
@@ -137,7 +134,7 @@ def _strays(table: CollectiveTable, calls: _WaitCalls, wait: IntArray, reduced: 
     order = np.lexsort((table.end_ns[gathers], final))
     gathers, final = gathers[order], final[order]
     nth = np.arange(len(final)) - np.searchsorted(final, final)
-    wait[gathers] = calls.final_call(final, nth + np.isin(final, reduced))
+    wait[gathers] = calls.final_following(final, nth + np.isin(final, reduced))
 
 
 class _WaitCalls:
@@ -176,6 +173,13 @@ class _WaitCalls:
         """Return the first call of a root's final callback after each time; -1 if there is none."""
         final: IntArray = np.append(self._final, -1)
         found: IntArray = final[np.searchsorted(self._final, after, side="right")]
+        return found
+
+    def final_following(self, first: IntArray, nth: IntArray) -> IntArray:
+        """Return the ``nth`` final call after each ``first`` one (or the last there is)."""
+        found: IntArray = self._final[
+            np.minimum(np.searchsorted(self._final, first) + nth, len(self._final) - 1)
+        ]
         return found
 
 
