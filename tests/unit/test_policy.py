@@ -1,0 +1,121 @@
+"""Policies: names people use, contradictions that are refused, configuration files."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp2prof.errors import InputError, ModelError
+from fsdp2prof.estimators.hardware import HARDWARE, HardwareSpec
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.specs import load_config, make_spec
+
+
+def test_dtypes_have_short_names():
+    policy = PolicySpec(param_dtype="bf16", reduce_dtype="torch.float32", orig_dtype="FP32")
+    assert (policy.param_dtype, policy.reduce_dtype, policy.orig_dtype) == ("bfloat16", "float32", "float32")
+    plain = PolicySpec(param_dtype=None, reduce_dtype=None)
+    assert (plain.compute_dtype, plain.gradient_dtype) == ("float32", "float32")
+    assert PolicySpec(reduce_dtype=None).gradient_dtype == "bfloat16"
+
+
+def test_counted_options():
+    policy = PolicySpec(ac="every:2", loss="chunked:8")
+    assert (policy.ac_every, policy.loss_chunks) == (2, 8)
+    assert (PolicySpec(ac="op").ac_every, PolicySpec().loss_chunks) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: 0 must be an integer of at least 1"),
+        ({"seq_len": -1}, "seq_len"),
+        ({"grad_accum": 0}, "grad_accum"),
+        ({"param_dtype": "int8"}, "param_dtype: unknown dtype 'int8'"),
+        ({"orig_dtype": None}, "orig_dtype: unknown dtype None"),
+        ({"reshard": "sometimes"}, "none of default, torchtitan, always, never or a number"),
+        ({"reshard": 0}, "none of default"),
+        ({"ac": "every:0"}, "every:K with K >= 1"),
+        ({"ac": "blocks"}, "unknown value 'blocks'; one of none, full, op or every:K"),
+        ({"loss": "chunked"}, "chunked:K"),
+        ({"optimizer": "lion"}, "optimizer: unknown value 'lion'"),
+        ({"trainable": "("}, "not a regular expression"),
+        ({"fp8_all_gather": True}, "needs float8=tensorwise"),
+        ({"wrap": ()}, "wrap: empty"),
+        ({"sync": "never"}, "sync: unknown value"),
+    ],
+)
+def test_bad_policies(options, message):
+    with pytest.raises(ModelError, match=message) as error:
+        PolicySpec(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_option_of_a_mapping():
+    with pytest.raises(ModelError, match="unknown option 'batch'; there are"):
+        PolicySpec.from_mapping({"batch": 2})
+
+
+YAML = """
+model: llama3-8b
+layers: 4
+mesh: {dp_replicate: 2, dp_shard: 8}
+hardware: h100-sxm
+policy:
+  batch_size: 2
+  reshard: 4
+  wrap: block, norm+output
+"""
+TOML = """
+model = "llama3-8b"
+layers = 4
+mesh = "dp_replicate=2,dp_shard=8"
+hardware = "h100-sxm"
+[policy]
+batch_size = 2
+reshard = 4
+wrap = ["block", "norm+output"]
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.yaml", YAML), ("run.toml", TOML)])
+def test_configuration_files_say_the_same(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    spec = make_spec(load_config(path))
+    assert spec.model == ModelSpec(source="llama3-8b", layers=4)
+    assert spec.mesh == MeshSpec(dp_replicate=2, dp_shard=8)
+    assert spec.policy == PolicySpec(batch_size=2, reshard=4, wrap=("block", "norm+output"))
+    assert spec.hardware == HARDWARE["h100-sxm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "model: [", "not YAML"),
+        ("a.toml", "model =", "not TOML"),
+        ("a.yaml", "- 1", "not a table"),
+        ("a.yaml", "modle: x", "unknown key 'modle'"),
+        ("a.yaml", "policy: 3", "policy is not a table"),
+    ],
+)
+def test_bad_configuration_files(name, text, message, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_hardware_is_known_or_refused():
+    assert HardwareSpec.parse("H100-SXM").flops["bfloat16"] == 989_400_000_000_000
+    assert HardwareSpec.parse("80GiB").memory_bytes == 80 << 30
+    assert HardwareSpec.parse("80GiB").flops == {}
+    with pytest.raises(ModelError, match="unknown hardware 'h1000': did you mean"):
+        HardwareSpec.parse("h1000")
+
+
+def test_a_model_is_asked_for():
+    with pytest.raises(ModelError, match="no model"):
+        make_spec({"mesh": "dp_shard=2"})
