@@ -1,0 +1,201 @@
+"""A cache of read traces: the second analysis of a large trace does not decode it again.
+
+The columns of a :class:`Trace` are kept as plain arrays (npz, nothing pickled, integers in as few bytes as
+they need) beside the trace, or in the user's cache folder where that cannot be written. A cache counts only
+for the same bytes of the file and the same reader. It is written by rename, and never fatal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from isal import isal_zlib
+
+from fsdp2prof import tables
+from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.tables import (
+    CollectiveArgs,
+    EventTable,
+    LabelTable,
+    MemoryEventTable,
+    ShapeTable,
+    Strings,
+    Table,
+    Trace,
+)
+
+__all__ = ["cache_files", "read_trace_cached"]
+
+_SUFFIX = ".fsdp2prof-cache.npz"
+_WORTH_BYTES = {True: 2 << 20, False: 24 << 20}
+"""File size (compressed or not) from which reading takes long enough to be worth a cache."""
+_HASHED_BYTES = 8 << 20
+_UNUSABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.MsgspecError)
+
+_Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+_T = TypeVar("_T", bound=Table)
+
+
+class _Head(msgspec.Struct):
+    """What is not a column."""
+
+    key: str
+    rank: int | None
+    world_size: int | None
+    device: DeviceInfo
+    process_groups: tuple[ProcessGroupInfo, ...]
+    base_time_ns: int
+    threads: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def read_trace_cached(
+    path: str | Path, *, rank: int | None = None, workers: int | None = None, worth_bytes: int | None = None
+) -> Trace:
+    """Read a trace as ``read_trace`` does, from its cache if it has one, leaving one if not.
+
+    A file smaller than ``worth_bytes`` (default: what reads in about a fifth of a second) is not cached.
+    Raises ``TraceError`` like ``read_trace``.
+    """
+    path = Path(path)
+    worth_bytes = _WORTH_BYTES[path.suffix == ".gz"] if worth_bytes is None else worth_bytes
+    if not path.is_file() or path.stat().st_size < worth_bytes:
+        return read_trace(path, rank=rank, workers=workers)
+    key = _key(path)
+    candidates = cache_files(path, key)
+    trace = next((found for file in candidates if (found := _load(file, key, str(path)))), None)
+    if trace is None:
+        trace = read_trace(path, workers=workers)
+        any(_store(file, key, trace) for file in candidates)
+    return replace(trace, rank=rank) if trace.rank is None else trace
+
+
+def cache_files(path: Path, key: str) -> tuple[Path, Path]:
+    """Where the cache of a trace may be: beside it, else in the user's cache folder."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return path.with_name(path.name + _SUFFIX), home / "fsdp2prof" / f"{key}.npz"
+
+
+def _key(path: Path) -> str:
+    """Size and two checksums of the file's bytes, and a digest of the reader's code.
+
+    A cryptographic hash would take as long as everything else a cached analysis does.
+    """
+    crc, adler, size = 0, 1, 0
+    with path.open("rb") as stream:
+        while block := stream.read(_HASHED_BYTES):
+            crc, adler, size = isal_zlib.crc32(block, crc), isal_zlib.adler32(block, adler), size + len(block)
+    return f"{size:x}-{crc:08x}{adler:08x}-{_reader_digest()}"
+
+
+@lru_cache(maxsize=1)
+def _reader_digest() -> str:
+    """Digest of the reader's own source, so that nobody has to remember to raise a version number."""
+    digest = hashlib.sha256()
+    for source in sorted([*Path(__file__).parent.glob("*.py"), Path(tables.__file__)]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _store(file: Path, key: str, trace: Trace) -> bool:
+    """Write a cache; whether that was possible."""
+    head = _Head(
+        key=key,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        device=trace.device,
+        process_groups=trace.process_groups,
+        base_time_ns=trace.base_time_ns,
+        threads=trace.threads,
+        warnings=trace.warnings,
+    )
+    arrays = {"head": _json_array(head)}
+    for name in ("events", "collective_args", "labels", "shapes", "memory"):
+        arrays |= _pack(name, getattr(trace, name))
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as stream:
+                np.savez(stream, allow_pickle=False, **arrays)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _load(file: Path, key: str, source: str) -> Trace | None:
+    """Read a cache; None if it is absent, for another key, or not usable."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            head = msgspec.json.decode(arrays["head"].tobytes(), type=_Head)
+            if head.key != key:
+                return None
+            return Trace(
+                source=source,
+                rank=head.rank,
+                world_size=head.world_size,
+                device=head.device,
+                process_groups=head.process_groups,
+                base_time_ns=head.base_time_ns,
+                events=_unpack("events", EventTable, arrays),
+                collective_args=_unpack("collective_args", CollectiveArgs, arrays),
+                labels=_unpack("labels", LabelTable, arrays),
+                shapes=_unpack("shapes", ShapeTable, arrays),
+                memory=_unpack("memory", MemoryEventTable, arrays),
+                threads=head.threads,
+                warnings=head.warnings,
+            )
+    except _UNUSABLE:
+        return None
+
+
+def _pack(name: str, table: Table) -> _Arrays:
+    arrays: _Arrays = {}
+    for column in (field.name for field in fields(table)):  # type: ignore[arg-type]
+        values = getattr(table, column)
+        if isinstance(values, Strings):
+            arrays[f"{name}.{column}.values"] = _json_array(values.values)
+            values = values.codes
+        arrays[f"{name}.{column}"] = _narrow(values)
+    return arrays
+
+
+def _unpack(name: str, table: type[_T], arrays: Any) -> _T:
+    columns: dict[str, Any] = {}
+    for column in (field.name for field in fields(table)):  # type: ignore[arg-type]
+        values = arrays[f"{name}.{column}"]
+        if f"{name}.{column}.values" in arrays:
+            text = msgspec.json.decode(arrays[f"{name}.{column}.values"].tobytes(), type=tuple[str, ...])
+            columns[column] = Strings(values.astype(np.int32), text)
+        else:
+            columns[column] = values.astype(np.int64)
+    return table(**columns)
+
+
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same integers in as few bytes as their range needs."""
+    if not len(values):
+        return values
+    low, high = values.min(), values.max()
+    for dtype in (np.int8, np.int16, np.int32):
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return values.astype(dtype)
+    return values
+
+
+def _json_array(value: Any) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(msgspec.json.encode(value), dtype=np.uint8)

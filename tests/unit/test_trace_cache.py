@@ -1,0 +1,151 @@
+"""The trace cache: the same tables again, and only for the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp2prof.errors import TraceError
+from fsdp2prof.readers import trace_cache
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace_cache import cache_files, read_trace_cached
+from fsdp2prof.tables import Strings, Trace
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    return write(folder / "t.json", "aten::mm")
+
+
+def write(path: Path, name: str) -> Path:
+    def event(cat: str, ts: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 2, "ts": ts, "dur": 1.5, "args": args}
+
+    metadata = {"Collective name": "allreduce", "dtype": "Float", "Seq": 2**40, "Process Group Name": "0"}
+    memory = {
+        "ph": "i",
+        "name": "[memory]",
+        "pid": 1,
+        "tid": 2,
+        "ts": 7,
+        "args": {"Bytes": -(2**33), "Addr": 2**47},
+    }
+    events = [
+        event("cpu_op", 1.25, **{"Input Dims": [[2, 3]], "Input type": ["float"], "External id": 300}),
+        event("user_annotation", 1694128201435418),
+        event("kernel", 3, stream=7, device=0, correlation=70000, bytes=2**40, **metadata),
+        memory,
+    ]
+    groups = [{"pg_name": "0", "pg_desc": "größe", "backend": "nccl", "ranks": [0, 1]}]
+    document = {"distributedInfo": {"world_size": 2, "pg_config": groups}, "traceEvents": events}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def as_plain(trace: Trace) -> dict[str, Any]:
+    """Everything a trace holds, comparable with ==; array dtypes included."""
+    plain: dict[str, Any] = {}
+    for part in fields(trace):
+        value = getattr(trace, part.name)
+        if part.name in ("events", "collective_args", "labels", "shapes", "memory"):
+            for field in fields(value):
+                column = getattr(value, field.name)
+                kept = column.to_list() if isinstance(column, Strings) else (column.dtype, column.tolist())
+                plain[f"{part.name}.{field.name}"] = kept
+        else:
+            plain[part.name] = value
+    return plain
+
+
+def test_the_cached_trace_equals_the_read_one(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = read_trace(trace_file, rank=3)
+    first = read_trace_cached(trace_file, rank=3, worth_bytes=0)
+    monkeypatch.setattr(trace_cache, "read_trace", lambda *a, **k: pytest.fail("decoded again"))
+    second = read_trace_cached(trace_file, rank=3, worth_bytes=0)
+    other_rank = read_trace_cached(trace_file, rank=5, worth_bytes=0)
+    assert as_plain(first) == as_plain(second) == as_plain(fresh)
+    assert (second.rank, other_rank.rank) == (3, 5)
+    assert second.collective_args.seq.tolist() == [2**40]
+    assert second.memory.bytes.tolist() == [-(2**33)]
+
+
+def test_changed_bytes_are_read_again_even_with_size_and_time_unchanged(trace_file: Path) -> None:
+    before = trace_file.stat()
+    read_trace_cached(trace_file, worth_bytes=0)
+    write(trace_file, "aten::MM")
+    os.utime(trace_file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert trace_file.stat().st_size == before.st_size
+    assert set(read_trace_cached(trace_file, worth_bytes=0).events.name.values) == {"aten::MM"}
+    assert set(read_trace_cached(trace_file, worth_bytes=0).events.name.values) == {"aten::MM"}
+
+
+def test_another_reader_does_not_take_the_cache(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_trace_cached(trace_file, worth_bytes=0)
+    decoded = []
+    monkeypatch.setattr(trace_cache, "_reader_digest", lambda: "another")
+    monkeypatch.setattr(trace_cache, "read_trace", lambda *a, **k: decoded.append(a) or read_trace(*a, **k))
+    read_trace_cached(trace_file, worth_bytes=0)
+    assert len(decoded) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 half a file", b"not a zip"])
+def test_a_damaged_cache_is_replaced(trace_file: Path, damage: bytes) -> None:
+    fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
+    (cache,) = trace_file.parent.glob("*.npz")
+    sound = cache.read_bytes()
+    cache.write_bytes(damage or sound[: len(sound) // 2])
+    assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
+    assert cache.read_bytes() == sound
+
+
+def test_a_cache_with_columns_missing_is_replaced(trace_file: Path) -> None:
+    fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
+    (cache,) = trace_file.parent.glob("*.npz")
+    with np.load(cache) as arrays:
+        kept = {name: arrays[name] for name in arrays.files if name != "events.stream"}
+    np.savez(cache, **kept)
+    assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
+
+
+def test_the_users_cache_folder_serves_where_the_trace_cannot(
+    trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, home = cache_files(trace_file, "key")
+    assert home.parent == tmp_path / "home" / "fsdp2prof"
+    blocked = trace_file.parent / "a file" / beside.name
+    (trace_file.parent / "a file").write_text("")
+    monkeypatch.setattr(trace_cache, "cache_files", lambda path, key: (blocked, home))
+    fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
+    assert home.is_file()
+    monkeypatch.setattr(trace_cache, "read_trace", lambda *a, **k: pytest.fail("decoded again"))
+    assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
+
+
+def test_nowhere_to_write_is_not_fatal(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = trace_file / "cache.npz"
+    monkeypatch.setattr(trace_cache, "cache_files", lambda path, key: (blocked, blocked))
+    assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == as_plain(read_trace(trace_file))
+
+
+def test_no_litter_beside_small_traces(trace_file: Path) -> None:
+    read_trace_cached(trace_file)
+    assert [file.name for file in trace_file.parent.iterdir()] == ["t.json"]
+    read_trace_cached(trace_file, worth_bytes=0)
+    assert sorted(f.name for f in trace_file.parent.iterdir()) == ["t.json", "t.json.fsdp2prof-cache.npz"]
+
+
+def test_errors_are_the_readers(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    for path in (tmp_path / "nothing.json", tmp_path, tmp_path / "broken.json"):
+        with pytest.raises(TraceError):
+            read_trace_cached(path, worth_bytes=0)
+    assert [file.name for file in tmp_path.iterdir()] == ["broken.json"]
