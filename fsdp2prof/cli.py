@@ -50,7 +50,7 @@ def cli() -> None:
 def main() -> None:
     """Entry point: run the command and turn every known error into one line and its exit code."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="fsdp2prof", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:
@@ -61,7 +61,4 @@ def main() -> None:
     except Fsdp2ProfError as error:
         click.echo(f"error: {error}", err=True)
         code = error.exit_code
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 141
     sys.exit(code if isinstance(code, int) else 0)

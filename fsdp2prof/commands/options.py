@@ -21,6 +21,9 @@ __all__ = ["Output", "numbers_option", "output_options"]
 
 _EXTENSIONS = {".txt": "text", ".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 
+_CLOSED_PIPE = 128 + 13
+"""Exit code of a program that SIGPIPE ended."""
+
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
@@ -42,7 +45,7 @@ class Output:
     def write(self, text: str) -> None:
         """Write the result: to stdout, or to the file, which appears whole or not at all."""
         if self.path is None:
-            click.echo(text, nl=False)
+            _print(text)
             return
         _refuse_existing(self.path, self.force)
         try:
@@ -149,6 +152,16 @@ def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]
     if chosen == "html" and path is None:
         raise UsageError("an HTML report needs a file to go to: add -o report.html")
     return chosen
+
+
+def _print(text: str) -> None:
+    """Write to stdout; a reader that went away (``| head``) ends the command as a signal would, silently."""
+    try:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(_CLOSED_PIPE) from None
 
 
 def _refuse_existing(path: Path, force: bool) -> None:

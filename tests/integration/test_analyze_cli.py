@@ -1,0 +1,285 @@
+"""``fsdp2prof analyze`` and ``report`` from files to output: good input, bad input, nothing overwritten."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.cli import call
+from synthetic import Schedule, record, transformer, write_run
+
+from fsdp2prof.manifest import MANIFEST_FILE, RUN_FILE, TRACE_FILE, RankManifest, RunInfo, rank_folder
+
+BREAKDOWN = [
+    "compute",
+    "fsdp_copy",
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "exposed_other_comm",
+    "exposed_memcpy",
+    "idle",
+]
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks of a GPU run: a root and four blocks, steps 3 and 4."""
+    schedule = Schedule(roots=(transformer(4),), shard=2)
+    return write_run(record(schedule, schedule), tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture
+def run(traces: Path, tmp_path: Path) -> Path:
+    """The same as a run directory of three ranks, of which rank 2 left nothing."""
+    root = tmp_path / "run"
+    root.mkdir()
+    info = RunInfo(command=["torchrun", "train.py"], state="partial", exit_code=1, world_size=3)
+    (root / RUN_FILE).write_bytes(msgspec.json.encode(info))
+    for rank in (0, 1):
+        folder = root / rank_folder(rank)
+        folder.mkdir()
+        shutil.copy(traces / f"rank{rank}_trace.json.gz", folder / TRACE_FILE)
+        manifest = RankManifest(rank=rank, world_size=3, state="partial" if rank else "complete")
+        (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+    return root
+
+
+def trace_json(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, object]:
+    ended = call(capfd, "analyze", "trace", *arguments, "--format", "json")
+    assert (ended.code, ended.err) == (0, "")
+    document: dict[str, object] = json.loads(ended.out)
+    return document
+
+
+class TestGoodInput:
+    def test_json_parts_sum_to_the_window(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        document = trace_json(capfd, traces)
+        assert document["schema"] == "fsdp2prof.trace/1"
+        steps = [step for rank in document["ranks"] for step in rank["steps"]]  # type: ignore[attr-defined]
+        assert [step["step"] for step in steps] == [3, 4, 3, 4]
+        for step in steps:
+            assert list(step["breakdown_ns"]) == BREAKDOWN
+            assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
+
+    def test_processes_change_nothing(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        assert trace_json(capfd, traces, "-j", "2") == trace_json(capfd, traces, "-j", "1")
+
+    def test_text_is_for_people(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        ended = call(capfd, "analyze", "trace", traces)
+        assert (ended.code, ended.err) == (0, "")
+        for words in ("Where the step goes", "Communication by layer", "What to look at next", "layers."):
+            assert words in ended.out
+        assert "\x1b" not in ended.out
+
+    def test_csv_has_a_row_per_group(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        groups = trace_json(capfd, traces)["groups"]
+        ended = call(capfd, "analyze", "trace", traces, "--format", "csv")
+        rows = list(csv.DictReader(io.StringIO(ended.out)))
+        assert len(rows) == len(groups)  # type: ignore[arg-type]
+        assert int(rows[0]["payload_bytes"]) > 0
+
+    def test_ranks_are_chosen(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        document = trace_json(capfd, traces, "--ranks", "1")
+        assert [rank["rank"] for rank in document["ranks"]] == [1]  # type: ignore[attr-defined]
+        call(capfd, "analyze", "trace", traces, "--ranks", "5").refused("it has ranks 0, 1")
+
+    def test_a_whole_trace_is_one_window(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        document = trace_json(capfd, traces, "--window", "trace", "--ranks", "0")
+        assert len(document["ranks"][0]["steps"]) == 1  # type: ignore[index]
+
+    def test_run_says_what_is_missing(self, capfd: pytest.CaptureFixture[str], run: Path) -> None:
+        document = trace_json(capfd, run)
+        assert [rank["state"] for rank in document["ranks"]] == ["complete", "partial"]  # type: ignore[attr-defined]
+        assert any("1 of 3 ranks left nothing: 2" in line for line in document["warnings"])  # type: ignore[attr-defined]
+        ended = call(capfd, "analyze", "run", run)
+        assert ended.code == 0
+        for words in ("torchrun train.py", "partial, exit code 1", "missing", "Where the step goes"):
+            assert words in ended.out
+        everything = json.loads(call(capfd, "analyze", "run", run, "--format", "json").out)
+        assert everything["schema"] == "fsdp2prof.run_analysis/1"
+        assert everything["trace"]["groups"] == document["groups"]
+        assert everything["memory"] is None
+
+    def test_one_broken_rank_does_not_stop_the_others(
+        self, capfd: pytest.CaptureFixture[str], run: Path
+    ) -> None:
+        broken = run / rank_folder(1) / TRACE_FILE
+        broken.write_bytes(broken.read_bytes()[:2000])
+        document = trace_json(capfd, run)
+        assert [rank["rank"] for rank in document["ranks"]][:1] == [0]  # type: ignore[attr-defined]
+        assert any(TRACE_FILE in line for line in document["warnings"])  # type: ignore[attr-defined]
+
+    def test_a_threshold_that_holds_exits_3_after_the_output(
+        self, capfd: pytest.CaptureFixture[str], traces: Path
+    ) -> None:
+        ended = call(capfd, "analyze", "trace", traces, "--format", "json", "--fail-on", "step_time_ms>0")
+        assert ended.code == 3
+        assert "step_time_ms" in ended.err
+        assert json.loads(ended.out)["ranks"]
+        assert call(capfd, "analyze", "trace", traces, "--fail-on", "step_time_ms<0").code == 0
+
+    def test_a_reader_that_goes_away_ends_it_quietly(self, traces: Path) -> None:
+        """As ``| head`` does: exit code of SIGPIPE, no traceback."""
+        program = Path(sys.executable).parent / "fsdp2prof"
+        pipe = f"{program} analyze trace {traces} --format json | true; exit ${{PIPESTATUS[0]}}"
+        ended = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (141, "")
+
+    def test_report_is_one_file(self, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+        report = tmp_path / "report.html"
+        ended = call(capfd, "report", run, "-o", report)
+        assert (ended.code, ended.out, ended.err) == (0, "", "")
+        assert report.read_text().count("</html>") == 1
+
+
+class TestOutputFiles:
+    def test_the_extension_chooses_the_format(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        for name, start in (("a.json", "{"), ("a.csv", "rank,"), ("a.txt", "Trace"), ("a.html", "<!DOCTYPE")):
+            assert call(capfd, "analyze", "trace", traces, "-o", tmp_path / name).out == ""
+            assert (tmp_path / name).read_text().lstrip().startswith(start)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["a.csv", "a.html", "a.json", "a.txt"]
+
+    def test_an_existing_file_is_kept(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        kept = tmp_path / "a.json"
+        kept.write_text("mine")
+        call(capfd, "analyze", "trace", traces, "-o", kept).refused("exists already", "-f")
+        assert kept.read_text() == "mine"
+        assert call(capfd, "analyze", "trace", traces, "-f", "-o", kept).code == 0
+        assert json.loads(kept.read_text())["schema"] == "fsdp2prof.trace/1"
+
+    def test_a_failing_command_leaves_the_old_file(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        kept = tmp_path / "a.json"
+        kept.write_text("mine")
+        call(capfd, "analyze", "trace", tmp_path / "none", "-f", "-o", kept).refused("none")
+        assert kept.read_text() == "mine"
+        assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+    def test_folders_are_refused(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        call(capfd, "analyze", "trace", traces, "--format", "json", "-o", tmp_path).refused("a folder")
+        call(capfd, "analyze", "trace", traces, "-o", tmp_path / "no" / "a.json").refused("does not exist")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_a_folder_that_cannot_be_written(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        tmp_path.chmod(0o500)
+        call(capfd, "analyze", "trace", traces, "-o", tmp_path / "a.json").refused("cannot be written")
+
+
+class TestBadInput:
+    """Each ends with one clear line on stderr and exit code 1."""
+
+    @pytest.mark.parametrize("what", ["trace", "memory", "run"])
+    def test_missing_path(self, capfd: pytest.CaptureFixture[str], tmp_path: Path, what: str) -> None:
+        call(capfd, "analyze", what, tmp_path / "absent").refused("absent", "no such")
+
+    @pytest.mark.parametrize("what", ["trace", "memory", "run"])
+    def test_empty_folder(self, capfd: pytest.CaptureFixture[str], tmp_path: Path, what: str) -> None:
+        call(capfd, "analyze", what, tmp_path).refused(str(tmp_path))
+
+    @pytest.mark.parametrize("what", ["trace", "memory", "run"])
+    def test_folder_without_traces(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path, what: str
+    ) -> None:
+        (tmp_path / "notes.txt").write_text("nothing here")
+        call(capfd, "analyze", what, tmp_path).refused(str(tmp_path))
+
+    def test_report_of_nothing(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        report = tmp_path / "report.html"
+        call(capfd, "report", tmp_path / "absent", "-o", report).refused("absent")
+        assert not report.exists()
+
+    def test_truncated_gzip(self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
+        """Cut inside the header, so that not one event is readable."""
+        file = tmp_path / "cut.json.gz"
+        file.write_bytes((traces / "rank0_trace.json.gz").read_bytes()[:60])
+        call(capfd, "analyze", "trace", file).refused("cut.json.gz")
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"", b"[1, 2, 3]", b'{"a": 1}', b'"text"', b"not json", b'{"traceEvents": 7}', b"\x00\xff"],
+    )
+    def test_not_a_trace(self, capfd: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
+        file = tmp_path / "some.json"
+        file.write_bytes(content)
+        call(capfd, "analyze", "trace", file).refused("some.json")
+        file.unlink()
+        file = tmp_path / "some.json.gz"
+        file.write_bytes(gzip.compress(content))
+        call(capfd, "analyze", "trace", file).refused("some.json.gz")
+
+    def test_trace_without_steps_is_one_step_with_a_warning(
+        self, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        """One 5 us operator on the CPU: the whole trace, all of it compute."""
+        event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 10, "dur": 5}
+        file = tmp_path / "rank0_trace.json"
+        file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event]}))
+        document = trace_json(capfd, file)
+        (step,) = document["ranks"][0]["steps"]  # type: ignore[index]
+        assert (step["step"], step["duration_ns"], step["breakdown_ns"]["compute"]) == (0, 5000, 5000)
+        assert any("step" in line for line in document["warnings"])  # type: ignore[attr-defined]
+
+    def test_a_rank_missing(self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
+        shutil.copy(traces / "rank1_trace.json.gz", tmp_path)
+        document = trace_json(capfd, tmp_path)
+        assert [rank["rank"] for rank in document["ranks"]] == [1]  # type: ignore[attr-defined]
+        assert any("1 of 2 ranks" in line for line in document["warnings"])  # type: ignore[attr-defined]
+
+    def test_pickle_that_wants_a_class(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        canary = tmp_path / "canary"
+        file = tmp_path / "evil.pickle"
+        file.write_bytes(pickle.dumps(_Evil(f"touch {canary}")))
+        call(capfd, "analyze", "memory", file).refused("evil.pickle", "system")
+        assert not canary.exists()
+
+    def test_pickle_that_is_no_snapshot(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        file = tmp_path / "other.pickle"
+        for content in (pickle.dumps([1, 2]), pickle.dumps({}), b"text", pickle.dumps({"segments": 1})[:-4]):
+            file.write_bytes(content)
+            call(capfd, "analyze", "memory", file).refused("other.pickle")
+
+    @pytest.mark.parametrize("what", ["trace", "memory", "run"])
+    def test_run_of_a_newer_schema(self, capfd: pytest.CaptureFixture[str], run: Path, what: str) -> None:
+        (run / RUN_FILE).write_bytes(msgspec.json.encode(RunInfo(schema="fsdp2prof.run/99")))
+        call(capfd, "analyze", what, run).refused("fsdp2prof.run/99", "upgrade")
+
+    def test_run_json_that_is_broken(self, capfd: pytest.CaptureFixture[str], run: Path) -> None:
+        (run / RUN_FILE).write_text("{")
+        call(capfd, "analyze", "run", run).refused(RUN_FILE)
+
+    def test_run_without_memory(self, capfd: pytest.CaptureFixture[str], run: Path) -> None:
+        call(capfd, "analyze", "memory", run).refused("no rank left a memory recording")
+
+    def test_file_that_is_no_run(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        call(capfd, "analyze", "run", traces / "rank0_trace.json.gz").refused("not a run directory")
+        call(capfd, "analyze", "run", traces).refused("not a run directory")
+
+
+class _Evil:
+    """Unpickling it would run a command."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self._command,)

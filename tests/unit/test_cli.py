@@ -1,0 +1,83 @@
+"""The command line as a whole: what it promises about imports, names, streams and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.cli import call
+
+import fsdp2prof
+
+HEAVY = ("torch", "pandas", "plotly", "hta", "numpy", "rich", "jinja2")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["analyze", "--help"], ["report", "--help"]]
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        f"sys.argv = ['fsdp2prof', *{arguments!r}]\n"
+        "from fsdp2prof.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        f"loaded = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_import_is_cheap() -> None:
+    script = f"import sys, fsdp2prof; assert not set({HEAVY!r}) & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_public_names_are_frozen() -> None:
+    assert fsdp2prof.__all__ == ["Recorder", "__version__"]
+
+
+def test_every_verb_has_help(capfd: pytest.CaptureFixture[str]) -> None:
+    for verb in ("record", "analyze", "report"):
+        ended = call(capfd, verb, "--help")
+        assert ended.code == 0
+        assert ended.out.startswith(f"Usage: fsdp2prof {verb}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["unknown"],
+        ["analyze", "unknown"],
+        ["analyze", "trace"],
+        ["analyze", "trace", "x", "--window", "y"],
+        ["analyze", "trace", "x", "--ranks", "0-"],
+        ["analyze", "trace", "x", "--ranks", "3-1"],
+        ["analyze", "trace", "x", "--format", "pdf"],
+    ],
+)
+def test_usage_errors_exit_2_and_stay_off_stdout(
+    capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    ended = call(capfd, *arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "Error: " in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["analyze", "trace", "x", "-o", "result.pdf"], ["result.pdf", "--format"]),
+        (["analyze", "run", "x", "-o", "result.csv"], ["result.csv", "text, json, html"]),
+        (["analyze", "trace", "x", "--format", "html"], ["-o report.html"]),
+        (["report", "x"], ["-o report.html"]),
+        (["analyze", "trace", "x", "--fail-on", "speed>1"], ["speed", "exposed_frac"]),
+        (["analyze", "trace", "x", "--fail-on", "exposed_frac"], ["exposed_frac>0.2"]),
+    ],
+)
+def test_contradicting_options_are_usage_errors(
+    capfd: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    call(capfd, *arguments).refused(*words, code=2)
