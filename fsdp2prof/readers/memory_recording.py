@@ -102,7 +102,7 @@ def write_recording(path: Path, recording: MemoryRecording) -> None:
 def read_recording(path: Path) -> MemoryRecording:
     """Read a recording written by :func:`write_recording`. Raises ``SnapshotError``."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             header = msgspec.json.decode(archive[_HEADER].tobytes(), type=_Header)
             if header.schema != RECORDING_SCHEMA:
                 raise SnapshotError(

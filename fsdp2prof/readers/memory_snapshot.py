@@ -1,24 +1,22 @@
 """CUDA allocator snapshot pickles to memory recordings, one per device, without executing anything in them.
 
-Reads what ``torch.cuda.memory._dump_snapshot`` of torch 2.1 to 2.13 writes. Only builtin containers, strings
-and numbers are needed for that, so every class, function and persistent reference is refused. The events
-become columns and stacks become rows of one list; nothing of the pickle's own objects is kept.
+Reads what ``torch.cuda.memory._dump_snapshot`` of torch 2.1 to 2.13 writes. The events become columns and the
+stacks rows of one list; nothing of the pickle's own objects is kept.
 """
 
 from __future__ import annotations
 
 import gc
-import io
-import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
+from fsdp2prof.readers.safe_pickle import load_containers
 from fsdp2prof.readers.snapshot_events import build_allocations, build_blocks, build_segments, read_events
 from fsdp2prof.readers.snapshot_stacks import StackInterner
 from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepTable, Strings
@@ -32,43 +30,12 @@ def read_snapshot(path: Path) -> list[MemoryRecording]:
     """Read a snapshot: one recording per device with a history or memory. Raises ``SnapshotError``."""
     try:
         with _no_garbage_collection():
-            return _recordings(_unpickle(path), path)
+            return _recordings(load_containers(path), path)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
         raise SnapshotError(
             f"{path}: not an allocator snapshot: {type(error).__name__} {error}; "
             "expected what torch.cuda.memory._dump_snapshot writes"
         ) from error
-
-
-class _ContainersOnly(pickle.Unpickler):
-    """Loads builtin containers, strings and numbers; refuses to look anything up."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse: a snapshot needs no class, and looking one up could run code."""
-        raise SnapshotError(f"the pickle asks for {module}.{name}; a snapshot holds only plain containers")
-
-    def persistent_load(self, identifier: Any) -> NoReturn:
-        """Refuse: a snapshot needs no persistent object."""
-        raise SnapshotError("the pickle asks for a persistent object; a snapshot holds only plain containers")
-
-
-def _unpickle(path: Path) -> dict[str, Any]:
-    try:
-        snapshot = _ContainersOnly(io.BytesIO(path.read_bytes())).load()
-    except SnapshotError as error:
-        raise SnapshotError(f"{path}: refused: {error}") from None
-    except OSError as error:
-        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
-    except (pickle.UnpicklingError, EOFError, MemoryError, ValueError, TypeError, KeyError) as error:
-        raise SnapshotError(f"{path}: not a pickle, or a truncated one ({error})") from error
-    except (IndexError, AttributeError, OverflowError, ImportError, RecursionError) as error:
-        raise SnapshotError(f"{path}: a malformed pickle ({type(error).__name__})") from error
-    if not isinstance(snapshot, dict) or "device_traces" not in snapshot or "segments" not in snapshot:
-        raise SnapshotError(
-            f"{path}: a pickle, but not an allocator snapshot (no device_traces and segments); "
-            "write one with torch.cuda.memory._dump_snapshot"
-        )
-    return snapshot
 
 
 @contextmanager
@@ -83,7 +50,12 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _recordings(snapshot: dict[str, Any], path: Path) -> list[MemoryRecording]:
+def _recordings(snapshot: Any, path: Path) -> list[MemoryRecording]:
+    if not isinstance(snapshot, dict) or "device_traces" not in snapshot or "segments" not in snapshot:
+        raise SnapshotError(
+            f"{path}: a pickle, but not an allocator snapshot (no device_traces and segments); "
+            "write one with torch.cuda.memory._dump_snapshot"
+        )
     traces, segments = snapshot["device_traces"], snapshot["segments"]
     devices = {index for index, trace in enumerate(traces) if trace}
     devices |= {int(segment.get("device", 0)) for segment in segments}

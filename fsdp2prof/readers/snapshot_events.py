@@ -119,7 +119,7 @@ def build_allocations(
         fqn=Strings.full(rows, None),
         activity=Strings.full(rows, None),
         category=Strings.full(rows, "unattributed"),
-        op=Strings(np.append(operators.codes, -1)[stack], operators.values),
+        op=Strings(np.append(operators.codes, np.int32(-1))[stack], operators.values),
         stack=stack,
         tag=Strings(np.concatenate([np.full(before, -1), tag.codes]).astype(np.int32), tag.values),
         release_order=np.concatenate([np.full(len(staying), NEVER), old_released, completed]),
@@ -283,7 +283,7 @@ def _pools(address: IntArray, private: Strings, before: int, segments: list[Any]
     codes = interned.codes[np.where(inside, row, len(names))]
     values = [*interned.values, *private.values]
     told = private.codes >= 0
-    codes[before:][told] = private.codes[told] + len(interned.values)
+    codes[before:][told] = private.codes[told] + np.int32(len(interned.values))
     return Strings(codes, tuple(values))
 
 

@@ -1,0 +1,110 @@
+"""Pickles of plain containers, loaded without a chance for what is in them to run or to crash anything.
+
+The C unpickler alone is not safe even if it refuses every class: hashing a tuple nested a million deep
+overflows the C stack, one of a few dozen tuples that share their members takes for ever, and a memo index of
+four bytes allocates gigabytes. So the opcodes are walked first, by one regular expression at C speed. Allowed
+is what an allocator snapshot needs: dictionaries, lists, strings, numbers, and tuples of two integers.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fsdp2prof.errors import SnapshotError
+
+__all__ = ["load_containers"]
+
+_COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
+_INTEGER = rb"(?:K.|M..|J.{4})"
+_PLAIN = re.compile(
+    rb"(?s:(?:"
+    rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items
+    rb"|" + _INTEGER + _INTEGER + rb"\x86"  # a tuple of two integers
+    rb"|" + _INTEGER + rb"|h.|q.|j.{4}|r.{3}\x00"  # integers; memo get and put
+    rb"|\x8c(?:" + _COUNTED + rb")|\x8a(?:" + _COUNTED + rb")"  # short strings, long integers
+    rb"|G.{8}|\x95.{8}|\x80."  # floats, frames, protocol
+    rb"){1,2000})"
+)
+_WITH_OPERAND = frozenset(b"KMJhqj\x8c\x8aG\x95\x80")
+"""Opcodes that are plain unless the file ends within them."""
+_LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
+"""Opcodes at which the unpickler would look something up: it is left to say what."""
+
+
+def load_containers(path: Path) -> Any:
+    """Load a pickle that holds builtin containers, strings and numbers only. Raises ``SnapshotError``."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        _check(data)
+        return _ContainersOnly(io.BytesIO(data)).load()
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: refused: {error}") from None
+    except _ERRORS as error:
+        reason = str(error) or type(error).__name__
+        raise SnapshotError(f"{path}: not a pickle, or a truncated one: {reason}") from error
+
+
+_ERRORS = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+"""What the unpickler raises on a stream that makes no sense."""
+
+
+class _ContainersOnly(pickle.Unpickler):
+    """Refuses to look anything up."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        """Refuse: looking a class up runs code."""
+        raise SnapshotError(f"the pickle asks for {module}.{name}; a snapshot holds only plain containers")
+
+    def persistent_load(self, identifier: Any) -> NoReturn:
+        """Refuse: plain containers need no persistent object."""
+        raise SnapshotError("the pickle asks for a persistent object; a snapshot holds only plain containers")
+
+
+def _check(data: bytes) -> None:
+    """Walk the opcodes; raise at the first that plain containers do not need."""
+    position, length = 0, len(data)
+    while position < length:
+        match = _PLAIN.match(data, position)
+        if match is not None:
+            position = match.end()
+            if data[position - 1 : position] == b"." and position == length:
+                return
+            continue
+        opcode = data[position]
+        operand = int.from_bytes(data[position + 1 : position + 5], "little")
+        if opcode == ord("X"):  # a long string
+            position += 5 + operand
+        elif opcode == ord("r") and operand <= length:  # a memo put beyond 2**24 entries
+            position += 5
+        elif opcode in _LOOKUPS:
+            return
+        else:
+            raise _unwanted(opcode, position)
+    raise pickle.UnpicklingError("it ends before its end")
+
+
+def _unwanted(opcode: int, position: int) -> Exception:
+    known = {ord(info.code): info.name for info in pickletools.opcodes}
+    if opcode not in known:
+        return pickle.UnpicklingError(f"byte {position} is no opcode")
+    if opcode in _WITH_OPERAND:
+        return pickle.UnpicklingError(f"it ends within opcode {known[opcode]} at byte {position}")
+    return SnapshotError(f"opcode {known[opcode]} at byte {position}; a snapshot holds only plain containers")
