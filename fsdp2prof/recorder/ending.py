@@ -26,6 +26,9 @@ __all__ = ["watch_for_end"]
 GRACE_S = 5.0
 """Seconds the main thread has to react to SIGTERM."""
 
+ERROR_LENGTH = 200
+"""Characters kept of an exception's last line."""
+
 
 def watch_for_end(session: RankSession) -> None:
     """Make sure that ``session`` ends before the process does."""
@@ -83,7 +86,7 @@ class _Ending:
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        self._error = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
+        self._error = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0][:ERROR_LENGTH]
         self._crashed = not issubclass(kind, KeyboardInterrupt)
         self._previous_excepthook(kind, error, trace)
 
