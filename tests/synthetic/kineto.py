@@ -127,9 +127,7 @@ def write_run(recordings: Sequence[Recording], folder: Path, **options: Any) -> 
 
 
 def _header(recording: Recording, device: int) -> dict[str, Any]:
-    groups = {
-        (c.group, c.group_size): None for c in sorted(recording.timeline.collectives, key=lambda c: c.group)
-    }
+    groups = {c.group: c for c in recording.timeline.collectives}
     return {
         "schemaVersion": 1,
         "deviceProperties": [
@@ -142,7 +140,14 @@ def _header(recording: Recording, device: int) -> dict[str, Any]:
             "world_size": recording.world_size,
             "pg_count": len(groups),
             "pg_config": [
-                {"pg_name": name, "pg_size": size, "backend_config": "cuda:nccl"} for name, size in groups
+                {
+                    "pg_name": name,
+                    "pg_desc": "undefined" if c.mesh_dim is None else f"mesh_{c.mesh_dim}",
+                    "backend_config": "cuda:nccl",
+                    "pg_size": c.group_size,
+                    "ranks": list(c.ranks),
+                }
+                for name, c in sorted(groups.items())
             ],
             "nccl_version": "2.27.5",
         },

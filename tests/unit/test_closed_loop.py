@@ -1,0 +1,214 @@
+"""From a simulated FSDP2 trace file back to the answers it was built from: to the nanosecond and the byte."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import Layer, Recording, Schedule, record, transformer, truth_of, write
+from synthetic.truth import GroupKey, GroupTruth
+
+from fsdp2prof.analyzers.trace import RankAnalysis, analyze_rank
+from fsdp2prof.readers.chrome_trace import read_trace
+
+
+def analyse(recording: Recording, folder: Path, **options: Any) -> RankAnalysis:
+    trace = read_trace(write(recording, folder / "trace.json", **options), workers=1)
+    assert trace.warnings == ()
+    return analyze_rank(trace)
+
+
+def sums_of(found: RankAnalysis) -> dict[GroupKey, GroupTruth]:
+    """Fold the rows of several dtypes and process groups, which the answers do not tell apart."""
+    sums: dict[GroupKey, GroupTruth] = defaultdict(GroupTruth)
+    for row in found.groups:
+        total = sums[row.step, row.fqn, row.phase, row.op]
+        total.count += row.count
+        total.total_ns += row.total_ns
+        total.exposed_ns += row.exposed_ns
+        for name in ("payload_bytes", "wire_bytes", "stall_ns"):
+            value, so_far = getattr(row, name), getattr(total, name)
+            setattr(total, name, None if value is None or so_far is None else so_far + value)
+    return sums
+
+
+def assert_recovered(recording: Recording, found: RankAnalysis) -> None:
+    truth = truth_of(recording)
+    steps = {step.step: step for step in found.rank.steps}
+    assert {step: asdict(row.breakdown_ns) for step, row in steps.items()} == {
+        step: answer.breakdown_ns for step, answer in truth.steps.items()
+    }
+    for step, answer in truth.steps.items():
+        assert steps[step].duration_ns == answer.duration_ns == sum(answer.breakdown_ns.values())
+    assert sums_of(found) == truth.groups
+    assert found.rank.communication.total_ns == truth.communication_ns
+    assert found.rank.communication.exposed_ns == truth.exposed_ns
+
+
+def chain(layers: tuple[Layer, ...], ahead: int) -> tuple[Layer, ...]:
+    """Prefetch ``ahead`` layers explicitly, in forward and backward."""
+    root, *children = layers
+    names = [layer.fqn for layer in children]
+    return (
+        replace(root, forward_prefetch=tuple(names[:1])),
+        *(
+            replace(
+                layer,
+                forward_prefetch=tuple(names[i + 1 : i + 1 + ahead]),
+                backward_prefetch=tuple(reversed(names[max(0, i - ahead) : i])),
+            )
+            for i, layer in enumerate(children)
+        ),
+    )
+
+
+T = transformer
+COMM_BOUND: dict[str, object] = {
+    "all_gather_ns": 700_011,
+    "reduce_scatter_ns": 1_100_003,
+    "all_reduce_ns": 1_500_009,
+}
+VARIANTS = {
+    "default": Schedule(roots=(T(),)),
+    "never_reshard": Schedule(roots=(T(reshard=False),)),
+    "root_resharded": Schedule(roots=((replace(T()[0], reshard=True), *T()[1:]),)),
+    "explicit_prefetch": Schedule(roots=(chain(T(4), 1),)),
+    "explicit_prefetch_of_two": Schedule(roots=(chain(T(4), 2),)),
+    "unshard_async_op": Schedule(roots=(T(),), unshard_async_op=True),
+    "hsdp": Schedule(roots=(T(),), shard=2, replicas=2),
+    "hsdp_comm_bound": Schedule(roots=(T(**COMM_BOUND),), shard=2, replicas=2),
+    "hsdp_two_backwards": Schedule(roots=(T(**COMM_BOUND),), shard=2, replicas=2, microbatches=2),
+    "reduce_in_bf16": Schedule(roots=(T(),), reduce_dtype="BFloat16"),
+    "two_backwards": Schedule(roots=(T(),), microbatches=2),
+    "accumulation_without_sync": Schedule(roots=(T(),), microbatches=3, sync_every_microbatch=False),
+    "two_roots": Schedule(roots=(T(2, "encoder"), T(2, "decoder"))),
+    "two_roots_told_apart": Schedule(roots=(T(2), T(2)), mark_roots=True),
+    "checkpoint_inside": Schedule(roots=(T(),), checkpoint="inside"),
+    "checkpoint_outside": Schedule(roots=(T(),), checkpoint="outside"),
+    "recomputation_prefetches_forwards": Schedule(roots=(chain(T(4), 1),), checkpoint="outside"),
+    "late_forward": Schedule(roots=(T(),)).changed("layers.1", late_ns=2_000_077),
+    "late_backward": Schedule(roots=(T(),)).changed("layers.1", late_backward_ns=2_000_077),
+    "host_bound": Schedule(roots=(T(host_ns=400_033),)),
+    "item_in_forward": Schedule(roots=(T(),)).changed("layers.1", sync=True),
+    "queued_behind_reduce_scatter": Schedule(roots=(T(reduce_scatter_ns=900_011),)),
+    "separate_reduce_scatter_group": Schedule(
+        roots=(T(reduce_scatter_ns=900_011),), separate_reduce_scatter_group=True
+    ),
+    "slow_transfer": Schedule(roots=(T(),), slow_transfer=frozenset({("all_gather", "layers.1")})),
+    "copy_engine": Schedule(roots=(T(),), flavour="copy_engine"),
+    "rccl_generic_kernels": Schedule(roots=(T(),), flavour="rccl"),
+    "rccl_without_metadata": Schedule(roots=(T(),), flavour="rccl", metadata=False),
+    "rccl_old_kernel_name": Schedule(roots=(T(),), flavour="rccl_old"),
+    "symmetric_memory": Schedule(roots=(T(),), flavour="symmetric_memory"),
+    "labels_at_launch": Schedule(roots=(T(),), labels="launch"),
+    "labels_at_launch_hsdp": Schedule(roots=(T(),), labels="launch", shard=2, replicas=2),
+    "no_labels": Schedule(roots=(T(),), labels="none"),
+    "cuda_graph": Schedule(roots=(T(),), graph=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_answers_are_recovered(name: str, tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS[name])
+    assert_recovered(recording, analyse(recording, tmp_path))
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("no_labels", "cuda_graph")])
+def test_every_collective_is_attributed(name: str, tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS[name])
+    found = analyse(recording, tmp_path).attribution
+    assert found.attributed == found.collectives == len(recording.timeline.collectives)
+    assert found.attributed_ns == found.comm_ns
+    assert found.unattributed_reasons == {}
+
+
+@pytest.mark.parametrize("name", ["no_labels", "cuda_graph"])
+def test_what_has_no_label_is_counted_with_its_reason(name: str, tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS[name])
+    found = analyse(recording, tmp_path).attribution
+    assert found.attributed == 0
+    assert (
+        sum(found.unattributed_reasons.values()) == found.collectives == len(recording.timeline.collectives)
+    )
+
+
+def test_work_whose_launches_are_missing_is_still_in_the_whole_window(tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS["default"])
+    path = write(recording, tmp_path / "trace.json", launches=False)
+    found = analyze_rank(read_trace(path, workers=1), window="trace")
+    device = recording.timeline.device
+    (step,) = found.rank.steps
+    assert step.duration_ns == max(a.end for a in device) - min(a.start for a in device)
+    assert found.rank.communication.total_ns == truth_of(recording).communication_ns
+    assert found.attribution.collectives == len(recording.timeline.collectives)
+    assert found.attribution.attributed == 0
+
+
+def names(indices: range) -> tuple[str, ...]:
+    return tuple(f"layers.{i}" for i in indices)
+
+
+def layer(index: int, count: int) -> st.SearchStrategy[Layer]:
+    duration = st.integers(1, 1_500_000)
+    late = st.one_of(st.just(0), st.integers(0, 3_000_000))
+    ahead = st.integers(0, 2)
+    return st.builds(
+        lambda forwards, backwards, **fields: Layer(
+            fqn=f"layers.{index}",
+            forward_prefetch=tuple(f"layers.{i}" for i in range(index + 1, min(count, index + 1 + forwards))),
+            backward_prefetch=tuple(
+                f"layers.{i}" for i in range(index - 1, max(-1, index - 1 - backwards), -1)
+            ),
+            **fields,
+        ),
+        forwards=ahead,
+        backwards=ahead,
+        numel=st.sampled_from([4, 4_000, 4_000_000]),
+        forward_ns=st.integers(3, 900_000),
+        backward_ns=st.integers(3, 1_500_000),
+        all_gather_ns=duration,
+        reduce_scatter_ns=duration,
+        all_reduce_ns=duration,
+        copy_ns=st.integers(1, 30_000),
+        kernels=st.integers(1, 3),
+        host_ns=st.one_of(st.just(0), st.just(12_003), st.integers(0, 300_000)),
+        late_ns=late,
+        late_backward_ns=late,
+        reshard=st.sampled_from([None, None, True, False]),
+        sync=st.sampled_from([False, False, False, False, True]),
+    )
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    roots = st.integers(1, 4).flatmap(
+        lambda count: st.tuples(*(layer(i, count) for i in range(count))).map(lambda c: ((*T(1)[:1], *c),))
+    )
+    return st.builds(
+        Schedule,
+        roots=roots,
+        steps=st.integers(1, 3),
+        microbatches=st.integers(1, 3),
+        sync_every_microbatch=st.booleans(),
+        shard=st.sampled_from([2, 4]),
+        replicas=st.sampled_from([1, 1, 2]),
+        reduce_dtype=st.sampled_from(["Float", "BFloat16"]),
+        unshard_async_op=st.booleans(),
+        separate_reduce_scatter_group=st.booleans(),
+        checkpoint=st.sampled_from(["none", "inside", "outside"]),
+        flavour=st.sampled_from(["nccl", "rccl", "copy_engine", "symmetric_memory"]),
+        labels=st.sampled_from(["host", "launch"]),
+        optimizer_ns=st.integers(1, 900_000),
+        input_ns=st.integers(1, 90_000),
+    )
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=schedules())
+def test_the_answers_of_any_schedule_are_recovered(schedule: Schedule, tmp_path: Path) -> None:
+    (recording,) = record(schedule)
+    assert_recovered(recording, analyse(recording, tmp_path))
