@@ -272,10 +272,10 @@ class _Replay:
     def _advance(self, now: int) -> None:
         """Write the row of every thread that ends now."""
         for thread, stack in self.stacks.items():
-            since = self.cursor.get(thread, now)
-            self.cursor[thread] = now
+            since = self.cursor.setdefault(thread, now)
             if now <= since:
                 continue
+            self.cursor[thread] = now
             inside = next((opened.state for opened in reversed(stack) if opened.state is not None), None)
             state = inside or (self._context() if thread == self.active else None)
             if state is not None:
