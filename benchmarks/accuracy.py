@@ -1,0 +1,133 @@
+"""Predicted against published peak memory of real FSDP2 runs.
+
+    python benchmarks/accuracy.py PUBLISHED.csv [ID ...]
+
+The table (or the environment variable FSDP2PROF_PUBLISHED_PEAKS) has a row a run, with the columns that
+docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from the launcher its source used.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import Allocator, PolicySpec
+
+GIB = 1 << 30
+
+ALLOCATORS: dict[str, Allocator] = {
+    "torchtitan commit": "expandable",  # run_train.sh sets expandable_segments:True
+    "torchao float8nocompile README": "expandable",  # the same launcher
+    "torchtitan benchmarks": "classic",  # several nodes: the multi-node launcher sets no allocator option
+}
+"""What the launcher of each source sets, by the beginning of its name."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published run."""
+
+    id: str
+    kind: str
+    """``eager``, ``compile``, ``float8``, ``tp`` or ``cp``."""
+    model: ModelSpec
+    mesh: MeshSpec
+    policy: PolicySpec
+    reserved_gib: float
+    gpus: int
+
+
+def read(path: Path) -> Iterator[Published]:
+    """Read the table."""
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            mesh = MeshSpec.parse(row["mesh"])
+            compiled, float8 = row["compile"] == "yes", None if row["float8"] == "no" else row["float8"]
+            reshard = row["reshard_after_forward"]
+            kind = "cp" if "cp=" in row["mesh"] else "tp" if mesh.tp > 1 else "float8" if float8 else None
+            yield Published(
+                id=row["id"],
+                kind=kind or ("compile" if compiled else "eager"),
+                model=ModelSpec(source=row["model"]),
+                mesh=mesh,
+                policy=PolicySpec.from_mapping(
+                    {
+                        "batch_size": int(row["batch_per_gpu"]),
+                        "seq_len": int(row["seq_len"]),
+                        "ac": row["activation_checkpointing"],
+                        "reshard": "torchtitan" if reshard == "default" else reshard,
+                        "reshard_root": False,  # torch before 2.8 keeps the root whatever it is told
+                        "param_dtype": row["param_dtype"],
+                        "reduce_dtype": row["reduce_dtype"],
+                        "optimizer": row["optimizer"],
+                        "compile": compiled,
+                        "float8": float8,
+                        "fp8_all_gather": float8 == "tensorwise",
+                        "allocator": _allocator(row["source"]),
+                    }
+                ),
+                reserved_gib=float(row["peak_reserved_gib"]),
+                gpus=int(row["gpus"]),
+            )
+
+
+def _allocator(source: str) -> Allocator:
+    return next(allocator for start, allocator in ALLOCATORS.items() if source.startswith(start))
+
+
+def formulas(run: Published, parameters: int, largest_layer: int) -> dict[str, float]:
+    """Peak in GiB by the formulas in common use, none of which knows activations.
+
+    ``16 B/param``: bf16 weight and gradient, fp32 master copy and Adam's moments, divided by the ranks.
+    DeepSpeed: ``estimate_zero3_model_states_mem_needs`` without offload, 18 bytes a parameter divided by the
+    ranks plus the largest layer in bf16 weights and gradients. accelerate: ``accelerate estimate-memory``,
+    four times the fp32 weights (training with Adam), on one device.
+    """
+    return {
+        "16 B/param": 16 * parameters / run.gpus / GIB,
+        "DeepSpeed": (4 * largest_layer + 18 * parameters / run.gpus) / GIB,
+        "accelerate": 16 * parameters / GIB,
+    }
+
+
+def main() -> None:
+    """Print the table and the errors of each class."""
+    arguments = sys.argv[1:]
+    named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
+    path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_PEAKS"])
+    errors: dict[str, list[float]] = {}
+    print(
+        f"{'id':5}{'class':9}{'published':>10}{'predicted':>10}{'error':>8}   16 B/param  DeepSpeed accelerate"
+    )
+    for run in read(path):
+        if arguments and run.id not in arguments:
+            continue
+        parameters = run.model.config().parameters
+        naive = formulas(run, parameters, run.model.config().vocab_size * run.model.config().dim)
+        others = "".join(f"{100 * (value / run.reserved_gib - 1):+10.0f}%" for value in naive.values())
+        try:
+            predicted = estimate_memory(run.model, run.mesh, run.policy).peak.reserved_bytes / GIB
+        except ModelError as refusal:
+            print(f"{run.id:5}{run.kind:9}{run.reserved_gib:10.2f}   refused: {refusal}")
+            continue
+        error = predicted / run.reserved_gib - 1
+        errors.setdefault(run.kind, []).append(abs(error))
+        print(
+            f"{run.id:5}{run.kind:9}{run.reserved_gib:10.2f}{predicted:10.2f}{100 * error:+7.2f}% {others}",
+            flush=True,
+        )
+    for kind, found in errors.items():
+        print(f"{kind}: mean {100 * mean(found):.2f}%, max {100 * max(found):.2f}% of {len(found)}")
+
+
+if __name__ == "__main__":
+    main()
