@@ -48,6 +48,10 @@ class GptTransformer(nn.Module):
         self.layers = nn.ModuleList(GptBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Share the head's weight with the embedding; again after ``to_empty``, which unties them."""
         self.output.weight = self.tok_embeddings.weight
 
     def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:

@@ -131,9 +131,13 @@ class LlamaTransformer(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied:
-            self.output.weight = self.tok_embeddings.weight
+        self.tie_weights()
         self.register_buffer("rotary", self._rotary_table(seq_len), persistent=False)
+
+    def tie_weights(self) -> None:
+        """Share the head's weight with the embedding if the model ties them; again after ``to_empty``."""
+        if self.config.tied:
+            self.output.weight = self.tok_embeddings.weight
 
     def _rotary_table(self, seq_len: int) -> Tensor:
         width = self.config.head_dim

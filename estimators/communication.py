@@ -21,7 +21,7 @@ from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.results import CommEstimate, CommRow, CommTotals
 
-__all__ = ["estimate_comm", "group_traffic", "summarise", "totals"]
+__all__ = ["estimate_built", "estimate_comm", "group_traffic", "summarise", "totals"]
 
 
 def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
@@ -29,7 +29,12 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
     """
-    built = _build(model, policy)
+    return estimate_built(_build(model, policy), mesh, policy)
+
+
+def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
+    """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
+    freeze(built.module, policy)
     check_parallelism(built, mesh, policy)
     built = stage_of(built, mesh, policy)
     groups = parameter_groups(built, mesh, policy)
@@ -139,9 +144,7 @@ def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
-    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-    freeze(built.module, policy)
-    return built
+    return model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
 
 
 def _one_dtype(dtypes: Iterable[str]) -> str:

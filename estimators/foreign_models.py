@@ -42,12 +42,12 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
         raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
     if layers is not None:
         values["num_hidden_layers"] = layers
+    for name in ("torch_dtype", "dtype"):  # else it wins over the default dtype
+        values.pop(name, None)
     try:
         config = AutoConfig.for_model(**values)
         with meta_construction(orig_dtype):
-            module = AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa", torch_dtype=getattr(torch, orig_dtype)
-            )
+            module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"model {path}: transformers cannot build it: {_one_line(error)}") from None
     module.config.use_cache = False

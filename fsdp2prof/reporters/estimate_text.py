@@ -124,7 +124,7 @@ def _table(*headers: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for header in headers:
         numeric = header in ("count", "payload", "wire")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=True)
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "layer")
     return table
 
 

@@ -81,6 +81,7 @@ def tiny(family: str, **changes: object) -> TransformerConfig:
 def materialise(model):
     torch.manual_seed(0)
     model.module.to_empty(device="cpu")
+    model.module.tie_weights()
     for parameter in model.module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     for name, buffer in model.module.named_buffers():

@@ -1,0 +1,276 @@
+"""Predicted communication equals what FSDP2 does, collective by collective, with no tolerance.
+
+Once against an interception of the dispatcher while real ``fully_shard``ed models train over a fake process
+group, once against runs recorded under real torchrun.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2prof.estimators.builtin_models import TransformerConfig
+from fsdp2prof.estimators.builtin_models_build import build_builtin
+from fsdp2prof.estimators.communication import estimate_built
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.recorded import estimate_comm_of_run
+from fsdp2prof.estimators.sharding import freeze, wrap_units
+from fsdp2prof.readers.run_directory import open_run
+
+
+class Interception(TorchDispatchMode):
+    """Counts collectives by (phase, op, dtype, payload bytes) below DTensor and FSDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.counts: Counter[tuple[str, str, str, int]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any("DTensor" in kind.__name__ for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")
+        if name[0] in ("c10d", "_c10d_functional"):
+            op, payload = self._payload(name[2], args, result)
+            if op is not None:
+                dtype = str(payload.dtype).removeprefix("torch.")
+                self.counts[self.phase, op, dtype, payload.numel() * payload.element_size()] += 1
+        return result
+
+    @staticmethod
+    def _payload(name, args, result):
+        match name.rstrip("_"):
+            case "_allgather_base":
+                return "all_gather", args[0]
+            case "all_gather_into_tensor":
+                return "all_gather", result
+            case "_reduce_scatter_base":
+                return "reduce_scatter", args[1]
+            case "reduce_scatter_tensor":
+                return "reduce_scatter", args[0]
+            case "allreduce":
+                return "all_reduce", args[0][0]
+            case "all_reduce":
+                return "all_reduce", args[0]
+        return None, None
+
+
+@contextmanager
+def fake_world(mesh: MeshSpec):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
+    try:
+        yield init_device_mesh(
+            "cpu",
+            (mesh.dp_replicate, mesh.dp_shard, mesh.tp),
+            mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def tiny(family="llama", **changes):
+    options = {
+        "name": "tiny",
+        "family": family,
+        "dim": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 4 if family == "gpt" else 2,
+        "head_dim": 8,
+        "ffn_dim": 72,
+        "vocab_size": 98,
+        "context": 64,
+        "tied": family == "gpt",
+    }
+    return TransformerConfig(**{**options, **changes})
+
+
+def executed(config, mesh, policy):
+    """Train a real model for two steps over a fake process group and count the second one's collectives."""
+    model = build_builtin(config, policy.seq_len, policy.orig_dtype)
+    model.module.to_empty(device="cpu")
+    model.module.tie_weights()
+    freeze(model.module, policy)
+    mode = Interception()
+    with fake_world(mesh) as device_mesh:
+        if mesh.tp > 1:
+            parallelize_module(model.module, device_mesh["tp"], model.tensor_parallel(policy.loss_parallel))
+        shard_model(model, device_mesh, mesh, policy)
+        for _ in range(2):
+            mode.counts.clear()
+            with mode, loss_parallel() if mesh.tp > 1 and policy.loss_parallel else nullcontext():
+                train_step(model, policy, mode)
+    return mode.counts
+
+
+def shard_model(model, device_mesh, mesh, policy):
+    if policy.ac == "full":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        for index, layer in enumerate(model.module.layers):
+            model.module.layers[index] = checkpoint_wrapper(layer)
+    dtypes = [getattr(torch, name) if name else None for name in (policy.param_dtype, policy.reduce_dtype)]
+    precision = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
+    data_mesh = device_mesh["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else device_mesh["dp_shard"]
+    for unit in wrap_units(model, policy):
+        modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=data_mesh,
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=precision,
+        )
+
+
+def train_step(model, policy, mode):
+    for micro_batch in range(policy.grad_accum):
+        last = micro_batch == policy.grad_accum - 1
+        model.module.set_requires_gradient_sync(last or policy.sync == "each")
+        mode.phase = "forward"
+        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), None)
+        mode.phase = "backward"
+        loss.backward()
+    mode.phase = "optimizer"
+    if policy.clip_grad:
+        nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
+    model.module.zero_grad()
+
+
+def estimate(config, mesh, policy):
+    return estimate_built(build_builtin(config, policy.seq_len, policy.orig_dtype), mesh, policy)
+
+
+def predicted(config, mesh, policy):
+    counts = Counter()
+    for row in estimate(config, mesh, policy).groups:
+        assert row.payload_bytes % row.count == 0
+        counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
+    return counts
+
+
+CASES = {
+    "default": ({}, {}),
+    "never": ({}, {"reshard": "never"}),
+    "always": ({}, {"reshard": "always"}),
+    "torchtitan": ({}, {"reshard": "torchtitan"}),
+    "over two ranks": ({}, {"reshard": 2}),
+    "over two ranks, the root kept": ({}, {"reshard": 2, "reshard_root": False}),
+    "original precision": ({}, {"param_dtype": None, "reduce_dtype": None}),
+    "bf16 throughout": ({}, {"orig_dtype": "bf16", "reduce_dtype": "bf16"}),
+    "accumulation, last": ({}, {"grad_accum": 3}),
+    "accumulation, each": ({}, {"grad_accum": 3, "sync": "each"}),
+    "hybrid": ({"dp_replicate": 2, "dp_shard": 2}, {}),
+    "hybrid, accumulation": ({"dp_replicate": 2, "dp_shard": 2}, {"grad_accum": 2}),
+    "replicas of whole shards": ({"dp_replicate": 4, "dp_shard": 1}, {}),
+    "root only": ({}, {"wrap": ("root",)}),
+    "submodules": ({}, {"wrap": ("block", "Attention", "layers.*.feed_forward")}),
+    "grouped head": ({}, {"wrap": ("block", "tok_embeddings", "norm+output")}),
+    "last layer trained": ({}, {"trainable": r"layers\.2\.|output"}),
+    "one projection trained": (
+        {},
+        {"trainable": r"layers\.1\.attention\.wq", "wrap": ("block", "Attention")},
+    ),
+    "frozen embedding wrapped": (
+        {},
+        {"trainable": r"layers|norm|output", "wrap": ("block", "tok_embeddings")},
+    ),
+    "head trained": ({}, {"trainable": "output", "reshard": "never"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_collective_of_a_step(case):
+    sizes, options = CASES[case]
+    mesh = MeshSpec(**(sizes or {"dp_shard": 4}))
+    policy = PolicySpec(**{"seq_len": 16, "batch_size": 2, **options})
+    counts = executed(tiny(), mesh, policy)
+    assert predicted(tiny(), mesh, policy) == counts
+    assert counts
+
+
+@pytest.mark.parametrize(
+    ("config", "shards"),
+    [
+        (tiny("gpt"), 5),  # a vocabulary of 98 and heads that 5 ranks do not divide: padded shards
+        (tiny("qwen", qkv_bias=True), 7),
+        (tiny("qwen", qk_norm=True, tied=True), 64),  # more ranks than rows: empty shards
+    ],
+)
+def test_padding_and_shared_parameters(config, shards):
+    mesh, policy = MeshSpec(dp_shard=shards), PolicySpec(seq_len=16, batch_size=2)
+    assert predicted(config, mesh, policy) == executed(config, mesh, policy)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (tiny(), {}),
+        (tiny(), {"loss_parallel": False}),
+        (tiny(), {"ac": "full"}),
+        (tiny(), {"grad_accum": 2}),
+        (tiny(), {"grad_accum": 2, "sync": "each", "param_dtype": None}),
+        (tiny("qwen", qk_norm=True), {}),
+    ],
+)
+def test_tensor_parallelism(config, options):
+    mesh = MeshSpec(dp_shard=2, tp=2)
+    policy = PolicySpec(**{"seq_len": 16, "batch_size": 2, **options})
+    sums = {}
+    for (phase, op, dtype, payload), count in executed(config, mesh, policy).items():
+        known = sums.get((phase, op, dtype), (0, 0))
+        sums[phase, op, dtype] = known[0] + count, known[1] + count * payload
+    rows = {}
+    for row in estimate(config, mesh, policy).groups:
+        known = rows.get((row.phase, row.op, row.dtype), (0, 0))
+        rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
+    assert rows == sums
+
+
+RECORDED = [
+    ("train_tiny_fsdp2", 2),
+    ("two_models", 2),
+    ("accumulation", 2),
+    ("nested", 2),
+    ("hsdp", 4),
+    ("adapters", 2),
+    ("uneven", 2),
+    ("checkpointing", 2),
+    ("never_reshard", 2),
+    ("int_reshard", 4),
+    ("async_prefetch", 2),
+]
+STEPS = 8
+
+
+@pytest.mark.parametrize(("script", "nproc"), RECORDED)
+def test_a_recorded_run_from_its_manifest(recorded, script, nproc):
+    recording = recorded(script, nproc)
+    for record, counted in zip(open_run(recording.run).ranks, recording.counts, strict=True):
+        estimate = estimate_comm_of_run(record.manifest)
+        sizes = {group.name: group.ranks for group in record.manifest.process_groups}
+        predicted_rows = Counter()
+        for row in estimate.groups:
+            key = (row.fqn, row.op, row.dtype, tuple(sizes[row.process_group]))
+            predicted_rows[(*key, "count")] += row.count * STEPS
+            predicted_rows[(*key, "payload_bytes")] += row.payload_bytes * STEPS
+        measured = Counter()
+        for row in counted:
+            if row["fqn"] is not None:
+                key = (row["fqn"], row["op"], row["dtype"], tuple(row["ranks"]))
+                measured[(*key, "count")] += row["count"]
+                measured[(*key, "payload_bytes")] += row["payload_bytes"]
+        assert predicted_rows == measured
+        assert measured
