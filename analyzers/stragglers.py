@@ -108,7 +108,9 @@ def _reason(
     candidates.append((comm, late.collectives.fqn[own], "communication", "waiting for another collective"))
     excess, fqn, kind, text = max(candidates, key=lambda candidate: candidate[0])
     if excess <= 0:
-        return late.collectives.fqn[own], "unknown", "late already at the group's previous collective", 0
+        known = len(candidates) > 2 or late.gap_ns[own] or late.comm_ns[own]
+        since = "the group's previous collective" if known else "the recording began"
+        return late.collectives.fqn[own], "unknown", f"late since before {since}", 0
     return fqn, kind, text, excess
 
 

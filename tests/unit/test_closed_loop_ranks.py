@@ -1,0 +1,93 @@
+"""Simulated ranks with skewed clocks, written to files, and compared by the whole pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic import Activity, Recording, Schedule, record, transformer, write, write_run
+
+from fsdp2prof.analyzers.pipeline import analyze_trace_path
+from fsdp2prof.results import CrossRank
+
+SKEWS = (0, 5_000_123, -72_000_456, 911)
+BASE = Schedule(roots=(transformer(3),))
+
+
+def compared(recordings: list[Recording], folder: Path, **options: bool) -> CrossRank:
+    return analyze_trace_path(write_run(recordings, folder, **options), workers=1).cross_rank
+
+
+def waits_of(recordings: list[Recording]) -> dict[str, int]:
+    return {str(r.rank): sum(c.latest_start - c.start for c in r.timeline.collectives) for r in recordings}
+
+
+@pytest.mark.parametrize(
+    ("known", "key"),
+    [({}, "comms_id"), ({"comms": False}, "seq"), ({"comms": False, "seq": False}, "order")],
+)
+def test_waits_are_exact_under_skewed_clocks(known: dict[str, bool], key: str, tmp_path: Path) -> None:
+    recordings = record(BASE, BASE.scaled(1.4, "layers.1"), BASE, BASE, skews=SKEWS)
+    found = compared(recordings, tmp_path / "run", **known)
+    assert (found.match_key, found.matched, found.unmatched) == (key, 22, 0)
+    assert found.wait_ns == waits_of(recordings)
+    assert found.clock_offset_ns == {f"rank {i}": skew for i, skew in enumerate(SKEWS)}
+
+
+@pytest.mark.parametrize(
+    ("slow", "fqn", "kind"),
+    [
+        (BASE.scaled(1.4, "layers.1"), "layers.1", "kernel"),
+        (BASE.changed("layers.2", backward_ns=2_000_000), "layers.2", "kernel"),
+        (BASE.changed("layers.2", late_ns=3_000_000), "layers.2", "host"),
+        (BASE.changed("layers.1", late_backward_ns=4_000_000), "layers.1", "host"),
+    ],
+)
+def test_stragglers_are_named_with_layer_and_work(
+    slow: Schedule, fqn: str, kind: str, tmp_path: Path
+) -> None:
+    found = compared(record(BASE, BASE, slow, BASE, skews=SKEWS), tmp_path / "run")
+    worst = found.stragglers[0]
+    assert (worst.rank, worst.fqn, worst.kind) == (2, fqn, kind)
+
+
+def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> None:
+    """What a rank did before its first recorded collective is not in the trace; before the second step it is."""
+    late = BASE.changed("", late_ns=15_000_000)
+    found = compared(record(BASE, BASE, late, BASE, skews=SKEWS), tmp_path / "run")
+    causes = {(worst.rank, worst.fqn, worst.kind): worst.cause for worst in found.stragglers[:2]}
+    assert causes == {
+        (2, "", "unknown"): "late since before the recording began",
+        (2, "", "host"): "a gap on the host: nothing was launched in time",
+    }
+
+
+def test_hsdp_ranks_meet_in_two_kinds_of_groups(tmp_path: Path) -> None:
+    hsdp = Schedule(roots=(transformer(2),), shard=2, replicas=2)
+    recordings = record(hsdp, hsdp, hsdp.scaled(1.3), hsdp, skews=SKEWS)
+    found = compared(recordings, tmp_path / "run")
+    assert (found.unmatched, found.matched_by) == (0, {"comms_id": 2 * 22})
+    assert found.wait_ns == waits_of(recordings)
+    assert found.stragglers[0].rank == 2
+
+
+def test_a_collective_lost_by_one_rank_is_reported_and_shifts_nothing(tmp_path: Path) -> None:
+    recordings = record(BASE, BASE.scaled(1.4, "layers.1"), BASE, BASE, skews=SKEWS)
+    lost = recordings[0].timeline.collectives[9]
+
+    def keep(activity: Activity) -> bool:
+        return activity.collective is not lost
+
+    folder = write_run(recordings, tmp_path / "run")
+    write(recordings[0], folder / "rank0_trace.json.gz", keep=keep)
+    found = analyze_trace_path(folder, workers=1).cross_rank
+    assert (found.matched, found.unmatched_reasons) == (21, {"missing on some rank": 1})
+    for recording in recordings:
+        missing = recording.timeline.collectives[9]
+        rest = waits_of([recording])[str(recording.rank)] - (missing.latest_start - missing.start)
+        assert found.wait_ns[str(recording.rank)] == rest
+
+
+def test_processes_give_the_same_answer(tmp_path: Path) -> None:
+    folder = write_run(record(BASE, BASE, skews=SKEWS[:2]), tmp_path / "run")
+    assert analyze_trace_path(folder, workers=2) == analyze_trace_path(folder, workers=1)
