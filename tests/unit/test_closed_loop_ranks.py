@@ -52,7 +52,7 @@ def test_stragglers_are_named_with_layer_and_work(
 
 
 def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> None:
-    """What a rank did before its first recorded collective is not in the trace; before the second step it is."""
+    """What a rank did before its first recorded collective is not in the trace; later causes are."""
     late = BASE.changed("", late_ns=15_000_000)
     found = compared(record(BASE, BASE, late, BASE, skews=SKEWS), tmp_path / "run")
     causes = {(worst.rank, worst.fqn, worst.kind): worst.cause for worst in found.stragglers[:2]}
