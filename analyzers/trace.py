@@ -11,18 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2prof.analyzers import accounting, overlap, rank_summary, ranks, waits
-from fsdp2prof.analyzers.accounting import WorkTable
-from fsdp2prof.analyzers.collectives import Collectives, collect
-from fsdp2prof.analyzers.launches import device_activities
-from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, build_phases
+from fsdp2prof.analyzers import overlap, rank_summary, ranks
+from fsdp2prof.analyzers.accounting import breakdown
 from fsdp2prof.analyzers.rank_summary import DeviceWork, RankSummary
-from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
+from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import Attribution, GroupRow, RankTrace, TraceAnalysis
-from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings, Trace, concat_strings, concat_tables
+from fsdp2prof.tables import Trace, concat_strings
 
-__all__ = ["RankAnalysis", "analyze_rank", "analyze_trace", "merge", "phase_labels"]
+__all__ = ["RankAnalysis", "analyze_rank", "analyze_trace", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +54,7 @@ def analyze_rank(
     default_rank: int = 0,
 ) -> RankAnalysis:
     """Analyse one rank's trace; ``default_rank`` is its number if neither file nor manifest says."""
-    labels = phase_labels(trace)
-    steps = host_steps(trace.labels)
-    device = device_activities(trace)
-    windows, warnings = step_windows(trace, steps, device, window)
-    phases = build_phases(labels, steps)
-    collectives = collect(trace, device, phases, steps, windows, manifest)
-    if len(device):
-        work = accounting.device_work(trace, device, phases, collectives)
-    else:
-        work = accounting.host_work(trace, phases)
-        if collectives.unserved:
-            warnings.append(
-                f"{trace.source}: {collectives.unserved} collectives were issued without a recorded transfer"
-            )
-    waited = waits.find_waits(trace, phases, work, collectives)
-    run = accounting.timeline(work, device, collectives)
-    exposure = accounting.expose(run, windows, collectives, waits.charging_order(collectives, waited))
+    tables = rank_tables(trace, manifest, window)
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
@@ -82,15 +64,15 @@ def analyze_rank(
             rank=rank,
             world_size=world_size,
             device_type=trace.device.type,
-            steps=accounting.breakdown(run, windows, collectives, exposure),
-            communication=overlap.communication(run, windows, exposure),
+            steps=breakdown(tables.run, tables.windows, tables.collectives, tables.exposure),
+            communication=overlap.communication(tables.run, tables.windows, tables.exposure),
             source=trace.source,
             state=manifest.state if manifest else None,
         ),
-        groups=overlap.group_rows(rank, windows, collectives, exposure, waited),
-        attribution=overlap.attribution(windows, collectives),
-        summary=_summary(trace, manifest, rank, work, phases, collectives, windows),
-        warnings=[*trace.warnings, *warnings],
+        groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
+        attribution=overlap.attribution(tables.windows, tables.collectives),
+        summary=_summary(tables, rank),
+        warnings=tables.warnings,
     )
 
 
@@ -108,47 +90,23 @@ def merge(analyses: Sequence[RankAnalysis]) -> TraceAnalysis:
     )
 
 
-def phase_labels(trace: Trace) -> LabelTable:
-    """Return the trace's labels with autograd's node ranges, which mark backward work without FSDP labels."""
-    events = trace.events
-    node = events.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
-    nodes = LabelTable(
-        thread=events.thread[node],
-        start_ns=events.start_ns[node],
-        end_ns=events.end_ns[node],
-        name=Strings.full(int(node.sum()), AUTOGRAD_NODE),
-    )
-    return concat_tables([trace.labels, nodes])
-
-
-def _summary(
-    trace: Trace,
-    manifest: RankManifest | None,
-    rank: int,
-    work: WorkTable,
-    phases: PhaseTable,
-    collectives: Collectives,
-    windows: StepTable,
-) -> RankSummary:
+def _summary(tables: RankTables, rank: int) -> RankSummary:
     """Reduce the rank to what a comparison needs: the collectives of its windows and the work around them."""
-    table = collectives.table
-    mine = np.isin(table.step, windows.step)
-    names = trace.events.name.take(work.event)
-    fqn = phases.fqn.lookup(work.phase_row)
+    work, table, manifest = tables.work, tables.collectives.table, tables.manifest
     device = DeviceWork(
         start_ns=np.concatenate([work.start_ns, table.start_ns]),
         end_ns=np.concatenate([work.end_ns, table.end_ns]),
-        name=concat_strings([names, table.op]),
-        fqn=concat_strings([fqn, table.fqn]),
+        name=concat_strings([tables.trace.events.name.take(work.event), table.op]),
+        fqn=concat_strings([tables.phases.fqn.lookup(work.phase_row), table.fqn]),
         is_comm=np.concatenate([np.zeros(len(work), dtype=np.bool_), np.ones(len(table), dtype=np.bool_)]),
     )
-    groups = [*trace.process_groups, *(manifest.process_groups if manifest else ())]
+    groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
     return rank_summary.summarise(
-        table.take(mine),
+        table.take(np.isin(table.step, tables.windows.step)),
         device,
         rank=rank,
         clock=manifest.host if manifest and manifest.host else None,
-        base_ns=trace.base_time_ns,
+        base_ns=tables.trace.base_time_ns,
         group_ranks={group.name: str(group.ranks) for group in groups},
     )
 

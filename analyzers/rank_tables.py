@@ -1,0 +1,91 @@
+"""One rank's trace joined up: every table that the analyses of a rank share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp2prof.analyzers.accounting import (
+    Exposure,
+    Timeline,
+    WorkTable,
+    device_work,
+    expose,
+    host_work,
+    timeline,
+)
+from fsdp2prof.analyzers.collectives import Collectives, collect
+from fsdp2prof.analyzers.launches import DeviceTable, device_activities
+from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, build_phases
+from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
+from fsdp2prof.analyzers.waits import WaitTable, charging_order, find_waits
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings, Trace, concat_tables
+
+__all__ = ["RankTables", "phase_labels", "rank_tables"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTables:
+    """What :func:`rank_tables` found."""
+
+    trace: Trace
+    manifest: RankManifest | None
+    steps: StepTable
+    """In host time."""
+    windows: StepTable
+    """What is analysed, in the time of the device (host-only: of the host)."""
+    device: DeviceTable
+    """Empty on a host-only trace."""
+    phases: PhaseTable
+    collectives: Collectives
+    work: WorkTable
+    waits: WaitTable
+    run: Timeline
+    exposure: Exposure
+    warnings: list[str]
+
+
+def rank_tables(trace: Trace, manifest: RankManifest | None = None, window: Window = "steps") -> RankTables:
+    """Join a rank's trace: launches to streams, host time to phases, collectives to layers and waits."""
+    steps = host_steps(trace.labels)
+    device = device_activities(trace)
+    windows, warnings = step_windows(trace, steps, device, window)
+    phases = build_phases(phase_labels(trace), steps)
+    collectives = collect(trace, device, phases, steps, windows, manifest)
+    if len(device):
+        work = device_work(trace, device, phases, collectives)
+    else:
+        work = host_work(trace, phases)
+        if collectives.unserved:
+            warnings.append(
+                f"{trace.source}: {collectives.unserved} collectives were issued without a recorded transfer"
+            )
+    waits = find_waits(trace, phases, work, collectives)
+    run = timeline(work, device, collectives)
+    return RankTables(
+        trace=trace,
+        manifest=manifest,
+        steps=steps,
+        windows=windows,
+        device=device,
+        phases=phases,
+        collectives=collectives,
+        work=work,
+        waits=waits,
+        run=run,
+        exposure=expose(run, windows, collectives, charging_order(collectives, waits)),
+        warnings=[*trace.warnings, *warnings],
+    )
+
+
+def phase_labels(trace: Trace) -> LabelTable:
+    """Return the trace's labels with autograd's node ranges, which mark backward work without FSDP labels."""
+    events = trace.events
+    node = events.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
+    nodes = LabelTable(
+        thread=events.thread[node],
+        start_ns=events.start_ns[node],
+        end_ns=events.end_ns[node],
+        name=Strings.full(int(node.sum()), AUTOGRAD_NODE),
+    )
+    return concat_tables([trace.labels, nodes])
