@@ -231,7 +231,8 @@ def test_a_real_allocators_history_reserves_the_same_at_every_request(real_data:
             assert allocator.reserved_bytes == reserved[order]
             requests += 1
     assert requests == np.count_nonzero(recording.allocations.alloc_order >= 0) > 0
-    assert sorted(block.size for block in allocator.blocks()) == sorted(recording.blocks.size.tolist())
+    if not len(recording.ooms):  # a history that ends in one lacks the events after it
+        assert sorted(block.size for block in allocator.blocks()) == sorted(recording.blocks.size.tolist())
 
 
 def as_before_the_history(allocator: CachingAllocator, recording: MemoryRecording) -> dict[int, Block]:
