@@ -15,12 +15,14 @@ bytes, and interned strings (:class:`Strings`). Nothing here computes an analysi
 :class:`MemoryRecording`  one device's memory history: allocations, segments, blocks, labels, steps, stacks
 :class:`ShapeTable`       recorded input shapes of the operators that need them (sparse, by event row)
 :class:`MemoryEventTable` Kineto's ``[memory]`` instants
+:class:`SyncTable`        what CUDA synchronisation events wait for (sparse, by event row)
 :class:`Trace`            everything one trace file holds: the reader's result
 ========================  ================================================================================
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -54,6 +56,7 @@ __all__ = [
     "ShapeTable",
     "StepTable",
     "Strings",
+    "SyncTable",
     "Table",
     "Trace",
     "concat_strings",
@@ -523,6 +526,18 @@ class MemoryEventTable(Table):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SyncTable(Table):
+    """What ``cuda_sync`` events wait for, if the profiler was told to record them."""
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`, ascending."""
+    wait_on_stream: IntArray
+    """Stream the CUDA event was recorded on; -1 unknown."""
+    record_correlation: IntArray
+    """Correlation of the ``cudaEventRecord`` it waits for; -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """Everything one Kineto trace file holds, in columns; one rank."""
 
@@ -548,6 +563,7 @@ class Trace:
     """Name of each thread index: ``pid/tid`` as written."""
     warnings: tuple[str, ...]
     """What a person should know about the file, one line each."""
+    syncs: SyncTable = dataclasses.field(default_factory=SyncTable.empty)
 
 
 _TableT = TypeVar("_TableT", bound=Table)

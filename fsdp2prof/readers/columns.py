@@ -12,7 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdp2prof.readers.event_args import Metadata, Shape, collective_metadata, recorded_shapes
+from fsdp2prof.readers.event_args import (
+    Metadata,
+    Shape,
+    Sync,
+    collective_metadata,
+    recorded_shapes,
+    sync_waits,
+)
 from fsdp2prof.readers.json_values import Interner, int_column, to_ns
 from fsdp2prof.readers.kineto_schema import COMPLETE_TYPES, INSTANT_TYPES, Args, Complete, Instant
 
@@ -20,7 +27,7 @@ __all__ = ["Columns", "Piece", "Share"]
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
-_DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
+_DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync"})
 
 
 @dataclass(slots=True)
@@ -31,6 +38,7 @@ class Piece:
     memory: Columns
     metadata: list[Metadata]
     shapes: list[Shape]
+    syncs: list[Sync]
 
 
 @dataclass(slots=True)
@@ -53,6 +61,7 @@ class Share:
             memory=self._memory_columns(memory) if memory else {},
             metadata=collective_metadata(args),
             shapes=recorded_shapes(complete, args),
+            syncs=sync_waits(args),
         )
 
     def merge(self, other: Share) -> None:

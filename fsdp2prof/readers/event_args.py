@@ -17,21 +17,27 @@ import numpy as np
 
 from fsdp2prof.readers.json_values import int_column
 from fsdp2prof.readers.kineto_schema import NO_TEXT, Args, Complete
-from fsdp2prof.tables import CollectiveArgs, IntArray, ShapeTable, Strings
+from fsdp2prof.tables import CollectiveArgs, IntArray, ShapeTable, Strings, SyncTable
 
 __all__ = [
     "Metadata",
     "Shape",
+    "Sync",
     "collective_args",
     "collective_metadata",
     "recorded_shapes",
     "shape_table",
+    "sync_table",
+    "sync_waits",
 ]
 
 Metadata: TypeAlias = tuple[Any, ...]
 """Event row, then the columns of :class:`CollectiveArgs` after ``event``, as in the JSON."""
 Shape: TypeAlias = tuple[int, str, str, str]
 """Event row, operator, ``Input Dims`` and ``Input type`` as compact JSON text."""
+
+Sync: TypeAlias = tuple[int, Any, Any]
+"""Event row, then the columns of :class:`SyncTable` after ``event``, as in the JSON."""
 
 _FIELDS = len(fields(CollectiveArgs))
 
@@ -97,6 +103,26 @@ def collective_metadata(args: list[Args]) -> list[Metadata]:
         for row, a in enumerate(args)
         if a.collective is not None
     ]
+
+
+def sync_waits(args: list[Args]) -> list[Sync]:
+    """What synchronisation events wait for, by row."""
+    return [
+        (row, a.wait_on_stream, a.record_correlation)
+        for row, a in enumerate(args)
+        if a.wait_on_stream is not None
+    ]
+
+
+def sync_table(syncs: list[Sync], position: IntArray) -> SyncTable:
+    """Build the synchronisation table; ``position`` maps rows as read to rows of the sorted events."""
+    event = position[np.asarray([row for row, *_ in syncs], dtype=np.int64)]
+    table = SyncTable(
+        event=event,
+        wait_on_stream=int_column([stream for _, stream, _ in syncs]),
+        record_correlation=int_column([correlation for *_, correlation in syncs]),
+    )
+    return table.take(np.argsort(event, kind="stable"))
 
 
 def shape_table(shapes: list[Shape], position: IntArray) -> ShapeTable:

@@ -52,6 +52,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     seq: Any = msgspec.field(default=-1, name="Seq")
     comms_id: Any = msgspec.field(default=-1, name="Comms Id")
     is_async: Any = msgspec.field(default=-1, name="Is asynchronized op")
+    wait_on_stream: Any = None
+    record_correlation: Any = msgspec.field(default=-1, name="wait_on_cuda_event_record_corr_id")
 
 
 class MemoryArgs(msgspec.Struct, frozen=True, gc=False):

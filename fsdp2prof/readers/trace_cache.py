@@ -30,6 +30,7 @@ from fsdp2prof.tables import (
     MemoryEventTable,
     ShapeTable,
     Strings,
+    SyncTable,
     Table,
     Trace,
 )
@@ -120,7 +121,7 @@ def _store(file: Path, key: str, trace: Trace) -> bool:
         warnings=trace.warnings,
     )
     arrays = {"head": _json_array(head)}
-    for name in ("events", "collective_args", "labels", "shapes", "memory"):
+    for name in ("events", "collective_args", "labels", "shapes", "memory", "syncs"):
         arrays |= _pack(name, getattr(trace, name))
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -157,6 +158,7 @@ def _load(file: Path, key: str, source: str) -> Trace | None:
                 memory=_unpack("memory", MemoryEventTable, arrays),
                 threads=head.threads,
                 warnings=head.warnings,
+                syncs=_unpack("syncs", SyncTable, arrays),
             )
     except _UNUSABLE:
         return None

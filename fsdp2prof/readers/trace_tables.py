@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.columns import Columns, Share
-from fsdp2prof.readers.event_args import collective_args, shape_table
+from fsdp2prof.readers.event_args import collective_args, shape_table, sync_table
 from fsdp2prof.readers.json_values import Interner, int_column
 from fsdp2prof.readers.kineto_schema import Header
 from fsdp2prof.tables import EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace
@@ -34,6 +34,7 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
     placed = list(zip(pieces, first_rows, strict=True))
     metadata = [(row + first, *rest) for piece, first in placed for row, *rest in piece.metadata]
     shapes = [(row + first, *rest) for piece, first in placed for row, *rest in piece.shapes]
+    syncs = [(row + first, *rest) for piece, first in placed for row, *rest in piece.syncs]
     memory = [piece.memory for piece in pieces if piece.memory]
     threads = _Threads(share.pids, share.tids)
     events, position = _event_table([piece.events for piece in pieces], share, threads, source, warnings)
@@ -58,6 +59,7 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
         memory=_memory_table(memory, threads),
         threads=tuple(threads.names),
         warnings=tuple(warnings),
+        syncs=sync_table(syncs, position),
     )
 
 

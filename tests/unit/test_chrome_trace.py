@@ -17,7 +17,7 @@ from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.chrome_trace import peek_rank, read_trace
 from fsdp2prof.tables import Trace
 
-DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"}
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync"}
 
 
 def nanoseconds(value: Any) -> int:
@@ -266,6 +266,21 @@ def test_streams_and_ids_written_as_text(tmp_path: Path) -> None:
     assert table.correlation.tolist() == [12, 12, -1, -1]
     assert table.external_id.tolist() == [-1, -1, -1, -1]
     assert table.thread.tolist() == [0, -1, -1, -1]
+
+
+def test_what_cuda_synchronisations_wait_for(tmp_path: Path) -> None:
+    wait = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 31}
+    events = [
+        op("Stream Sync", 9, 1, "cuda_sync", stream=20, device=0),
+        op("Stream Wait Event", 3, 1, "cuda_sync", stream=20, device=0, correlation=32, **wait),
+        op("Event Sync", 5, 1, "cuda_sync", stream=-1, device=0, wait_on_stream=8),
+    ]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    assert trace.events.stream.tolist() == [20, -1, 20]
+    assert trace.events.thread.tolist() == [-1, -1, -1]
+    assert trace.syncs.event.tolist() == [0, 1]
+    assert trace.syncs.wait_on_stream.tolist() == [7, 8]
+    assert trace.syncs.record_correlation.tolist() == [31, -1]
 
 
 @pytest.mark.parametrize("value", ["nan", "NaN", "-nan", "inf", "Infinity", "-inf"])

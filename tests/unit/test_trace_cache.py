@@ -44,6 +44,7 @@ def write(path: Path, name: str) -> Path:
         event("user_annotation", 1694128201435418),
         event("kernel", 3, stream=7, device=0, correlation=70000, bytes=2**40, **metadata),
         memory,
+        event("cuda_sync", 9, stream=20, device=0, correlation=5, wait_on_stream=7),
     ]
     groups = [{"pg_name": "0", "pg_desc": "größe", "backend": "nccl", "ranks": [0, 1]}]
     document = {"distributedInfo": {"world_size": 2, "pg_config": groups}, "traceEvents": events}
@@ -56,7 +57,7 @@ def as_plain(trace: Trace) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for part in fields(trace):
         value = getattr(trace, part.name)
-        if part.name in ("events", "collective_args", "labels", "shapes", "memory"):
+        if part.name in ("events", "collective_args", "labels", "shapes", "memory", "syncs"):
             for field in fields(value):
                 column = getattr(value, field.name)
                 kept = column.to_list() if isinstance(column, Strings) else (column.dtype, column.tolist())
