@@ -19,8 +19,7 @@ __all__ = [
 ]
 
 _KERNEL = re.compile(
-    r"^(?:void\s+)?(?:\(anonymous namespace\)::)?(?:[\w:]*::)?"
-    r"(?:nccl|rccl|msccl|hccl|oneccl|nvshmem|multimem_|cross_device_reduce|(?:one|two)_shot_all_reduce)",
+    r"nccl|rccl|msccl|hccl|oneccl|nvshmem|multimem_|cross_device_reduce|(?:one|two)_shot_all_reduce",
     re.IGNORECASE,
 )
 """NCCL, RCCL (``ncclDevKernel_Generic``, ``rcclGenericKernel``), symmetric-memory and NVSHMEM kernels."""
@@ -63,8 +62,9 @@ _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)(?:_\w+)?")
 
 
 def is_collective_kernel(name: str) -> bool:
-    """Whether a kernel's name says that it communicates."""
-    return _KERNEL.match(name) is not None
+    """Whether a kernel's name, return type and namespaces apart, says that it communicates."""
+    plain = re.split(r"[<(]", name.replace("(anonymous namespace)", ""), maxsplit=1)[0]
+    return _KERNEL.match(re.split(r"::|\s", plain)[-1]) is not None
 
 
 def is_device_copy(name: str) -> bool:

@@ -70,7 +70,7 @@ def step_windows(
     ]
     begins = np.array([device.start_ns[launched_in == row].min() for row in busy], dtype=np.int64)
     begins = np.maximum.accumulate(begins)
-    last = device.end_ns[launched_in == busy[-1]].max(keepdims=True)
+    last = np.maximum(device.end_ns[launched_in == busy[-1]].max(keepdims=True), begins[-1:])
     windows = StepTable(step=steps.step[busy], start_ns=begins, end_ns=np.concatenate([begins[1:], last]))
     return windows, warnings
 

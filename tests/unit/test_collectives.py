@@ -1,0 +1,309 @@
+"""Collectives found, named, sized and placed on a layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.traces import WORKER, TraceBuilder
+
+from fsdp2prof.analyzers.collective_names import dtype_name, is_collective_kernel, itemsize, op_of, wire_bytes
+from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
+from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
+from fsdp2prof.tables import Strings
+
+AG = {
+    "collective": "_allgather_base",
+    "dtype": "BFloat16",
+    "in_nelems": 100,
+    "out_nelems": 400,
+    "group_size": 4,
+    "process_group": "1",
+    "process_group_desc": "mesh_dp_shard",
+    "seq": 12,
+    "comms_id": 1 << 61,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("_allgather_base", "all_gather"),
+        ("allgather_into_tensor_coalesced", "all_gather"),
+        ("nccl:_reduce_scatter_base", "reduce_scatter"),
+        ("c10d::allreduce_", "all_reduce"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce_scatter"),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("multimem_all_gather_kernel", "all_gather"),
+        ("broadcast", "broadcast"),
+        ("all_to_allv", "all_to_all"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
+        ("ncclDevKernel_Generic(ncclDevComm*, channelMasks, ncclWork*)", None),
+        ("barrier", None),
+    ],
+)
+def test_kinds(name: str, op: str | None) -> None:
+    assert op_of(name) == op
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ncclDevKernel_Generic(ncclDevComm*, channelMasks, ncclWork*)",
+        "rcclGenericKernel<1, false>(ncclDevKernelArgsStorage<4096ul>)",
+        "void c10d::symmetric_memory::(anonymous namespace)::multimem_all_gather_kernel<16>",
+        "multimem_all_reduce_kernel",
+        "void vllm::cross_device_reduce_1stage<float, 2>",
+        "ncclSymkDevKernel_AllGather_LL",
+    ],
+)
+def test_communication_kernels(name: str) -> None:
+    assert is_collective_kernel(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel",
+        "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+        "Memcpy PtoP (Device -> Device)",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
+    ],
+)
+def test_other_kernels(name: str) -> None:
+    assert not is_collective_kernel(name)
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "size"),
+    [
+        ("BFloat16", "bfloat16", 2),
+        ("c10::BFloat16", "bfloat16", 2),
+        ("float", "float32", 4),
+        ("Float8_e4m3fn", "float8_e4m3fn", 1),
+        ("long int", "int64", 8),
+        ("Byte", "uint8", 1),
+        ("c10::complex<float>", "complex64", 8),
+        ("Bool", "bool", 1),
+        ("Fancy", "fancy", -1),
+    ],
+)
+def test_element_types(written: str, name: str, size: int) -> None:
+    assert dtype_name(written) == name
+    assert itemsize(name) == size
+
+
+def test_wire_bytes_follow_the_bus_factors() -> None:
+    ops = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv", "broadcast", "all_gather"]
+    found = wire_bytes(Strings.intern(ops), np.full(7, 800), np.array([4, 4, 4, 4, -1, 4, -1]))
+    assert found.tolist() == [600, 600, 1200, 600, 800, -1, -1]
+
+
+def labelled() -> TraceBuilder:
+    """One step; layers.0 gathers inside its pre-forward."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#5", 0, 1000)
+    trace.label("FSDP::pre_forward (layers.0)", 10, 60)
+    trace.label("FSDP::all_gather (layers.0)", 12, 40)
+    trace.label("FSDP::all_gather_copy_out (layers.0)", 45, 55)
+    trace.label("FSDP::post_forward (layers.0)", 200, 210)
+    return trace
+
+
+def only(tables: RankTables) -> dict[str, object]:
+    table = tables.collectives.table
+    assert len(table) == 1
+    return table.to_pandas().iloc[0].to_dict() | {"reason": tables.collectives.reason[0]}
+
+
+def test_a_kernel_with_metadata_is_placed_through_its_launch() -> None:
+    trace = labelled()
+    trace.device("ncclDevKernel_Generic(ncclDevComm*)", 100, 180, launch=30, stream=24, **AG)
+    found = only(rank_tables(trace.build()))
+    expected = {
+        "start_ns": 100, "end_ns": 180, "issue_ns": 30, "step": 5, "fqn": "layers.0", "phase": "forward",
+        "op": "all_gather", "process_group": "1", "mesh_dim": "dp_shard", "dtype": "bfloat16",
+        "group_size": 4, "payload_bytes": 800, "wire_bytes": 600, "stream": 24, "seq": 12, "comms_id": 1 << 61,
+        "reason": None,
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_metadata_of_the_operator_serves_a_kernel_without() -> None:
+    trace = labelled()
+    trace.host("c10d::_allgather_base_", 25, 38)
+    trace.host("record_param_comms", 26, 37, **AG)
+    trace.device("rcclGenericKernel<1, false>", 100, 180, launch=30)
+    found = only(rank_tables(trace.build()))
+    assert (found["op"], found["payload_bytes"], found["process_group"]) == ("all_gather", 800, "1")
+
+
+def test_a_generic_kernel_without_metadata_takes_its_kind_from_the_label() -> None:
+    trace = labelled()
+    trace.device("ncclDevKernel_Generic(ncclDevComm*)", 100, 180, launch=30)
+    found = only(rank_tables(trace.build()))
+    assert (found["op"], found["payload_bytes"], found["dtype"]) == ("all_gather", -1, None)
+
+
+def test_copies_of_a_copy_engine_are_one_all_gather() -> None:
+    trace = labelled()
+    trace.host("record_param_comms", 20, 39, **AG)
+    for launch, start, end in ((22, 100, 120), (24, 120, 150), (26, 150, 185)):
+        trace.device("Memcpy PtoP (Device -> Device)", start, end, launch, 24, "gpu_memcpy")
+    trace.device("Memcpy HtoD (Pinned -> Device)", 190, 195, 28, 24, "gpu_memcpy")
+    tables = rank_tables(trace.build())
+    found = only(tables)
+    assert (found["start_ns"], found["end_ns"], found["op"], found["fqn"]) == (
+        100,
+        185,
+        "all_gather",
+        "layers.0",
+    )
+    assert tables.work.is_memcpy.tolist() == [True], "the host transfer is none of it"
+
+
+def test_a_copy_beside_a_collective_kernel_is_no_collective() -> None:
+    trace = labelled()
+    trace.host("record_param_comms", 20, 39, **AG)
+    trace.device("Memcpy DtoD (Device -> Device)", 90, 95, 22, 24, "gpu_memcpy")
+    trace.device("ncclDevKernel_AllGather_RING_LL", 100, 180, launch=30, **AG)
+    assert only(rank_tables(trace.build()))["start_ns"] == 100
+
+
+def test_what_cannot_be_placed_says_why() -> None:
+    trace = labelled()
+    trace.label("Optimizer.step#AdamW.step", 300, 400)
+    trace.device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100, 110, launch=None)
+    trace.device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 250, 260, launch=240)
+    trace.device("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 360, 370, launch=350)
+    tables = rank_tables(trace.build())
+    assert tables.collectives.table.fqn.to_list() == [None, None, None]
+    assert tables.collectives.table.phase.to_list() == ["other", "other", "optimizer"]
+    assert tables.collectives.reason.to_list() == [
+        "its launch is not in the file",
+        "issued outside every FSDP module",
+        "issued by the optimizer",
+    ]
+
+
+def test_without_labels_everything_but_the_layer_is_known() -> None:
+    trace = TraceBuilder()
+    trace.device("ncclDevKernel_AllGather_RING_LL", 100, 180, launch=30, **AG)
+    found = only(rank_tables(trace.build()))
+    assert (found["fqn"], found["step"], found["payload_bytes"]) == (None, 0, 800)
+    assert found["reason"] == "no FSDP labels in the trace"
+
+
+def gloo(**prefetch: int) -> TraceBuilder:
+    """An all-gather, and a reduce-scatter that shows as an all-reduce, of layers.0 on CPU."""
+    trace = labelled()
+    trace.host("c10d::_allgather_base_", 15, 18, in_nelems=100, out_nelems=200, dtype="c10::BFloat16")
+    trace.host("gloo:all_gather", 20, 39, "user_annotation", WORKER, in_nelems=100, dtype="c10::BFloat16")
+    trace.label("FSDP::pre_backward (layers.0)", 500, 510)
+    trace.label("FSDP::post_backward_reduce (layers.0)", 600, 700)
+    trace.host("c10d::_reduce_scatter_base_", 610, 612, in_nelems=200, out_nelems=100, dtype="float")
+    trace.host(
+        "gloo:all_reduce", 620, 650, "user_annotation", WORKER, in_nelems=200, out_nelems=200, dtype="float"
+    )
+    trace.host("c10d::allreduce_", 655, 656, in_nelems=100, out_nelems=100)
+    trace.host(
+        "gloo:all_reduce",
+        660,
+        690,
+        "user_annotation",
+        WORKER + 1,
+        in_nelems=100,
+        out_nelems=100,
+        dtype="float",
+    )
+    trace.label("FSDP::root_post_backward_callback", 800, 820)
+    return trace
+
+
+def test_gloo_ranges_take_their_meaning_from_the_operator() -> None:
+    table = rank_tables(gloo().build()).collectives.table
+    assert table.op.to_list() == ["all_gather", "reduce_scatter", "all_reduce"]
+    assert table.phase.to_list() == ["forward", "backward", "backward"]
+    assert table.fqn.to_list() == ["layers.0"] * 3
+    assert table.dtype.to_list() == ["bfloat16", "float32", "float32"]
+    assert table.payload_bytes.tolist() == [400, 800, 400]
+    assert table.group_size.tolist() == [2, 2, -1]
+    assert table.wire_bytes.tolist() == [200, 400, -1]
+    assert table.issue_ns.tolist() == [15, 610, 655]
+    assert table.start_ns.tolist() == [20, 620, 660]
+
+
+def param_group(fqn: str, numel: int, shard: str, index: int = 0, groups: int = 1) -> ParamGroupInfo:
+    parameter = ParameterInfo(
+        fqn=f"{fqn}.weight", global_shape=[2 * numel], local_shape=[numel], padded_local_shape=[numel],
+        dtype="float32", placement="Shard(0)", requires_grad=True,
+        all_gather_dtypes=["bfloat16"], all_gather_numels=[numel],
+    )  # fmt: skip
+    return ParamGroupInfo(
+        root=0, fqn=fqn, index=index, group_count=groups,
+        mesh=MeshInfo(device_type="cpu", shape=[2, 2], dim_names=["dp_replicate", "dp_shard"]),
+        shard_group=shard, reduce_scatter_group=shard, all_reduce_group="7", post_forward_group=None,
+        shard_world_size=2, replicate_world_size=2, param_dtype="bfloat16", reduce_dtype="float32",
+        output_dtype=None, reshard_after_forward=True, offload=False, offload_pin_memory=False,
+        unshard_async_op=False, requires_grad=True, parameters=[parameter],
+    )  # fmt: skip
+
+
+GROUPS = [
+    ProcessGroupInfo(
+        name="7", desc="mesh_dp_replicate", backend="gloo", ranks=[0, 2], mesh_dim="dp_replicate"
+    ),
+    ProcessGroupInfo(name="8", desc="mesh_dp_shard", backend="gloo", ranks=[0, 1], mesh_dim="dp_shard"),
+    ProcessGroupInfo(name="9", desc="mesh_ep", backend="gloo", ranks=[0, 3], mesh_dim="ep"),
+]
+
+
+def test_the_manifest_knows_gloos_process_groups() -> None:
+    manifest = RankManifest(process_groups=GROUPS, param_groups=[param_group("layers.0", 100, "8")])
+    table = rank_tables(gloo().build(), manifest).collectives.table
+    assert table.process_group.to_list() == ["8", "8", "7"]
+    assert table.mesh_dim.to_list() == ["dp_shard", "dp_shard", "dp_replicate"]
+    assert table.wire_bytes.tolist() == [200, 400, 400]
+
+
+def test_several_groups_of_a_module_are_told_apart_by_their_bytes() -> None:
+    manifest = RankManifest(
+        process_groups=GROUPS,
+        param_groups=[param_group("layers.0", 100, "8", 0, 2), param_group("layers.0", 64, "9", 1, 2)],
+    )
+    table = rank_tables(gloo().build(), manifest).collectives.table
+    assert table.process_group.to_list() == ["8", "8", "7"]
+
+
+def test_a_group_that_cannot_be_told_is_null() -> None:
+    trace = gloo()
+    trace.process_groups = tuple(GROUPS)
+    table = rank_tables(trace.build()).collectives.table
+    assert table.process_group.to_list() == [None, None, None], "three groups have two ranks"
+    trace.process_groups = tuple(GROUPS[1:2])
+    table = rank_tables(trace.build()).collectives.table
+    assert table.process_group.to_list() == ["8", "8", None]
+
+
+def test_gloo_work_issued_before_the_recording_is_not_given_to_a_later_operator() -> None:
+    trace = gloo()
+    trace.host("gloo:all_gather", 2, 14, "user_annotation", WORKER, in_nelems=100, dtype="c10::BFloat16")
+    tables = rank_tables(trace.build())
+    assert tables.collectives.table.issue_ns.tolist() == [-1, 15, 610, 655]
+    assert tables.collectives.table.op.to_list()[0] == "all_gather"
+    assert tables.collectives.reason[0] == "its launch is not in the file"
+    assert tables.warnings == []
+
+
+def test_gloo_without_recorded_shapes_pairs_in_order() -> None:
+    trace = labelled()
+    for start, op in ((15, "_allgather_base_"), (20, "_allgather_base_"), (25, "_reduce_scatter_base_")):
+        trace.host(f"c10d::{op}", start, start + 1)
+    trace.host("gloo:all_gather", 16, 30, "user_annotation", WORKER)
+    trace.host("gloo:all_gather", 30, 36, "user_annotation", WORKER)
+    table = rank_tables(trace.build()).collectives.table
+    assert table.issue_ns.tolist() == [15, 20]
+    assert table.payload_bytes.tolist() == [-1, -1]
+    assert rank_tables(trace.build()).warnings == [
+        "hand.json: 1 collectives were issued without a recorded transfer"
+    ]
