@@ -23,6 +23,7 @@ __all__ = [
     "CrossRankGroup",
     "Finding",
     "GroupRow",
+    "HostSyncRow",
     "LateCause",
     "LayerBytes",
     "LayerPeak",
@@ -296,6 +297,21 @@ class CrossRank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostSyncRow:
+    """Calls by which a rank's host waited for its device inside its steps, by where they were made."""
+
+    rank: int
+    fqn: str | None
+    phase: str
+    call: str
+    """Runtime call: ``cudaStreamSynchronize``, ..."""
+    operator: str | None
+    """Operator that made it, ``aten::item`` for instance; null when none did or the trace does not say."""
+    count: int
+    blocked_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TraceAnalysis:
     """Result of ``analyze trace``."""
 
@@ -308,6 +324,8 @@ class TraceAnalysis:
     warnings: list[str]
     prefetch: list[PrefetchRow] = field(default_factory=list)
     bandwidth: list[BandwidthRow] = field(default_factory=list)
+    host_syncs: list[HostSyncRow] = field(default_factory=list)
+    """The longest blocked first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,71 @@
+"""Where a rank's host stops to wait for its device (``.item()``, synchronize, ...), by layer and phase."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.results import HostSyncRow
+from fsdp2prof.tables import IntArray, PhaseTable, StepTable, Trace
+
+__all__ = ["host_syncs"]
+
+_CALL = re.compile(r"(?:cuda|hip)(?:Stream|Device|Event)Synchronize|hipMemcpyWithStream|(?:cuda|hip)Memcpy")
+"""Runtime calls that return only when the device has caught up."""
+_INNER = {"aten::_local_scalar_dense": "aten::item"}
+"""Operators that people know by the name of their caller."""
+
+
+def host_syncs(trace: Trace, phases: PhaseTable, steps: StepTable, rank: int) -> list[HostSyncRow]:
+    """Return the synchronising calls inside the steps (in host time), the longest blocked first."""
+    events = trace.events
+    waits = events.name.matches(lambda name: _CALL.fullmatch(name) is not None)
+    calls = np.flatnonzero(waits & (events.thread >= 0))
+    inside = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[calls]) >= 0
+    calls = calls[inside]
+    row = find_rows(phases, events.thread[calls], events.start_ns[calls])
+    operator = events.name.lookup(_operators(trace, calls))
+    fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
+    found: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0])
+    blocked = (events.end_ns - events.start_ns)[calls]
+    keys = zip(*(column.to_list() for column in (fqn, phase, events.name.take(calls), operator)), strict=True)
+    for key, duration in zip(keys, blocked.tolist(), strict=True):
+        total = found[key]
+        total[0] += 1
+        total[1] += duration
+    rows = [
+        HostSyncRow(
+            rank=rank,
+            fqn=layer,
+            phase=when or "other",
+            call=call or "",
+            operator=_INNER.get(name or "", name),
+            count=count,
+            blocked_ns=duration,
+        )
+        for (layer, when, call, name), (count, duration) in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row.blocked_ns)
+
+
+def _operators(trace: Trace, calls: IntArray) -> IntArray:
+    """Return the event row of the operator whose id each call carries and that encloses it; -1 if none."""
+    events = trace.events
+    operators = np.flatnonzero(events.category.equals("cpu_op") & (events.external_id >= 0))
+    if not len(operators):
+        return np.full(len(calls), -1, dtype=np.int64)
+    operators = operators[np.argsort(events.external_id[operators], kind="stable")]
+    ids = events.external_id[operators]
+    at = np.minimum(np.searchsorted(ids, events.external_id[calls]), len(ids) - 1)
+    found = operators[at]
+    encloses = (
+        (ids[at] == events.external_id[calls])
+        & (events.thread[found] == events.thread[calls])
+        & (events.start_ns[found] <= events.start_ns[calls])
+        & (events.end_ns[found] >= events.end_ns[calls])
+    )
+    return np.where(encloses, found, -1)
