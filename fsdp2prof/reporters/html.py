@@ -30,7 +30,13 @@ from fsdp2prof.reporters.memory_grids import (
     peak_grid,
 )
 from fsdp2prof.reporters.run_grids import rank_grid, run_facts, sharding_grid
-from fsdp2prof.reporters.trace_grids import breakdown_grid, layer_grid, rank_lines, step_numbers
+from fsdp2prof.reporters.trace_grids import (
+    NO_COLLECTIVE,
+    breakdown_grid,
+    layer_grid,
+    rank_lines,
+    step_numbers,
+)
 from fsdp2prof.reporters.wording import printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, RunSummary, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns
@@ -140,29 +146,32 @@ def _memory_numbers(memory: MemoryAnalysis) -> list[tuple[str, str]]:
 
 
 def _step_section(trace: TraceAnalysis) -> _Section:
+    part = _Block(
+        grid=breakdown_grid(trace), every=breakdown_grid(trace, every=True), figure=step_chart(trace)
+    )
     return _Section(
         anchor="step",
         title="Where the step goes",
         lead=f"{plural(len(trace.ranks), 'rank')}, {step_numbers(trace)}. The parts are disjoint and sum to "
         "the window exactly. Communication counts only where no compute or FSDP copy runs meanwhile.",
-        blocks=[
-            _Block(
-                grid=breakdown_grid(trace), every=breakdown_grid(trace, every=True), figure=step_chart(trace)
-            )
-        ],
+        blocks=_present([part]),
     )
 
 
 def _communication_section(trace: TraceAnalysis) -> _Section:
+    part = _Block(grid=layer_grid(trace), every=layer_grid(trace, every=True), figure=layer_chart(trace))
+    lead = "Layers in model order: the bar is what is exposed, the tick all of the layer's communication."
     return _Section(
         anchor="communication",
         title="Communication by layer",
-        lead="Layers in model order: the bar is what is exposed, the tick all of the layer's communication.",
-        blocks=[
-            _Block(grid=layer_grid(trace), every=layer_grid(trace, every=True), figure=layer_chart(trace))
-        ],
+        lead=lead if part.figure else NO_COLLECTIVE,
+        blocks=_present([part]),
         lines=rank_lines(trace),
     )
+
+
+def _present(blocks: Sequence[_Block]) -> list[_Block]:
+    return [block for block in blocks if block.grid or block.figure]
 
 
 def _memory_section(memory: MemoryAnalysis) -> _Section:
@@ -190,7 +199,7 @@ def _memory_blocks(rank: RankMemory) -> list[_Block]:
         _Block(grid=layer_peak_grid(rank), every=layer_peak_grid(rank, every=True)),
         *(_Block(grid=grid) for grid in fact_grids(rank)),
     ]
-    return [block for block in blocks if block.grid or block.figure]
+    return _present(blocks)
 
 
 def _run_section(run: RunSummary) -> _Section:
@@ -200,7 +209,7 @@ def _run_section(run: RunSummary) -> _Section:
         _Block(grid=_pairs("Recording options", run.options)),
         _Block(grid=_pairs("Environment", run.environment)),
     ]
-    return _Section(anchor="run", title="What was run", blocks=[block for block in blocks if block.grid])
+    return _Section(anchor="run", title="What was run", blocks=_present(blocks))
 
 
 def _pairs(title: str, values: Mapping[str, Any]) -> Grid | None:

@@ -27,7 +27,13 @@ from fsdp2prof.reporters.memory_grids import (
     peak_grid,
 )
 from fsdp2prof.reporters.run_grids import rank_grid, run_facts, sharding_grid
-from fsdp2prof.reporters.trace_grids import breakdown_grid, layer_grid, rank_lines, step_numbers
+from fsdp2prof.reporters.trace_grids import (
+    NO_COLLECTIVE,
+    breakdown_grid,
+    layer_grid,
+    rank_lines,
+    step_numbers,
+)
 from fsdp2prof.reporters.wording import CATEGORIES, printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes
@@ -68,7 +74,7 @@ def trace_view(analysis: TraceAnalysis, *, advice: Sequence[str] = (), every: bo
     return _stack(
         _trace_headline(analysis),
         _grid(breakdown_grid(analysis, every=every)),
-        _grid(layers) or Text("No collective ran in the analysed window."),
+        _grid(layers) or Text(NO_COLLECTIVE),
         _paragraph("Ranks against each other", rank_lines(analysis)),
         _findings(analysis.findings),
         _bullets("What to look at next", advice),

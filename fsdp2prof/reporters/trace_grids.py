@@ -11,9 +11,21 @@ from fsdp2prof.reporters.wording import dtype_label, op_label
 from fsdp2prof.results import BreakdownNs, RankTrace, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["PARTS", "StepRow", "breakdown_grid", "layer_grid", "rank_lines", "step_numbers", "step_rows"]
+__all__ = [
+    "NO_COLLECTIVE",
+    "PARTS",
+    "StepRow",
+    "breakdown_grid",
+    "layer_grid",
+    "rank_lines",
+    "step_numbers",
+    "step_rows",
+]
 
 PARTS = tuple(field.name for field in fields(BreakdownNs))
+
+NO_COLLECTIVE = "No collective ran in the analysed window."
+"""Instead of the table of layers."""
 
 _STEP_ROWS = 12
 """Step windows shown one by one; more are averaged per rank, then shortened."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +24,9 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
+
+
+PATIENCE_S = 60
 
 
 def find_chromium() -> str | None:
@@ -84,8 +88,9 @@ class Page:
                 return result
             self._note(answer)
 
-    def open(self, file: Path, width: int = 1280, height: int = 900) -> None:
-        """Load a local file and wait until its scripts have run."""
+    def open(self, file: Path, width: int = 1280, height: int = 900, *, scripts: bool = True) -> None:
+        """Load a local file and wait until it is drawn; ``scripts=False`` as if the user forbade them."""
+        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -99,7 +104,8 @@ class Page:
             self._note(answer)
             if answer.get("method") == "Page.loadEventFired":
                 break
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        if scripts:
+            self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:
         """Return the JSON value of a JavaScript expression, awaited."""
@@ -116,6 +122,8 @@ class Page:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._in], [], [], PATIENCE_S)
+            assert ready, f"Chromium said nothing for {PATIENCE_S} s"
             chunk = os.read(self._in, 1 << 20)
             assert chunk, "Chromium ended"
             self._buffer += chunk

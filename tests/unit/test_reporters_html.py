@@ -1,0 +1,117 @@
+"""The report's HTML: complete, escaped, and with charts that plotly accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from support.results import HOSTILE, MIB, memory_analysis, run_analysis, trace_analysis
+
+from fsdp2prof.reporters import charts, html
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+
+
+class Outline(HTMLParser):
+    """Elements that could load or run something, and whether every table row has the header's cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def outline(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = Outline()
+    parser.feed(page)
+    return parser.tags
+
+
+def figures(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page)
+    assert found
+    charts_of_page: list[dict[str, Any]] = json.loads(found[1])
+    return charts_of_page
+
+
+@pytest.mark.parametrize("analysis", [run_analysis(), trace_analysis(), memory_analysis()])
+def test_every_chart_has_its_place(analysis: RunAnalysis | TraceAnalysis | MemoryAnalysis) -> None:
+    page = html.render("name", analysis)
+    places = [int(a["data-figure"] or -1) for _, a in outline(page) if "data-figure" in a]
+    assert places == list(range(len(figures(page))))
+
+
+def test_nothing_refers_outside() -> None:
+    for tag, attributes in outline(html.render("name", run_analysis(hostile=HOSTILE))):
+        assert tag not in ("img", "iframe", "link", "object", "embed", "form", "base")
+        assert "src" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+        assert (attributes.get("href") or "#").startswith("#")
+
+
+def test_hostile_names_end_no_script() -> None:
+    """Each script element closes once: plotly, ours, and the figures."""
+    page = html.render(HOSTILE, run_analysis(hostile=HOSTILE))
+    own = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert own.count("</script>") == 1
+    assert "onerror=alert(1)>" not in own
+    assert "&lt;/script&gt;&lt;img src=x" in own
+
+
+def test_plotly_accepts_the_figures() -> None:
+    from plotly.graph_objects import Figure
+
+    for figure in figures(html.render("name", run_analysis(hostile=HOSTILE))):
+        assert Figure(figure).to_dict()["data"]
+
+
+def test_step_chart_stacks_to_the_window() -> None:
+    figure = charts.step_chart(trace_analysis())
+    assert figure is not None
+    assert [sum(values) for values in zip(*(bar["x"] for bar in figure["data"]), strict=True)] == [50.0] * 4
+
+
+def test_course_stacks_to_the_peak() -> None:
+    figure = charts.course_chart(memory_analysis().ranks[0])
+    assert figure is not None
+    totals = [sum(values) for values in zip(*(area["y"] for area in figure["data"]), strict=True)]
+    assert totals == [70.0, 90.0, 100.0, 70.0]
+    assert figure["data"][0]["x"] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_recording_without_times_is_drawn_by_position() -> None:
+    rank = memory_analysis().ranks[0]
+    course = {**rank.timeline, "time_ns": [-1] * 4, "reserved": [128 * MIB] * 4}
+    figure = charts.course_chart(replace(rank, timeline=course))
+    assert figure is not None
+    assert figure["data"][-1]["name"] == "reserved"
+    assert figure["data"][0]["x"] == [0, 1, 2, 3]
+    assert "no times" in figure["layout"]["xaxis"]["title"]["text"]
+
+
+def test_layers_are_in_model_order_and_long_names_stay_apart() -> None:
+    figure = charts.layer_chart(trace_analysis(blocks=11))
+    assert figure is not None
+    assert figure["data"][0]["x"] == ["(root)", *(f"layers.{i}" for i in range(11))]
+    analysis = trace_analysis()
+    names = [
+        "a_module_with_a_name.layer.0.feed_forward_network",
+        "a_module_with_a_name.layer.1.feed_forward_network",
+    ]
+    groups = [replace(row, fqn=name) for row, name in zip(analysis.groups, names, strict=False)]
+    figure = charts.layer_chart(replace(analysis, groups=groups))
+    assert figure is not None
+    assert len(set(figure["data"][0]["x"])) == 2
+
+
+def test_empty_analyses_render() -> None:
+    nothing = replace(trace_analysis(), ranks=[], groups=[], findings=[], warnings=[])
+    page = html.render("name", nothing)
+    assert "<script" not in page
+    assert "No collective ran" in page
+    assert html.render("name", replace(memory_analysis(), ranks=[]))
