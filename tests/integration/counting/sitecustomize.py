@@ -2,7 +2,8 @@
 
 Put on PYTHONPATH by the exactness tests. Wraps the functions of ``torch.distributed`` that FSDP calls,
 finds the parameter group in the caller's frames, and writes one JSON file per rank at exit:
-``[{"fqn", "op", "dtype", "group_size", "ranks", "count", "payload_bytes"}]``.
+``[{"root", "fqn", "op", "dtype", "ranks", "count", "payload_bytes"}]``; ``root`` numbers the root modules in
+the order of their first collective, each known by the context its groups share.
 """
 
 import atexit
@@ -17,6 +18,7 @@ from pathlib import Path
 _TARGET = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _counts: Counter = Counter()
 _bytes: Counter = Counter()
+_roots: list = []
 
 
 def _calling_group(frame):
@@ -28,6 +30,14 @@ def _calling_group(frame):
     return None
 
 
+def _root(owner):
+    known = [index for index, context in enumerate(_roots) if context is owner.comm_ctx]
+    if not known:
+        _roots.append(owner.comm_ctx)
+        return len(_roots) - 1
+    return known[0]
+
+
 def _wrap(dist, name, op, tensor_position, tensor_keyword):
     original = getattr(dist, name, None)
     if original is None:
@@ -37,7 +47,8 @@ def _wrap(dist, name, op, tensor_position, tensor_keyword):
         tensor = kwargs[tensor_keyword] if tensor_keyword in kwargs else args[tensor_position]
         owner = _calling_group(sys._getframe(1))
         ranks = tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD))
-        key = (owner._module_fqn if owner else None, op, str(tensor.dtype).removeprefix("torch."), ranks)
+        name = (_root(owner), owner._module_fqn) if owner else (None, None)
+        key = (*name, op, str(tensor.dtype).removeprefix("torch."), ranks)
         _counts[key] += 1
         _bytes[key] += tensor.numel() * tensor.element_size()
         return original(*args, **kwargs)
@@ -59,14 +70,15 @@ def _install():
 def _write():
     rows = [
         {
+            "root": root,
             "fqn": fqn,
             "op": op,
             "dtype": dtype,
             "ranks": list(ranks),
             "count": count,
-            "payload_bytes": _bytes[(fqn, op, dtype, ranks)],
+            "payload_bytes": _bytes[(root, fqn, op, dtype, ranks)],
         }
-        for (fqn, op, dtype, ranks), count in _counts.items()
+        for (root, fqn, op, dtype, ranks), count in _counts.items()
     ]
     path = Path(os.environ["COUNT_DIRECTORY"], f"rank{os.environ['RANK']}.json")
     path.write_text(json.dumps(rows))
