@@ -1,17 +1,15 @@
 """What the CUDA kernels of the same operators allocate besides their results.
 
 The execution runs CPU operators on fake tensors. Their results have the sizes and lifetimes of the CUDA ones;
-three things differ, and are put into the recording here:
+two things differ, and are put into the recording here:
 
 - a matrix product needs a cuBLAS workspace: one per thread and stream, from the first product on, for good
   (forward runs on the main thread, backward on autograd's; ``ATen/cuda/CublasHandlePool.cpp``);
-- flash attention's backward accumulates dQ in fp32 while it runs (``flash_api.cpp: mha_bwd``);
-- the optimizer's step counters are host tensors unless it is fused.
+- flash attention's backward accumulates dQ in fp32 while it runs (``flash_api.cpp: mha_bwd``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -29,10 +27,9 @@ _ORDERS = 8
 """Every event is spread over this many orders, which makes room for those that go between."""
 
 
-def as_on_cuda(recording: MemoryRecording, host: Collection[int]) -> MemoryRecording:
-    """Return the recording as CUDA kernels would have made it, without the storages at ``host`` addresses."""
-    kept = ~np.isin(recording.allocations.address, np.fromiter(host, dtype=np.int64, count=len(host)))
-    allocations = _spread(recording.allocations.take(kept))
+def as_on_cuda(recording: MemoryRecording) -> MemoryRecording:
+    """Return the recording as CUDA kernels would have made it."""
+    allocations = _spread(recording.allocations)
     parts = [
         allocations,
         _blas_workspaces(allocations, _backward_start(recording)),

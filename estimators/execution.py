@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from fsdp2prof.analyzers.memory_usage import allocated_totals
 from fsdp2prof.estimators.cuda_kernels import as_on_cuda
 from fsdp2prof.estimators.fake_world import (
     fake_process_group,
@@ -24,10 +29,11 @@ from fsdp2prof.estimators.fake_world import (
     stand_in_device,
     tensor_parallel_mesh,
 )
+from fsdp2prof.estimators.host_offload import host_memory
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Model, ModelSpec
 from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.training import build_optimizer, shard, train_step
+from fsdp2prof.estimators.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
@@ -45,6 +51,8 @@ class Execution:
     """Every storage of rank 0. Step 0 is the construction, then the training steps from 1."""
     tensors: list[TensorInfo]
     """Storages of known role at the end, by their address in the recording."""
+    host_bytes: int
+    """Most bytes on the host at once: what the policy offloads."""
 
 
 def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2) -> Execution:
@@ -56,19 +64,54 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
-        model = spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        model = _sharded(spec, policy, device_mesh)
+        extra = None
+        if policy.extra_model is not None:
+            frozen = replace(policy, ac="none", trainable=None)
+            extra = _sharded(ModelSpec(source=policy.extra_model), frozen, device_mesh)
+            extra.module.requires_grad_(False)
+        host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
         with tracker:
             tracker.mark_step(0)
-            model.module.to_empty(device=device)
-            optimizer = build_optimizer(model.module, policy)
+            with host():
+                on_host = torch.empty(1)
+            for built in filter(None, (model, extra)):
+                materialize(built.module, device, host)
+            loop = TrainingLoop(
+                model=model,
+                extra=extra,
+                policy=policy,
+                optimizer=build_optimizer(model.module, policy),
+                device=device,
+                host=host,
+                loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+            )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                train_step(model, policy, optimizer, device)
-            tensors = list(_known_tensors(model.module, optimizer, tracker))
-            counters = [] if policy.optimizer_impl == "fused" else _step_counters(optimizer, tracker)
-        return Execution(model=model, recording=as_on_cuda(tracker.recording(), counters), tensors=tensors)
+                loop.step()
+            tensors = list(_known_tensors(model.module, loop.optimizer, tracker))
+            counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
+            mark = tracker.address(on_host)
+        on_device, host_bytes = _without_host(tracker.recording(), counters, mark)
+        return Execution(model=model, recording=as_on_cuda(on_device), tensors=tensors, host_bytes=host_bytes)
+
+
+def _sharded(spec: ModelSpec, policy: PolicySpec, mesh: DeviceMesh) -> Model:
+    model = spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    with unset_fake_temporarily():  # a mesh is a real tensor
+        shard(model, policy, fsdp_mesh(mesh), tensor_parallel_mesh(mesh))
+    return model
+
+
+def _without_host(recording: MemoryRecording, counters: list[int], mark: int) -> tuple[MemoryRecording, int]:
+    """Split off what lies on the host: step counters, and the stream of the storage at ``mark``."""
+    allocations = recording.allocations
+    stream = int(allocations.stream[allocations.address == mark][0])
+    offloaded = (allocations.stream == stream) & (stream != 0)
+    host_bytes = int(allocated_totals(allocations.take(offloaded), recording.events).max())
+    on_device = ~offloaded & ~np.isin(allocations.address, [*counters, mark])
+    return replace(recording, allocations=allocations.take(on_device)), host_bytes
 
 
 def _known_tensors(
@@ -91,7 +134,8 @@ def _owners(root: nn.Module) -> dict[str, str]:
     owners: dict[str, str] = {}
     for unit, module in root.named_modules():  # outer modules first
         if isinstance(module, FSDPModule):
-            owners.update((name, unit) for name, _ in module.named_parameters(prefix=unit))
+            below = root.get_submodule(unit).named_parameters(prefix=unit)
+            owners.update((name, unit) for name, _ in below)
     return owners
 
 

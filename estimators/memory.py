@@ -91,7 +91,7 @@ def _estimate(
         ),
         steps=_steps(recording),
         layers=rank.layers,
-        host_bytes=0,
+        host_bytes=execution.host_bytes,
         outside_allocator_bytes=outside,
         device_total_bytes=device_bytes,
         fits=None if headroom is None else headroom >= 0,

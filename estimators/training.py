@@ -6,6 +6,8 @@ Nothing here knows that its tensors are fake: it is the loop a careful user writ
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +20,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.host_offload import HostMemory
 from fsdp2prof.estimators.model import Model
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.sharding import freeze, wrap_units
 
-__all__ = ["build_optimizer", "shard", "train_step"]
+__all__ = ["TrainingLoop", "build_optimizer", "materialize", "shard"]
 
 
 def shard(
@@ -86,32 +89,65 @@ def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimi
         ) from None
 
 
-def train_step(
-    model: Model, policy: PolicySpec, optimizer: torch.optim.Optimizer | None, device: torch.device
-) -> None:
-    """Run one optimizer step: zero_grad, micro-batches forward and backward, clipping, update."""
-    root = model.module
-    assert isinstance(root, FSDPModule)
-    if optimizer is not None:
-        optimizer.zero_grad()
-    for micro_batch in range(policy.grad_accum):
-        if policy.grad_accum > 1 and policy.sync == "last":
-            root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
-        batch = model.make_batch(policy.batch_size, policy.seq_len, device)
-        loss = model.loss(root, batch, policy.loss_chunks)
-        loss.backward()  # type: ignore[no-untyped-call]
-    if optimizer is None:
-        for parameter in root.parameters():
-            parameter.grad = None
-        return
-    if policy.clip_grad:
-        torch.nn.utils.clip_grad_norm_(root.parameters(), 1.0, foreach=True)
-    optimizer.step()
+def materialize(module: nn.Module, device: torch.device, host: HostMemory) -> None:
+    """Give a sharded module on meta its memory: parameters on the host if offloaded, buffers never."""
+    with host():
+        module.to_empty(device=device)
+    if host.offloads:
+        for submodule in module.modules():
+            for name, buffer in submodule.named_buffers(recurse=False):
+                setattr(submodule, name, torch.empty_like(buffer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingLoop:
+    """Everything a training step needs."""
+
+    model: Model
+    extra: Model | None
+    """A frozen model that runs forward only, on the same batches."""
+    policy: PolicySpec
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    host: HostMemory
+    loss_is_parallel: bool
+    """The logits are sharded over the vocabulary."""
+
+    def step(self) -> None:
+        """Run one optimizer step: zero_grad, micro-batches forward and backward, clipping, update.
+
+        Raises ``ModelError`` for an optimizer that cannot update sharded parameters.
+        """
+        policy, root = self.policy, self.model.module
+        root.zero_grad()
+        for micro_batch in range(policy.grad_accum):
+            if policy.grad_accum > 1 and policy.sync == "last":
+                assert isinstance(root, FSDPModule)
+                root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
+            batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
+            if self.extra is not None:
+                with torch.no_grad():
+                    self.extra.loss(self.extra.module, batch, policy.loss_chunks)
+            with loss_parallel() if self.loss_is_parallel else nullcontext():
+                loss = self.model.loss(root, batch, policy.loss_chunks)
+                loss.backward()  # type: ignore[no-untyped-call]
+        if self.optimizer is None:
+            return
+        with self.host():
+            if policy.clip_grad:
+                torch.nn.utils.clip_grad_norm_(root.parameters(), 1.0, foreach=True)
+            try:
+                self.optimizer.step()
+            except NotImplementedError:
+                raise ModelError(
+                    f"optimizer {policy.optimizer}: torch has no {policy.optimizer_impl} implementation "
+                    "for sharded parameters"
+                ) from None
 
 
 def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
     modules = [root.get_submodule(fqn) for fqn in fqns]
-    blocks = [module for module in modules if isinstance(module, FSDPModule)]
+    blocks: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     for index, block in enumerate(blocks):
         if policy.forward_prefetch:
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + policy.forward_prefetch])

@@ -1,0 +1,69 @@
+"""``CPUOffloadPolicy`` when the device's stand-in is the CPU itself: which storages are the host's.
+
+FSDP2 copies shards to the device before each all-gather and reduced gradients back. Where device and host are
+the same those copies do nothing, so here they are made, and what lies on the host is allocated on a stream of
+its own that tells it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["HostMemory", "host_memory"]
+
+
+class HostMemory:
+    """Where sharded parameters, gradients and optimizer state live: on the host, or on the device."""
+
+    def __init__(self, *, offloads: bool) -> None:
+        self.offloads = offloads
+        self._stream = torch.cpu.Stream()
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Allocate on the host, where offloaded, what is allocated inside."""
+        return torch.cpu.stream(self._stream) if self.offloads else nullcontext()
+
+
+@contextmanager
+def host_memory(*, offloads: bool) -> Iterator[HostMemory]:
+    """Make FSDP's copies between host and device real while inside, if it ``offloads``."""
+    host = HostMemory(offloads=offloads)
+    if not offloads:
+        yield host
+        return
+    inputs = FSDPParam.all_gather_inputs
+
+    def copied_inputs(parameter: FSDPParam) -> list[Tensor]:
+        if parameter.sharded_state != ShardedState.SHARDED:
+            return inputs.fget(parameter)  # type: ignore[attr-defined, no-any-return]
+        return [parameter._sharded_param_data.clone().to(parameter.param_dtype or parameter.orig_dtype)]
+
+    FSDPParam.all_gather_inputs = property(copied_inputs)  # type: ignore[assignment, method-assign]
+    try:
+        with _CopiesToHost(host):
+            yield host
+    finally:
+        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
+
+
+class _CopiesToHost(TorchFunctionMode):
+    """Turns ``tensor.to(device, non_blocking=...)``, FSDP's copy of a gradient, into a copy on the host."""
+
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__()
+        self._host = host
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.to and isinstance(args[1], torch.device) and "non_blocking" in (kwargs or {}):
+            with self._host():
+                return args[0].clone()
+        return func(*args, **(kwargs or {}))
