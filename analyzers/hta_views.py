@@ -47,7 +47,7 @@ class CriticalPath:
     bound_by_ns: dict[str, int]
     """Time by what bounds it: host, compute, communication, between_kernels, launch_delay; sums to it."""
     segments: pd.DataFrame
-    """name, bound_by, duration_ns, count, longest first; ``(launch)`` is the way from a call to its kernel."""
+    """name, bound_by, duration_ns, count, longest first; ``(launch)``: the way from a call to its kernel."""
     warnings: tuple[str, ...]
 
 
