@@ -7,20 +7,25 @@ ranks can be analysed in processes of their own; :func:`merge` compares them and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 import numpy as np
 
 from fsdp2prof.analyzers import overlap, rank_summary, ranks
 from fsdp2prof.analyzers.accounting import breakdown
+from fsdp2prof.analyzers.bandwidth import bandwidth_rows
+from fsdp2prof.analyzers.flops import step_flops
+from fsdp2prof.analyzers.idle import idle_causes
+from fsdp2prof.analyzers.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.rank_summary import DeviceWork, RankSummary
 from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import Attribution, GroupRow, RankTrace, TraceAnalysis
+from fsdp2prof.results import Attribution, GroupRow, RankTrace, StepBreakdown, Throughput, TraceAnalysis
 from fsdp2prof.tables import Trace, concat_strings
 
-__all__ = ["RankAnalysis", "analyze_rank", "analyze_trace", "merge"]
+__all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,19 +36,33 @@ class RankAnalysis:
     groups: list[GroupRow]
     attribution: Attribution
     summary: RankSummary
+    awaited: AwaitedTable
     warnings: list[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class References:
+    """What a trace does not know; null is not known here either."""
+
+    tokens_per_step: int | None = None
+    """All ranks together."""
+    peak_flops_per_s: float | None = None
+    """Of one device, in the type that the model computes in."""
+    peak_bus_bytes_per_s: float | None = None
+    """Of the fabric, as nccl-tests' busbw."""
+
+
 def analyze_trace(
-    traces: Iterable[tuple[Trace, RankManifest | None]], window: Window = "steps"
+    traces: Iterable[tuple[Trace, RankManifest | None]],
+    window: Window = "steps",
+    references: References | None = None,
 ) -> TraceAnalysis:
     """Analyse ranks one after the other and merge them."""
-    return merge(
-        [
-            analyze_rank(trace, manifest, window=window, default_rank=position)
-            for position, (trace, manifest) in enumerate(traces)
-        ]
-    )
+    analyses = [
+        analyze_rank(trace, manifest, window=window, default_rank=position)
+        for position, (trace, manifest) in enumerate(traces)
+    ]
+    return merge(analyses, references)
 
 
 def analyze_rank(
@@ -64,7 +83,7 @@ def analyze_rank(
             rank=rank,
             world_size=world_size,
             device_type=trace.device.type,
-            steps=breakdown(tables.run, tables.windows, tables.collectives, tables.exposure),
+            steps=_steps(tables),
             communication=overlap.communication(tables.run, tables.windows, tables.exposure),
             source=trace.source,
             state=manifest.state if manifest else None,
@@ -72,22 +91,65 @@ def analyze_rank(
         groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=overlap.attribution(tables.windows, tables.collectives),
         summary=_summary(tables, rank),
+        awaited=awaited(tables),
         warnings=tables.warnings,
     )
 
 
-def merge(analyses: Sequence[RankAnalysis]) -> TraceAnalysis:
+def merge(analyses: Sequence[RankAnalysis], references: References | None = None) -> TraceAnalysis:
     """Compare ranks and put their results together, in order of rank."""
+    references = references or References()
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
+    collectives = [
+        (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
+    ]
     return TraceAnalysis(
-        ranks=[analysis.rank for analysis in analyses],
+        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
         findings=[],
         warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
+        prefetch=[
+            row
+            for analysis, (table, wait_ns) in zip(analyses, collectives, strict=True)
+            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns)
+        ],
+        bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
     )
+
+
+def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:
+    """Return one rank's speed over its steps; null where there is no step."""
+    durations = [step.duration_ns for step in steps if step.duration_ns > 0]
+    if not durations:
+        return None
+    step_ns = int(median_low(durations))
+    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
+    counted = [step for step in steps if step.flops is not None and step.duration_ns > 0]
+    flops = (
+        sum(step.flops or 0 for step in counted) * 1e9 / sum(s.duration_ns for s in counted)
+        if counted
+        else None
+    )
+    return Throughput(
+        step_ns=step_ns,
+        tokens_per_s=None if tokens is None else tokens * 1e9 / step_ns,
+        flops_per_s=flops,
+        mfu=None if flops is None or not peak else flops / peak,
+    )
+
+
+def _steps(tables: RankTables) -> list[StepBreakdown]:
+    steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
+    flops = dict(
+        zip(tables.steps.step.tolist(), step_flops(tables.trace, tables.steps).tolist(), strict=True)
+    )
+    return [
+        replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)
+        for step, causes in zip(steps, idle_causes(tables), strict=True)
+    ]
 
 
 def _summary(tables: RankTables, rank: int) -> RankSummary:

@@ -99,8 +99,8 @@ class StepBreakdown:
     ``communication`` (the caller was blocked while no transfer ran), ``queued`` (launched, not yet started),
     ``profiler``, ``unknown`` (its launch is not in the file)."""
     flops: int | None = None
-    """Floating-point operations of matrix products, convolutions and attention, recomputation included;
-    null without recorded shapes."""
+    """Floating-point operations of matrix products and attention, recomputation included; null without
+    recorded shapes, or with operators whose shapes do not tell (convolutions)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ or behind other work of its stream; its transfer was slower than the median of i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchRow:
-    """One all-gather or reduce-scatter that the compute stream waits for: was it there in time?"""
+    """One collective that the compute stream waits for: was it there in time?"""
 
     rank: int
     step: int
@@ -400,6 +400,16 @@ class OtherPeak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSpan:
+    """A stretch of one phase of one step."""
+
+    start_ns: int
+    end_ns: int
+    step: int | None
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
     """One device's memory analysis."""
 
@@ -414,6 +424,8 @@ class RankMemory:
     truncated: bool
     timeline: dict[str, list[int]] = field(default_factory=dict)
     """Down-sampled allocated bytes by category over time, for plots: ``time_ns`` plus one list a category."""
+    phase_spans: list[PhaseSpan] = field(default_factory=list)
+    """When forward, backward and optimizer ran, on the clock of ``timeline``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,89 @@
+"""Floating-point operations from recorded shapes: what was computed, and how fast.
+
+Counts are those of ``torch.utils.flop_counter``: a multiply-add is two, attention is not halved when causal.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.tables import IntArray, StepTable, Trace
+
+__all__ = ["operations", "step_flops"]
+
+_PRODUCTS = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::bmm": 0,
+    "aten::baddbmm": 1,
+    "aten::_scaled_mm": 0,
+    "aten::_grouped_mm": 0,
+    "aten::_scaled_grouped_mm": 0,
+}
+"""Matrix products -> position of their first factor."""
+_ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_backward)?")
+_UNSIZED = ("aten::convolution", "aten::convolution_backward")
+"""Operators whose output size their recorded inputs do not give."""
+
+
+def step_flops(trace: Trace, steps: StepTable) -> IntArray:
+    """Return the operations of each host-time step; -1 where they are not known.
+
+    Unknown without recorded shapes, and where the recorded inputs do not say how much was computed.
+    """
+    events, shapes = trace.events, trace.shapes
+    counted = events.name.matches(lambda name: name in _PRODUCTS or _ATTENTION.fullmatch(name) is not None)
+    unsized = events.name.matches(lambda name: name in _UNSIZED)
+    known = np.zeros(len(events), dtype=np.int64)
+    pairs: dict[tuple[int, int], int] = {}
+    names = events.name.take(shapes.event)
+    for key in zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True):
+        if key not in pairs:
+            pairs[key] = operations(names.values[key[0]], shapes.dims.values[key[1]])
+    keys = zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True)
+    known[shapes.event] = [pairs[key] for key in keys]
+    shaped = np.zeros(len(events), dtype=np.bool_)
+    shaped[shapes.event] = True
+    lost = unsized | (counted & ~shaped) | (known < 0)
+    step = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns)
+    total = np.zeros(len(steps) + 1, dtype=np.int64)
+    missing = np.zeros(len(steps) + 1, dtype=np.int64)
+    np.add.at(total, step, np.maximum(known, 0))
+    np.add.at(missing, step, lost)
+    found = np.where((missing == 0) & (total > 0), total, -1)
+    return found[:-1]
+
+
+def operations(name: str, dims: str) -> int:
+    """Return the operations of a call from its ``Input Dims`` (JSON); 0 if it is not counted, -1 unknown."""
+    attention = _ATTENTION.fullmatch(name)
+    if name not in _PRODUCTS and attention is None:
+        return 0
+    shapes = msgspec.json.decode(dims)
+    if attention:
+        return _attention(shapes, backward=attention[1] is not None)
+    first = _PRODUCTS[name]
+    if len(shapes) < first + 2 or not all(_is_shape(shape, 2) for shape in shapes[first : first + 2]):
+        return -1
+    left, right = shapes[first], shapes[first + 1]
+    return int(2 * prod(left) * right[-1])
+
+
+def _attention(shapes: list[Any], *, backward: bool) -> int:
+    """Two products forward (scores, values); five backward (scores again, and the four gradients)."""
+    first = 1 if backward else 0
+    if len(shapes) < first + 3 or not all(_is_shape(shape, 4) for shape in shapes[first : first + 3]):
+        return -1
+    query, key, value = shapes[first : first + 3]
+    scores = 2 * prod(query[:3]) * key[2]
+    return int(scores * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3]))
+
+
+def _is_shape(shape: Any, least: int) -> bool:
+    return isinstance(shape, list) and len(shape) >= least and all(isinstance(size, int) for size in shape)

@@ -1,0 +1,96 @@
+"""Why nothing ran: every idle nanosecond of a step with its cause."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.rank_tables import RankTables
+from fsdp2prof.tables import IntArray
+
+__all__ = ["idle_causes"]
+
+
+def idle_causes(tables: RankTables) -> list[dict[str, int]]:
+    """Return, per window, cause -> idle time; the causes of a window sum to its ``idle``.
+
+    On a device, a gap ends when the next activity starts. From that activity's launch on, the gap is
+    ``queued`` (launch latency, or an order that a stream enforces). Before it, nothing was left to run:
+    ``profiler`` while the profiler itself was at work or between two steps; else, if the host stood in a call
+    when the device ran dry, ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else
+    ``host_bound``. If the launch is not in the file, ``unknown``.
+
+    On a host-only trace, time in which a caller was blocked by a collective whose transfer did not run is
+    ``communication``, the rest ``host_bound``: dispatch, Python, the data loader.
+    """
+    run, windows = tables.run, tables.windows
+    everything = intervals.union(windows.start_ns, windows.end_ns)
+    *_, idle = intervals.classify(everything, [run.compute, run.fsdp_copy, run.comm, run.memcpy])
+    parts = _device_parts(tables, idle) if len(tables.device) else _host_parts(tables, idle)
+    per_window = {
+        cause: intervals.covered(part, windows.start_ns, windows.end_ns) for cause, part in parts.items()
+    }
+    return [
+        {cause: int(time[window]) for cause, time in per_window.items() if time[window]}
+        for window in range(len(windows))
+    ]
+
+
+def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
+    device, windows = tables.device, tables.windows
+    # A gap over a window's edge would count with the wrong launch: windows begin with an activity.
+    _, start, end = intervals.cut(idle.start, idle.end, windows.start_ns)
+    following = np.searchsorted(device.start_ns, end, side="left")
+    launch = np.append(device.launch_ns, -1)[following]
+    known = launch >= 0
+    empty_until = np.clip(launch, start, end)
+    unlaunched = intervals.union(start[known], empty_until[known])
+    profiler = intervals.intersect(unlaunched, _profiler(tables))
+    parts = {
+        "profiler": profiler,
+        "queued": intervals.union(empty_until[known], end[known]),
+        "unknown": intervals.union(start[~known], end[~known]),
+    }
+    calls = {"device_sync": "Synchronize", "memcpy": "Memcpy"}
+    left = known
+    for cause, word in calls.items():
+        blocked = _calls(tables, word)
+        inside = left & (intervals.containing(blocked.start, blocked.end, start) >= 0)
+        whole = intervals.union(start[inside], empty_until[inside])
+        parts[cause] = intervals.subtract(whole, profiler)
+        left = left & ~inside
+    whole = intervals.union(start[left], empty_until[left])
+    parts["host_bound"] = intervals.subtract(whole, profiler)
+    return parts
+
+
+def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
+    table, waits = tables.collectives.table, tables.waits
+    blocked = waits.stall_ns > 0
+    until = np.where(waits.resumed_ns >= 0, waits.resumed_ns, table.end_ns)
+    waiting = intervals.union(table.issue_ns[blocked], until[blocked])
+    return {
+        "communication": intervals.intersect(idle, waiting),
+        "host_bound": intervals.subtract(idle, waiting),
+    }
+
+
+def _calls(tables: RankTables, word: str) -> Intervals:
+    """When the host stood in a runtime call whose name has the word."""
+    events = tables.trace.events
+    rows = events.category.matches(lambda name: name.endswith(("runtime", "driver"))) & events.name.matches(
+        lambda name: word in name
+    )
+    return intervals.union(events.start_ns[rows], events.end_ns[rows])
+
+
+def _profiler(tables: RankTables) -> Intervals:
+    """When the profiler was at work: its own overhead events, and the time between two steps."""
+    events, steps = tables.trace.events, tables.steps
+    overhead = events.category.equals("overhead")
+    between: tuple[IntArray, IntArray] = (steps.end_ns[:-1], steps.start_ns[1:])
+    return intervals.union(
+        np.concatenate([events.start_ns[overhead], between[0]]),
+        np.concatenate([events.end_ns[overhead], between[1]]),
+    )
