@@ -11,6 +11,7 @@ from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_categories import categorize
 from fsdp2prof.analyzers.memory_peak import describe_peak, layer_peaks, timeline
 from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times, reserved_totals
+from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import MemoryAnalysis, RankMemory
 from fsdp2prof.tables import MemoryRecording, StepTable
@@ -47,6 +48,7 @@ def _analyze_rank(rank: int, recording: MemoryRecording, manifest: RankManifest 
         oom=None,
         truncated=recording.truncated,
         timeline=timeline(allocations, reserved, times, int(np.argmax(totals))),
+        phase_spans=phase_spans(attributed.phases),
     )
 
 

@@ -49,7 +49,9 @@ def _losses(analysis: TraceAnalysis) -> list[str]:
 
 def _worst_layer(analysis: TraceAnalysis, part: str) -> str:
     if part == "idle":
-        return ": no compute, copy or communication ran."
+        on_cpu = {rank.device_type for rank in analysis.ranks} == {"cpu"}
+        why = "Python and dispatch between operators" if on_cpu else "no compute, copy or communication ran"
+        return f": {why}."
     op = part.removeprefix("exposed_")
     others = part == "exposed_other_comm"
     rows = [row for row in layer_rows(analysis) if row.op == op or (others and row.op not in _NAMED_OPS)]

@@ -14,7 +14,7 @@ from fsdp2prof.reporters.grid import byte_unit
 from fsdp2prof.reporters.layers import layer_name, layer_rows, natural_key
 from fsdp2prof.reporters.memory_grids import layer_cells
 from fsdp2prof.reporters.trace_grids import PARTS, step_rows
-from fsdp2prof.reporters.wording import CATEGORIES, op_label, printable
+from fsdp2prof.reporters.wording import CATEGORIES, PHASES, op_label, printable
 from fsdp2prof.reporters.wording import PARTS as PART_STYLES
 from fsdp2prof.results import RankMemory, TraceAnalysis
 
@@ -26,6 +26,9 @@ Figure: TypeAlias = dict[str, Any]
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _LABEL_LENGTH = 24
 """Characters of a layer's name beside an axis: more leave no room for the chart on a phone."""
+
+_SPAN_WORTH_A_NAME = 0.08
+"""Share of the time axis that a phase needs for its name to fit."""
 
 _LAYER_LIMIT = 30
 """Layers of the memory chart; the rest is one bar."""
@@ -137,7 +140,43 @@ def course_chart(rank: RankMemory) -> Figure | None:
     axis = "ms since the recording began" if timed else "points of the recording, which has no times"
     figure = _figure(data, height=420, x=axis, y=unit)
     figure["layout"]["hovermode"] = "x unified"
+    if timed:
+        _mark_phases(figure, rank, times[0], times[-1])
     return figure
+
+
+def _mark_phases(figure: Figure, rank: RankMemory, begin: int, end: int) -> None:
+    """Draw a strip of phases above the plot, and a line at the peak."""
+    shapes: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    strip = {"type": "rect", "yref": "paper", "y0": 1.01, "y1": 1.06, "line": {"width": 0}}
+    for span in rank.phase_spans:
+        low, high = max(span.start_ns, begin), min(span.end_ns, end)
+        if high <= low or span.phase not in PHASES:
+            continue
+        x0, x1 = (low - begin) / 1e6, (high - begin) / 1e6
+        shapes.append({**strip, "x0": x0, "x1": x1, "fillcolor": PHASES[span.phase][1]})
+        if high - low > _SPAN_WORTH_A_NAME * (end - begin):
+            texts.append(_text_above(_label(span.phase), (x0 + x1) / 2, 1.035))
+    if rank.peak.time_ns is not None and begin <= rank.peak.time_ns <= end:
+        x = (rank.peak.time_ns - begin) / 1e6
+        line = {"width": 1, "dash": "dot", "color": "#1f2933"}
+        shapes.append({"type": "line", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": line})
+        texts.append({**_text_above("peak", x, 0.97), "xanchor": "left", "xshift": 4})
+    figure["layout"] |= {"shapes": shapes, "annotations": texts}
+    figure["layout"]["margin"]["t"] = 48
+
+
+def _text_above(text: str, x: float, y: float) -> dict[str, Any]:
+    return {
+        "text": text,
+        "x": x,
+        "y": y,
+        "yref": "paper",
+        "yanchor": "middle",
+        "showarrow": False,
+        "font": {"size": 12},
+    }
 
 
 def memory_layer_chart(rank: RankMemory) -> Figure | None:

@@ -44,6 +44,10 @@ from fsdp2prof.units import format_bytes, format_frac, format_ns
 __all__ = ["render"]
 
 
+_WORTH_A_NUMBER = 0.001
+"""Unattributed share of the peak from which it is among the key figures."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
     """One titled part of a section: a chart, a table, or both."""
@@ -136,12 +140,12 @@ def _memory_numbers(memory: MemoryAnalysis) -> list[tuple[str, str]]:
     if not memory.ranks:
         return []
     rank = fullest_first(memory)[0]
-    unplaced = rank.peak.categories.get("unattributed", 0)
+    unplaced = rank.peak.categories.get("unattributed", 0) / max(1, rank.peak.allocated_bytes)
     numbers = [(format_bytes(rank.peak.allocated_bytes), f"peak memory, rank {rank.rank}")]
     if rank.peak.reserved_bytes is not None:
         numbers.append((format_bytes(rank.peak.reserved_bytes), "reserved"))
-    if unplaced:
-        numbers.append((format_frac(unplaced / rank.peak.allocated_bytes), "of it unattributed"))
+    if unplaced >= _WORTH_A_NUMBER:
+        numbers.append((format_frac(unplaced), "of it unattributed"))
     return numbers
 
 

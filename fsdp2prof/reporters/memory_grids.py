@@ -251,4 +251,7 @@ def _layer(fqn: str | None) -> str:
 
 
 def _in(scale: int, size: int) -> str:
-    return "" if size == 0 else f"{size / scale:,.2f}"
+    if size == 0:
+        return ""
+    text = f"{size / scale:,.2f}"
+    return "<0.01" if text == "0.00" else text

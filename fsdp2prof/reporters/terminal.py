@@ -34,7 +34,7 @@ from fsdp2prof.reporters.trace_grids import (
     rank_lines,
     step_numbers,
 )
-from fsdp2prof.reporters.wording import CATEGORIES, printable
+from fsdp2prof.reporters.wording import CATEGORIES, PHASES, printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes
 
@@ -151,7 +151,18 @@ def _course(rank: RankMemory) -> RenderableType | None:
     heights = [max(totals[low:high]) for low, high in pairwise(edges)]
     line = "".join(_SPARKS[round((len(_SPARKS) - 1) * height / max(totals))] for height in heights)
     note = f"allocated bytes from left to right, full height {format_bytes(max(totals))}"
-    return Group(_heading(f"Memory of rank {rank.rank} over time", note), Text("  " + line, style="blue"))
+    lines = [_heading(f"Memory of rank {rank.rank} over time", note), Text("  " + line, style="blue")]
+    times = rank.timeline["time_ns"]
+    if rank.phase_spans and min(times) >= 0:
+        letters = "".join(_phase_letter(rank, times[low]) for low in edges[:-1])
+        lines.append(Text(f"  {letters}\n  f forward, b backward, o optimizer", style="dim"))
+    return Group(*lines)
+
+
+def _phase_letter(rank: RankMemory, time_ns: int) -> str:
+    at = (span.phase for span in rank.phase_spans if span.start_ns <= time_ns < span.end_ns)
+    phase = next(at, None)
+    return PHASES[phase][0] if phase in PHASES else "·"
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType | None:

@@ -6,6 +6,7 @@ __all__ = [
     "CATEGORIES",
     "OPS",
     "PARTS",
+    "PHASES",
     "category_label",
     "dtype_label",
     "op_label",
@@ -38,6 +39,13 @@ CATEGORIES: dict[str, tuple[str, str]] = {
     "unattributed": ("unattributed", "#bab0ac"),
 }
 """Memory category -> label and colour, lasting ones first."""
+
+PHASES: dict[str, tuple[str, str]] = {
+    "forward": ("f", "#c7d9ec"),
+    "backward": ("b", "#f6d9b4"),
+    "optimizer": ("o", "#cbe5c9"),
+}
+"""Phase -> its letter and its colour in charts."""
 
 OPS = {
     "all_gather": "all-gather",

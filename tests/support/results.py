@@ -14,6 +14,7 @@ from fsdp2prof.results import (
     LiveBlock,
     MemoryAnalysis,
     Peak,
+    PhaseSpan,
     RankMemory,
     RankTrace,
     RunAnalysis,
@@ -160,6 +161,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 step=5,
                 phase="backward",
                 fqn=layer,
+                time_ns=2 * MS,
                 categories={
                     "sharded_parameter": 40 * MIB,
                     "optimizer_state": 30 * MIB,
@@ -188,6 +190,10 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
             oom=None,
             truncated=False,
             timeline=timeline,
+            phase_spans=[
+                PhaseSpan(start_ns=0, end_ns=2 * MS, step=5, phase="forward"),
+                PhaseSpan(start_ns=2 * MS, end_ns=3 * MS, step=5, phase="backward"),
+            ],
         )
         for rank in (0, 1)
     ]
