@@ -89,8 +89,9 @@ def open_run(path: str | Path) -> RunDirectory:
     if info.state == "running":
         messages.append("the run has not ended, or was killed before it could say how it ended")
     messages += _missing_ranks(info, records)
-    for record in records:
-        messages += [f"rank {record.rank}: {message}" for message in record.messages]
+    for record in records:  # the launcher has summed up what the ranks it saw said
+        untold = [text for text in record.messages if not any(text in told for told in info.messages)]
+        messages += [f"rank {record.rank}: {text}" for text in untold]
     return RunDirectory(path=root, info=info, ranks=records, messages=tuple(dict.fromkeys(messages)))
 
 

@@ -1,0 +1,207 @@
+"""One training step each: real optimizers, scalers and hooks on a real wrapped model, in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.settings import Settings
+
+pytestmark = pytest.mark.xdist_group("one process group")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a session whose schedule lies far ahead: it only counts steps."""
+    sessions = []
+
+    def begin(*models, **options):
+        settings = Settings(run=str(tmp_path), options=RecordOptions(**{"wait": 10_000, **options}))
+        session = RankSession(settings, Identity(0, 0, 1), automatic=True)
+        session.begin()
+        sessions.append(session)
+        for model in models:
+            for module in model.modules():
+                if hasattr(module, "_get_fsdp_state"):
+                    session.watch(module)
+        return session.manifest.steps
+
+    yield begin
+    for session in sessions:
+        session.end()
+
+
+def wrapped():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+def loss(model):
+    return model(torch.randn(2, 4)).pow(2).mean()
+
+
+def test_a_plain_loop(start):
+    model = wrapped()
+    steps = start(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [step.step for step in steps] == [0, 1, 2, 3, 4]
+
+
+def test_a_scheduler_made_after_fully_shard(start):
+    model = wrapped()
+    steps = start(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        loss(model).backward()
+        optimizer.step()
+        scheduler.step()
+    assert len(steps) == 3
+
+
+def test_two_models_and_two_optimizers_make_one_step(start):
+    first, second = wrapped(), wrapped()
+    steps = start(first, second)
+    optimizers = torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)
+    for _ in range(4):
+        (loss(first) + loss(second)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(steps) == 4
+
+
+def test_models_updated_in_turns_make_a_step_each(start):
+    first, second = wrapped(), wrapped()
+    steps = start(first, second)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (first, second)]
+    for _ in range(3):
+        for model, optimizer in pairs:
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(steps) == 6
+
+
+def test_micro_batches_make_one_step(start):
+    model = wrapped()
+    steps = start(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        for micro_batch in range(4):
+            model.set_requires_gradient_sync(micro_batch == 3)
+            loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(steps) == 3
+
+
+def test_a_step_the_scaler_skips_is_a_step(start):
+    model = wrapped()
+    steps = start(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for step in range(4):
+        factor = float("inf") if step % 2 else 1.0
+        scaler.scale(loss(model) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+    assert scales == [4.0, 2.0, 2.0, 1.0]  # two steps were skipped indeed
+    assert len(steps) == 4
+
+
+def test_optimizers_in_backward_make_one_step_a_backward(start):
+    model = wrapped()
+    steps = start(model)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    updates = []
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+        updates.append(parameter)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for _ in range(3):
+        loss(model).backward()
+    assert len(updates) == 3 * 4
+    assert len(steps) == 2  # the third is still open: it ends with the next forward, or with the session
+    loss(model)
+    assert len(steps) == 3
+
+
+def test_evaluation_and_stray_updates_are_no_steps(start):
+    model = wrapped()
+    steps = start(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss(model).backward()
+        optimizer.step()
+        with torch.no_grad():
+            loss(model)
+        optimizer.step()
+    assert len(steps) == 2
+
+
+def test_a_closure_and_nested_step_methods(start):
+    class Noisy(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = wrapped()
+    steps = start(model)
+    optimizer = Noisy(model.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(steps) == 3
+
+
+def test_everything_is_put_back(start, tmp_path):
+    model = wrapped()
+    plain = torch.optim.SGD.step, torch.amp.GradScaler.step, torch.optim.Optimizer.profile_hook_step
+    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
+    settings = Settings(run=str(tmp_path / "other"), options=RecordOptions())
+    session = RankSession(settings, Identity(0, 0, 1), automatic=True)
+    session.begin()
+    session.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        loss(model).backward()
+        optimizer.step()
+    assert session.manifest.state == "complete"
+    assert (session.manifest.traced_steps, session.manifest.memory_steps) == ([2, 3, 4], [5])
+    session.end()
+    assert (torch.optim.SGD.step, torch.amp.GradScaler.step, torch.optim.Optimizer.profile_hook_step) == plain
+    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
+    state = model._get_fsdp_state()
+    assert "_pre_backward" not in vars(state)

@@ -1,0 +1,82 @@
+"""Which steps and ranks are recorded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp2prof.errors import UsageError
+from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.recorder.settings import Schedule, Settings, is_selected, validate
+
+
+def kinds(count, **options):
+    schedule = Schedule.of(RecordOptions(**options))
+    return "".join(schedule.kind(step)[0] for step in range(count))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "pwtttmpp"),
+        ({"wait": 0, "warmup": 0, "active": 1}, "tmpppppp"),
+        ({"wait": 2, "warmup": 2, "active": 2, "memory": False}, "ppwwttpp"),
+        ({"start_step": 4, "active": 1, "memory_steps": 2}, "pppwtmmp"),
+        ({"start_step": 0}, "tttmpppp"),
+        ({"active": 0, "memory_steps": 2}, "ppmmpppp"),
+    ],
+)
+def test_schedule(options, expected):
+    assert kinds(8, **options) == expected
+
+
+@given(
+    st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.none() | st.integers(0, 9)
+)
+def test_each_kind_is_one_run_of_the_asked_length(wait, warmup, active, memory_steps, start_step):
+    text = kinds(
+        40, wait=wait, warmup=warmup, active=active, memory_steps=memory_steps, start_step=start_step
+    )
+    assert text.count("t") == active
+    assert text.count("m") == memory_steps
+    assert text.strip("p").lstrip("w").lstrip("t").strip("m") == ""
+    if active and start_step is not None:
+        assert text.index("t") == start_step
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "expected"),
+    [
+        ("all", 3, {0, 1, 2}),
+        ("0,3", 4, {0, 3}),
+        ("sample:1", 8, {0}),
+        ("sample:3", 8, {0, 2, 5}),
+        ("sample:9", 4, {0, 1, 2, 3}),
+    ],
+)
+def test_ranks(ranks, world_size, expected):
+    assert {rank for rank in range(world_size) if is_selected(ranks, rank, world_size)} == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": "0-3"},
+        {"ranks": "sample:0"},
+        {"wait": -1},
+        {"start_step": -1},
+        {"active": 0, "memory": False},
+    ],
+)
+def test_options_that_cannot_be_meant(options):
+    with pytest.raises(UsageError, match="--"):
+        validate(RecordOptions(**options))
+
+
+def test_settings_travel_through_the_environment(monkeypatch):
+    settings = Settings(run="/data/ä run", options=RecordOptions(start_step=7, ranks="0,3"))
+    monkeypatch.setenv("FSDP2PROF_RECORD", settings.encode())
+    assert Settings.from_environment() == settings
+    monkeypatch.delenv("FSDP2PROF_RECORD")
+    assert Settings.from_environment() is None
