@@ -22,6 +22,7 @@ from fsdp2prof.readers.memory_files import MemoryFile, find_memory, is_memory_fi
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.processes import map_in_processes, usable_cores
 from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_directory, open_run
+from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
 from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
 
@@ -39,16 +40,19 @@ def analyze_trace_path(
     window: Window = "steps",
     ranks: Collection[int] | None = None,
     workers: int | None = None,
+    cache: bool = False,
 ) -> TraceAnalysis:
     """Analyse the traces of a file, a folder or a run; ``ranks`` selects some of them.
 
-    ``workers`` is the number of processes, by default what the files are worth. Raises ``TraceError`` when no
-    trace can be read, ``RunDirectoryError`` for a run that cannot.
+    ``workers`` is the number of processes, by default what the files are worth. With ``cache`` a large trace
+    leaves its columns beside it and is not decoded again. Raises ``TraceError`` when no trace can be read,
+    ``RunDirectoryError`` for a run that cannot.
     """
     found = find_traces(path)
     manifests = _manifests(path)
     files = _selected(found.files, ranks, path)
-    jobs = [_TraceJob(file, manifests.get(file.rank), window) for file in files]
+    each = None if workers is None else max(1, workers // len(files))
+    jobs = [_TraceJob(file, manifests.get(file.rank), window, cache, each) for file in files]
     workers = _workers(files) if workers is None else workers
     outcomes = list(map_in_processes(_analyze_file, jobs, workers))
     analyses = [outcome for outcome in outcomes if isinstance(outcome, RankAnalysis)]
@@ -85,6 +89,7 @@ def analyze_run_path(
     window: Window = "steps",
     ranks: Collection[int] | None = None,
     workers: int | None = None,
+    cache: bool = False,
 ) -> RunAnalysis:
     """Summarize a run directory and analyse its traces and memory; what was not captured is null.
 
@@ -98,7 +103,7 @@ def analyze_run_path(
     warnings: list[str] = []
     if _has(run, "trace", ranks):
         try:
-            trace = analyze_trace_path(path, window=window, ranks=ranks, workers=workers)
+            trace = analyze_trace_path(path, window=window, ranks=ranks, workers=workers, cache=cache)
         except TraceError as error:
             warnings.append(str(error))
     if _has(run, "memory", ranks):
@@ -135,12 +140,16 @@ class _TraceJob:
     file: TraceFile
     manifest: RankManifest | None
     window: Window
+    cache: bool
+    workers: int | None
+    """Processes that may decode this one file; by default what it is worth."""
 
 
 def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
     """Analyse one rank; a file that cannot be read gives its error's message."""
+    read = read_trace_cached if job.cache else read_trace
     try:
-        trace = read_trace(job.file.path, rank=job.file.rank)
+        trace = read(job.file.path, rank=job.file.rank, workers=job.workers)
     except TraceError as error:
         return str(error)
     return analyze_rank(trace, job.manifest, window=job.window, default_rank=job.file.rank)

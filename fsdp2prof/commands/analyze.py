@@ -35,6 +35,11 @@ _jobs = click.option(
     type=click.IntRange(min=1),
     help="Processes that share the ranks; by default what their size is worth.",
 )
+_cache = click.option(
+    "--cache/--no-cache",
+    default=True,
+    help="Keep the columns of a large trace beside it, so that the next analysis does not decode it again.",
+)
 _fail_on = click.option(
     "--fail-on",
     multiple=True,
@@ -54,6 +59,7 @@ def analyze() -> None:
 @_window
 @_ranks
 @_jobs
+@_cache
 @_fail_on
 @_verbose
 @output_options("text", "json", "csv", "html")
@@ -70,6 +76,7 @@ def trace(
     window: Window,
     ranks: frozenset[int] | None,
     workers: int | None,
+    cache: bool,
     fail_on: Sequence[str],
     verbose: bool,
     table: str,
@@ -83,7 +90,7 @@ def trace(
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.analyzers.pipeline import analyze_trace_path
 
-        analysis = analyze_trace_path(path, window=window, ranks=ranks, workers=workers)
+        analysis = analyze_trace_path(path, window=window, ranks=ranks, workers=workers, cache=cache)
 
     def view() -> RenderableType:
         from fsdp2prof.reporters.advice import trace_advice
@@ -152,6 +159,7 @@ def memory(
 @_window
 @_ranks
 @_jobs
+@_cache
 @_fail_on
 @_verbose
 @output_options("text", "json", "html")
@@ -161,6 +169,7 @@ def run(
     window: Window,
     ranks: frozenset[int] | None,
     workers: int | None,
+    cache: bool,
     fail_on: Sequence[str],
     verbose: bool,
     output: Output,
@@ -173,7 +182,7 @@ def run(
     with output.progress(f"analysing {run}"):
         from fsdp2prof.analyzers.pipeline import analyze_run_path
 
-        analysis = analyze_run_path(run, window=window, ranks=ranks, workers=workers)
+        analysis = analyze_run_path(run, window=window, ranks=ranks, workers=workers, cache=cache)
 
     def view() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice

@@ -23,6 +23,7 @@ __all__ = ["Task", "map_in_processes", "usable_cores"]
 T = TypeVar("T")
 Item = TypeVar("Item")
 
+_IN_CHILD = "FSDP2PROF_WORKER"
 _CHILD = "from fsdp2prof.readers.processes import _serve; _serve()"
 
 
@@ -34,7 +35,7 @@ class Task(Generic[T]):
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._child = subprocess.Popen(
             [sys.executable, "-c", _CHILD],
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path, _IN_CHILD: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -90,7 +91,9 @@ def map_in_processes(function: Callable[[Item], T], items: Iterable[Item], worke
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Cores this process may run on; 1 in a process that a :class:`Task` started."""
+    if _IN_CHILD in os.environ:
+        return 1
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
