@@ -1,14 +1,17 @@
-"""What torch's optimizers keep for a parameter, by arithmetic."""
+"""Model states by arithmetic: what a shard, its gradient and torch's optimizers keep."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
 from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.sharding import ParameterGroup
 
-__all__ = ["STATES_OF_PARAMETER_SIZE", "optimizer_state_bytes"]
+__all__ = ["ModelStates", "model_states", "optimizer_state_bytes", "step_counter_bytes"]
 
-STATES_OF_PARAMETER_SIZE = {
+_TENSORS_OF_PARAMETER_SIZE = {
     "adamw": 2,
     "adam": 2,
     "sgd": 0,
@@ -23,12 +26,40 @@ STATES_OF_PARAMETER_SIZE = {
 _COUNTS_STEPS = ("adamw", "adam", "adagrad", "rmsprop", "adafactor")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStates:
+    """Bytes one rank keeps between steps, padding included; on the host under offload."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    """While gradients exist: from backward to ``zero_grad``."""
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def model_states(groups: Iterable[ParameterGroup], policy: PolicySpec) -> ModelStates:
+    """Sum the padded shards of one rank, their gradients in the original dtype, and optimizer state."""
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return ModelStates(
+        parameter_bytes=sum(p.padded_shard_numel * dtype_bytes(p.dtype) for p in parameters),
+        gradient_bytes=sum(p.padded_shard_numel * dtype_bytes(p.dtype) for p in trained),
+        optimizer_bytes=sum(
+            optimizer_state_bytes(policy, (p.shard_rows(0), *p.shape[1:]), p.dtype) for p in trained
+        ),
+    )
+
+
 def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of state for one parameter of ``shape`` (whole or a shard), its fp32 step counter left out.
 
     Adafactor keeps one row and one column of the last two dimensions, or a vector's whole variance.
     """
-    numel = STATES_OF_PARAMETER_SIZE[policy.optimizer] * prod(shape)
+    numel = _TENSORS_OF_PARAMETER_SIZE[policy.optimizer] * prod(shape)
     if policy.optimizer == "adafactor":
         rows_and_columns = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
         numel = rows_and_columns if len(shape) > 1 else prod(shape)
