@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp2prof import __version__
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
+from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
@@ -169,7 +170,14 @@ def _communication_section(trace: TraceAnalysis) -> _Section:
         anchor="communication",
         title="Communication by layer",
         lead=lead if part.figure else NO_COLLECTIVE,
-        blocks=_present([part]),
+        blocks=_present(
+            [
+                part,
+                _Block(grid=late_grid(trace), every=late_grid(trace, every=True)),
+                _Block(grid=bandwidth_grid(trace), every=bandwidth_grid(trace, every=True)),
+                _Block(grid=sync_grid(trace), every=sync_grid(trace, every=True)),
+            ]
+        ),
         lines=rank_lines(trace),
     )
 

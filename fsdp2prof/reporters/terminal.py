@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
@@ -75,6 +76,9 @@ def trace_view(analysis: TraceAnalysis, *, advice: Sequence[str] = (), every: bo
         _trace_headline(analysis),
         _grid(breakdown_grid(analysis, every=every)),
         _grid(layers) or Text(NO_COLLECTIVE),
+        _grid(late_grid(analysis, every=every)),
+        _grid(bandwidth_grid(analysis, every=every)),
+        _grid(sync_grid(analysis, every=every)),
         _paragraph("Ranks against each other", rank_lines(analysis)),
         _findings(analysis.findings),
         _bullets("What to look at next", advice),

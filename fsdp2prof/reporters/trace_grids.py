@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, decimals, plural, scaled
 from fsdp2prof.reporters.layers import LayerRow, fold, layer_name, layer_rows
-from fsdp2prof.reporters.wording import dtype_label, op_label
+from fsdp2prof.reporters.wording import IDLE_CAUSES, dtype_label, op_label
 from fsdp2prof.results import BreakdownNs, RankTrace, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
 
@@ -108,6 +109,7 @@ def breakdown_grid(analysis: TraceAnalysis, *, every: bool = False) -> Grid | No
         ],
         rows=[[str(row.rank), row.step, *cells(row.parts_ns)] for row in step_rows(analysis, every=every)],
         totals=[["mean", "", *cells(mean)], ["", "%", *shares]],
+        remarks=[*_idle_sentence(analysis), *_throughput_sentence(analysis)],
     )
 
 
@@ -207,6 +209,28 @@ def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
     for reason, count in found.unattributed_reasons.items():
         lines.append(f"Not on a layer: {plural(count, 'collective')}, {reason}.")
     return lines
+
+
+def _idle_sentence(analysis: TraceAnalysis) -> list[str]:
+    steps = [step for rank in analysis.ranks for step in rank.steps]
+    causes: Counter[str] = Counter()
+    for step in steps:
+        causes.update(step.idle_ns)
+    named = [(IDLE_CAUSES.get(cause, cause), time) for cause, time in causes.most_common() if time]
+    if not named:
+        return []
+    return ["Idle: " + "; ".join(f"{format_ns(time / len(steps))} {cause}" for cause, time in named) + "."]
+
+
+def _throughput_sentence(analysis: TraceAnalysis) -> list[str]:
+    speeds = [rank.throughput for rank in analysis.ranks if rank.throughput is not None]
+    tokens = [speed.tokens_per_s for speed in speeds if speed.tokens_per_s is not None]
+    flops = [speed.flops_per_s for speed in speeds if speed.flops_per_s is not None]
+    mfu = [speed.mfu for speed in speeds if speed.mfu is not None]
+    parts = [f"{min(tokens):,.0f} tokens/s over all ranks"] if tokens else []
+    parts += [f"{sum(flops) / len(flops) / 1e12:,.2f} TFLOP/s a rank"] if flops else []
+    parts += [f"MFU {format_frac(sum(mfu) / len(mfu))}"] if mfu else []
+    return [f"Speed: {', '.join(parts)}."] if parts else []
 
 
 def _parts(breakdown: BreakdownNs) -> tuple[float, ...]:

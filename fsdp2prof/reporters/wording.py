@@ -4,6 +4,8 @@ from __future__ import annotations
 
 __all__ = [
     "CATEGORIES",
+    "IDLE_CAUSES",
+    "LATE_CAUSES",
     "OPS",
     "PARTS",
     "PHASES",
@@ -54,6 +56,26 @@ OPS = {
     "all_to_all": "all-to-all",
     "send_recv": "send/recv",
 }
+
+LATE_CAUSES = {
+    "launch": "launched late by the host",
+    "communicator": "queued behind another collective",
+    "stream": "queued behind other work",
+    "transfer": "slow transfer",
+    "peer": "waited for a late peer",
+}
+"""Why a collective came late -> words."""
+
+IDLE_CAUSES = {
+    "host_bound": "nothing launched in time",
+    "device_sync": "the host waited for the device",
+    "memcpy": "the host waited for a copy",
+    "communication": "blocked on communication",
+    "queued": "launched, not yet started",
+    "profiler": "profiler",
+    "unknown": "unknown",
+}
+"""Why nothing ran -> words."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
