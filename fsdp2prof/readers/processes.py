@@ -72,14 +72,15 @@ class Task(Generic[T]):
 def map_in_processes(function: Callable[[Item], T], items: Iterable[Item], workers: int) -> Iterator[T]:
     """Yield ``function(item)`` in the order of the items, at most ``workers`` at a time.
 
-    With one worker everything runs in this process. No more than ``workers`` results wait at once.
+    With one worker or one item everything runs in this process. No more than ``workers`` results wait at once.
     """
-    if workers <= 1:
-        yield from map(function, items)
+    waiting = list(items)
+    if min(workers, len(waiting)) <= 1:
+        yield from map(function, waiting)
         return
     running: deque[Task[T]] = deque()
     try:
-        for item in items:
+        for item in waiting:
             if len(running) == workers:
                 yield running.popleft().result()
             running.append(Task(function, item))
