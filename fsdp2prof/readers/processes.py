@@ -72,7 +72,7 @@ class Task(Generic[T]):
 def map_in_processes(function: Callable[[Item], T], items: Iterable[Item], workers: int) -> Iterator[T]:
     """Yield ``function(item)`` in the order of the items, at most ``workers`` at a time.
 
-    With one worker or one item everything runs in this process. No more than ``workers`` results wait at once.
+    With one worker or one item everything runs here. No more than ``workers`` results wait at once.
     """
     waiting = list(items)
     if min(workers, len(waiting)) <= 1:
