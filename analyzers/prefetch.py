@@ -6,10 +6,11 @@ out, in this order, each cause taking at most what is left:
 - ``peer``: how long it waited for the last rank to arrive (where ranks were compared);
 - ``transfer``: how much longer it took than the median of its kind (same op, process group and payload),
   i.e. how far its busbw lay below theirs;
-- ``communicator``: how long, launched, it queued behind another collective of its process group
-  (all-gather and reduce-scatter share one);
-- ``stream``: how long, launched, it queued behind other work of its stream;
-- ``launch``: the rest. Launched that much earlier, it would have been there in time.
+- ``communicator``: how long, launched and with its input ready, it queued behind another collective of its
+  process group (all-gather and reduce-scatter share one);
+- ``stream``: how long, launched, it or (an all-gather) its copy-in queued behind other work of its stream;
+- ``launch``: the rest. Launched that much earlier, it would have been there in time; a reduction that waits
+  for its gradients counts here too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def awaited(tables: RankTables) -> AwaitedTable:
     analysed = np.isin(table.step, tables.windows.step)
     position = np.cumsum(analysed) - 1
     rows = np.flatnonzero(analysed & (waits.stall_ns >= 0))
-    ready = np.minimum(table.issue_ns[rows] + _launch_latency(tables), table.start_ns[rows])
+    launched = np.minimum(table.issue_ns[rows] + _launch_latency(tables), table.start_ns[rows])
+    ready = np.clip(_input_ready(tables, rows), launched, table.start_ns[rows])
     communicator = np.zeros(len(rows), dtype=np.int64)
     for code in range(len(table.process_group.values)):
         members = table.process_group.codes == code
@@ -61,8 +63,20 @@ def awaited(tables: RankTables) -> AwaitedTable:
         needed_ns=waits.needed_ns[rows],
         stall_ns=waits.stall_ns[rows],
         communicator_ns=communicator,
-        stream_ns=table.start_ns[rows] - ready - communicator,
+        stream_ns=table.start_ns[rows]
+        - ready
+        - communicator
+        + np.where(table.op.equals("all_gather")[rows], ready - launched, 0),
     )
+
+
+def _input_ready(tables: RankTables, rows: IntArray) -> IntArray:
+    """End of the last FSDP copy launched before each collective: its copy-in or chunk-cat; -1 if none."""
+    copies = tables.work.take(tables.work.is_fsdp & (tables.work.launch_ns >= 0))
+    copies = copies.take(np.argsort(copies.launch_ns, kind="stable"))
+    before = np.searchsorted(copies.launch_ns, tables.collectives.table.issue_ns[rows], side="left")
+    ends: IntArray = np.concatenate([[-1], copies.end_ns])
+    return ends[before]
 
 
 def transfer_ns(collectives: CollectiveTable, wait_ns: IntArray) -> IntArray:

@@ -6,23 +6,33 @@ ranks can be analysed in processes of their own; :func:`merge` compares them and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 import numpy as np
 
-from fsdp2prof.analyzers import overlap, rank_summary, ranks
+from fsdp2prof.analyzers import findings, overlap, rank_summary, ranks
 from fsdp2prof.analyzers.accounting import breakdown
 from fsdp2prof.analyzers.bandwidth import bandwidth_rows
+from fsdp2prof.analyzers.findings import FindingThresholds
 from fsdp2prof.analyzers.flops import step_flops
+from fsdp2prof.analyzers.host_syncs import host_syncs
 from fsdp2prof.analyzers.idle import idle_causes
 from fsdp2prof.analyzers.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.rank_summary import DeviceWork, RankSummary
 from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import Attribution, GroupRow, RankTrace, StepBreakdown, Throughput, TraceAnalysis
+from fsdp2prof.results import (
+    Attribution,
+    GroupRow,
+    HostSyncRow,
+    RankTrace,
+    StepBreakdown,
+    Throughput,
+    TraceAnalysis,
+)
 from fsdp2prof.tables import Trace, concat_strings
 
 __all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
@@ -37,6 +47,8 @@ class RankAnalysis:
     attribution: Attribution
     summary: RankSummary
     awaited: AwaitedTable
+    host_syncs: list[HostSyncRow]
+    manifest: RankManifest | None
     warnings: list[str]
 
 
@@ -50,6 +62,8 @@ class References:
     """Of one device, in the type that the model computes in."""
     peak_bus_bytes_per_s: float | None = None
     """Of the fabric, as nccl-tests' busbw."""
+    thresholds: FindingThresholds = field(default_factory=FindingThresholds)
+    """When a finding is worth reporting."""
 
 
 def analyze_trace(
@@ -70,10 +84,14 @@ def analyze_rank(
     manifest: RankManifest | None = None,
     *,
     window: Window = "steps",
+    chosen: Collection[int] | None = None,
     default_rank: int = 0,
 ) -> RankAnalysis:
-    """Analyse one rank's trace; ``default_rank`` is its number if neither file nor manifest says."""
-    tables = rank_tables(trace, manifest, window)
+    """Analyse one rank's trace, all its steps or the ``chosen`` ones.
+
+    ``default_rank`` is its number if neither file nor manifest says.
+    """
+    tables = rank_tables(trace, manifest, window, chosen)
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
@@ -92,6 +110,8 @@ def analyze_rank(
         attribution=overlap.attribution(tables.windows, tables.collectives),
         summary=_summary(tables, rank),
         awaited=awaited(tables),
+        host_syncs=host_syncs(trace, tables.phases, tables.steps, rank),
+        manifest=manifest,
         warnings=tables.warnings,
     )
 
@@ -104,7 +124,7 @@ def merge(analyses: Sequence[RankAnalysis], references: References | None = None
     collectives = [
         (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
     ]
-    return TraceAnalysis(
+    result = TraceAnalysis(
         ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
@@ -117,7 +137,10 @@ def merge(analyses: Sequence[RankAnalysis], references: References | None = None
             for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns)
         ],
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
+        host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
+    manifests = [analysis.manifest for analysis in analyses if analysis.manifest is not None]
+    return replace(result, findings=findings.find(result, manifests, references.thresholds))
 
 
 def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:

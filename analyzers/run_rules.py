@@ -1,0 +1,148 @@
+"""Findings about ranks, hosts and shards: stragglers, a host that cannot keep up or stops, padding."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from fsdp2prof.analyzers.finding_evidence import Evidence, layer_name
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
+from fsdp2prof.results import Finding, Straggler
+from fsdp2prof.units import format_frac
+
+__all__ = ["find"]
+
+_NAMED = 3
+"""Stragglers worth a finding each; the result lists more."""
+
+_REMEDY = {
+    "kernel": "Compare its clocks, temperature and input sizes with the others'",
+    "host": "Look at its data loader, CPU affinity and other processes on its host",
+    "communication": "Look at the links of its other process groups",
+    "unknown": "Record more steps to see what it does before",
+}
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Return the findings about ranks, hosts and shards."""
+    found = [*_stragglers(evidence), *_padding(evidence)]
+    if evidence.on_device:
+        found += [*_host_bound(evidence), *_host_syncs(evidence)]
+    return found
+
+
+def _stragglers(evidence: Evidence) -> list[Finding]:
+    by_rank: dict[int, list[Straggler]] = defaultdict(list)
+    for straggler in evidence.analysis.cross_rank.stragglers:
+        by_rank[straggler.rank].append(straggler)
+    found = []
+    for rank, causes in list(by_rank.items())[:_NAMED]:
+        caused = evidence.analysis.cross_rank.wait_caused_ns.get(str(rank), 0)
+        waiting = evidence.total_ns * (len(evidence.analysis.ranks) - 1) / len(evidence.analysis.ranks)
+        share = caused / waiting if waiting else 0.0
+        if share < evidence.thresholds.straggler_frac:
+            continue
+        worst = causes[0]
+        where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
+        message = (
+            f"Rank {rank} comes last to {sum(c.collectives for c in causes)} collectives; the others wait "
+            f"{format_frac(share)} of their time for it. Mostly: {worst.cause}{where}. "
+            f"{_REMEDY[worst.kind or 'unknown']}."
+        )
+        found.append(
+            Finding(
+                id="straggler",
+                severity=evidence.severity(share),
+                fqn=worst.fqn,
+                message=message,
+                evidence={
+                    "cost_frac": share,
+                    "rank": rank,
+                    "wait_caused_ns": caused,
+                    "kind": worst.kind,
+                    "cause": worst.cause,
+                },
+            )
+        )
+    return found
+
+
+def _host_bound(evidence: Evidence) -> list[Finding]:
+    cost = _idle(evidence, "host_bound")
+    if evidence.frac(cost) < evidence.thresholds.host_bound_frac:
+        return []
+    message = (
+        f"The device runs dry because the host does not launch in time: {evidence.per_step(cost)} idle. "
+        "Launch less "
+        "(torch.compile, CUDA graphs, fused optimizer), give each launch more work (larger batch), and "
+        "look at the "
+        "data loader."
+    )
+    return evidence.finding("host_bound", None, cost, message)
+
+
+def _host_syncs(evidence: Evidence) -> list[Finding]:
+    cost = _idle(evidence, "device_sync") + _idle(evidence, "memcpy")
+    calls = evidence.analysis.host_syncs
+    if not calls:
+        return []
+    worst = max(calls, key=lambda row: row.blocked_ns)
+    count = sum(row.count for row in calls) / evidence.rank_steps
+    where = "" if worst.phase == "other" else f" in {worst.phase}"
+    where += "" if worst.fqn is None else f" of {layer_name(worst.fqn)}"
+    message = (
+        f"The host stops for the device {count:.3g} times a step, longest in "
+        f"{worst.operator or worst.call}{where}; "
+        f"afterwards the device idles {evidence.per_step(cost)} until work arrives again. Move .item(), "
+        ".cpu(), "
+        "full_tensor() and synchronize out of the step, or do them every few steps."
+    )
+    return evidence.finding(
+        "host_sync",
+        worst.fqn,
+        cost,
+        message,
+        calls_per_step=count,
+        operator=worst.operator,
+        call=worst.call,
+        phase=worst.phase,
+    )
+
+
+def _idle(evidence: Evidence, cause: str) -> int:
+    return sum(step.idle_ns.get(cause, 0) for rank in evidence.analysis.ranks for step in rank.steps)
+
+
+def _padding(evidence: Evidence) -> list[Finding]:
+    """Padding is equal on all ranks: the first manifest with parameter groups says it all."""
+    groups = next((m.param_groups for m in evidence.manifests if m.param_groups), [])
+    held = sum(_padded(group, p) for group in groups for p in group.parameters)
+    padding = {
+        f"{group.fqn or 'root'}: {p.fqn}": _padded(group, p) - math.prod(p.global_shape)
+        for group in groups
+        for p in group.parameters
+    }
+    share = sum(padding.values()) / held if held else 0.0
+    if share < evidence.thresholds.padding_frac:
+        return []
+    worst = max(padding, key=padding.__getitem__)
+    message = (
+        f"{format_frac(share)} of the sharded parameters is padding, gathered and reduced for nothing: "
+        "dimension 0 of "
+        f"{len([p for p in padding.values() if p])} parameters does not divide by the ranks (worst: "
+        f"{worst}). Choose "
+        "sizes that do, shard on another dimension (shard_placement_fn), or shard over fewer ranks."
+    )
+    return [
+        Finding(
+            id="uneven_shards",
+            severity=evidence.severity(share),
+            fqn=worst.split(":")[0] if worst.split(":")[0] != "root" else "",
+            message=message,
+            evidence={"padding_frac": share, "parameter": worst, "padding_elements": padding[worst]},
+        )
+    ]
+
+
+def _padded(group: ParamGroupInfo, parameter: ParameterInfo) -> int:
+    return math.prod(parameter.padded_local_shape) * group.shard_world_size
