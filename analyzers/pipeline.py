@@ -6,15 +6,16 @@ processes of their own, one rank each; the result is the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fsdp2prof.analyzers.memory import RankRecording, analyze_memory
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.analyzers.steps import Window
-from fsdp2prof.analyzers.trace import RankAnalysis, analyze_rank, merge
+from fsdp2prof.analyzers.trace import RankAnalysis, References, analyze_rank, merge
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
@@ -26,7 +27,16 @@ from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
 from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
 
-__all__ = ["analyze_any_path", "analyze_memory_path", "analyze_run_path", "analyze_trace_path"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "TraceOptions",
+    "analyze_any_path",
+    "analyze_memory_path",
+    "analyze_run_path",
+    "analyze_trace_path",
+]
 
 _BYTES_WORTH_A_PROCESS = {True: 1 << 20, False: 12 << 20}
 """Trace size (compressed or not) whose analysis takes about as long as starting a process."""
@@ -34,32 +44,45 @@ _BYTES_WORTH_A_PROCESS = {True: 1 << 20, False: 12 << 20}
 _File = TypeVar("_File", TraceFile, MemoryFile, RankRecord)
 
 
-def analyze_trace_path(
-    path: str | Path,
-    *,
-    window: Window = "steps",
-    ranks: Collection[int] | None = None,
-    workers: int | None = None,
-    cache: bool = False,
-) -> TraceAnalysis:
-    """Analyse the traces of a file, a folder or a run; ``ranks`` selects some of them.
+class TraceOptions(TypedDict, total=False):
+    """How traces are analysed; each has a default."""
 
-    ``workers`` is the number of processes, by default what the files are worth. With ``cache`` a large trace
-    leaves its columns beside it and is not decoded again. Raises ``TraceError`` when no trace can be read,
-    ``RunDirectoryError`` for a run that cannot.
+    window: Window
+    ranks: Collection[int] | None
+    """None, the default, is all."""
+    steps: Collection[int] | None
+    """None, the default, is all."""
+    workers: int | None
+    """Processes; by default what the files are worth."""
+    cache: bool
+    """A large trace leaves its columns beside it and is not decoded again; off by default."""
+    references: References
+    peak_flops: Mapping[str, int]
+    """Peak operations per second of one device by dtype: the references' ``peak_flops_per_s`` becomes that of
+    the dtype in which most parameters are gathered."""
+
+
+def analyze_trace_path(path: str | Path, **options: Unpack[TraceOptions]) -> TraceAnalysis:
+    """Analyse the traces of a file, a folder or a run.
+
+    Raises ``TraceError`` when no trace can be read, ``RunDirectoryError`` for a run that cannot, and
+    ``InputError`` when none of the chosen ranks or steps is there.
     """
     found = find_traces(path)
     manifests = _manifests(path)
-    files = _selected(found.files, ranks, path)
+    files = _selected(found.files, options.get("ranks"), path)
+    workers = options.get("workers")
     each = None if workers is None else max(1, workers // len(files))
-    jobs = [_TraceJob(file, manifests.get(file.rank), window, cache, each) for file in files]
-    workers = _workers(files) if workers is None else workers
-    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
+    jobs = [_TraceJob(file, manifests.get(file.rank), each, options) for file in files]
+    outcomes = list(map_in_processes(_analyze_file, jobs, _workers(files) if workers is None else workers))
     analyses = [outcome for outcome in outcomes if isinstance(outcome, RankAnalysis)]
     unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not analyses:
         raise TraceError(unreadable[0])
-    result = merge(analyses)
+    if options.get("steps") is not None and not any(analysis.rank.steps for analysis in analyses):
+        raise InputError(f"{path}: none of the chosen steps is in it; see them with --steps all")
+    references = _with_peak(options, analyses)
+    result = merge(analyses, references)
     return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
 
 
@@ -83,18 +106,13 @@ def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = Non
     return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
 
 
-def analyze_run_path(
-    path: str | Path,
-    *,
-    window: Window = "steps",
-    ranks: Collection[int] | None = None,
-    workers: int | None = None,
-    cache: bool = False,
-) -> RunAnalysis:
+def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAnalysis:
     """Summarize a run directory and analyse its traces and memory; what was not captured is null.
 
-    Raises ``RunDirectoryError`` for a run that cannot be read.
+    Raises ``RunDirectoryError`` for a run that cannot be read, and ``InputError`` when none of the chosen
+    ranks or steps is there.
     """
+    ranks = options.get("ranks")
     run = open_run(path)
     if ranks is not None:
         _selected(run.ranks, ranks, path)
@@ -103,7 +121,7 @@ def analyze_run_path(
     warnings: list[str] = []
     if _has(run, "trace", ranks):
         try:
-            trace = analyze_trace_path(path, window=window, ranks=ranks, workers=workers, cache=cache)
+            trace = analyze_trace_path(path, **options)
         except TraceError as error:
             warnings.append(str(error))
     if _has(run, "memory", ranks):
@@ -139,20 +157,38 @@ class _TraceJob:
 
     file: TraceFile
     manifest: RankManifest | None
-    window: Window
-    cache: bool
     workers: int | None
     """Processes that may decode this one file; by default what it is worth."""
+    options: TraceOptions
 
 
 def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
     """Analyse one rank; a file that cannot be read gives its error's message."""
-    read = read_trace_cached if job.cache else read_trace
+    read = read_trace_cached if job.options.get("cache") else read_trace
     try:
         trace = read(job.file.path, rank=job.file.rank, workers=job.workers)
     except TraceError as error:
         return str(error)
-    return analyze_rank(trace, job.manifest, window=job.window, default_rank=job.file.rank)
+    return analyze_rank(
+        trace,
+        job.manifest,
+        window=job.options.get("window", "steps"),
+        chosen=job.options.get("steps"),
+        default_rank=job.file.rank,
+    )
+
+
+def _with_peak(options: TraceOptions, analyses: Sequence[RankAnalysis]) -> References:
+    """Return the references with the peak of the dtype in which the model computes, if it is known."""
+    gathered: Counter[str] = Counter()
+    for analysis in analyses:
+        for row in analysis.groups:
+            if row.op == "all_gather" and row.dtype is not None:
+                gathered[row.dtype] += row.payload_bytes or 0
+    references = options.get("references", References())
+    peaks = options.get("peak_flops", {})
+    known = [peaks[dtype] for dtype, _ in gathered.most_common(1) if dtype in peaks]
+    return replace(references, peak_flops_per_s=known[0]) if known else references
 
 
 def _workers(files: Sequence[TraceFile]) -> int:

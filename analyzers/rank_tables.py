@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+import numpy as np
 
 from fsdp2prof.analyzers.accounting import (
     Exposure,
@@ -45,12 +48,23 @@ class RankTables:
     warnings: list[str]
 
 
-def rank_tables(trace: Trace, manifest: RankManifest | None = None, window: Window = "steps") -> RankTables:
-    """Join a rank's trace: launches to streams, host time to phases, collectives to layers and waits."""
+def rank_tables(
+    trace: Trace,
+    manifest: RankManifest | None = None,
+    window: Window = "steps",
+    chosen: Collection[int] | None = None,
+) -> RankTables:
+    """Join a rank's trace: launches to streams, host time to phases, collectives to layers and waits.
+
+    ``chosen`` steps are analysed, by default all of them.
+    """
     steps = host_steps(trace.labels)
     device = device_activities(trace)
     windows, warnings = step_windows(trace, steps, device, window)
     phases = build_phases(phase_labels(trace), steps)
+    if chosen is not None:
+        windows = windows.take(np.isin(windows.step, sorted(chosen)))
+        steps = steps.take(np.isin(steps.step, sorted(chosen)))
     collectives = collect(trace, device, phases, steps, windows, manifest)
     if len(device):
         work = device_work(trace, device, phases, collectives)

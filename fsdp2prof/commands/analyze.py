@@ -9,37 +9,18 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.options import Output, numbers_option, output_options
+from fsdp2prof.commands.trace_options import trace_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fsdp2prof.analyzers.steps import Window
+    from fsdp2prof.analyzers.pipeline import TraceOptions
     from fsdp2prof.analyzers.thresholds import Condition
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
 
 __all__ = ["analyze"]
 
 _path = click.argument("path", type=click.Path(path_type=Path))
-_ranks = numbers_option("--ranks", "Ranks to analyse")
-_window = click.option(
-    "--window",
-    type=click.Choice(["steps", "trace"]),
-    default="steps",
-    show_default=True,
-    help="Analyse each training step, or the whole trace as one.",
-)
-_jobs = click.option(
-    "-j",
-    "--jobs",
-    "workers",
-    type=click.IntRange(min=1),
-    help="Processes that share the ranks; by default what their size is worth.",
-)
-_cache = click.option(
-    "--cache/--no-cache",
-    default=True,
-    help="Keep the columns of a large trace beside it, so that the next analysis does not decode it again.",
-)
 _fail_on = click.option(
     "--fail-on",
     multiple=True,
@@ -56,10 +37,7 @@ def analyze() -> None:
 
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
 @_path
-@_window
-@_ranks
-@_jobs
-@_cache
+@trace_options
 @_fail_on
 @_verbose
 @output_options("text", "json", "csv", "html")
@@ -73,10 +51,7 @@ def analyze() -> None:
 def trace(
     path: Path,
     *,
-    window: Window,
-    ranks: frozenset[int] | None,
-    workers: int | None,
-    cache: bool,
+    options: TraceOptions,
     fail_on: Sequence[str],
     verbose: bool,
     table: str,
@@ -90,7 +65,7 @@ def trace(
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.analyzers.pipeline import analyze_trace_path
 
-        analysis = analyze_trace_path(path, window=window, ranks=ranks, workers=workers, cache=cache)
+        analysis = analyze_trace_path(path, **options)
 
     def view() -> RenderableType:
         from fsdp2prof.reporters.advice import trace_advice
@@ -109,7 +84,7 @@ def trace(
 
 @analyze.command(short_help="Peak memory by layer, phase and kind.")
 @_path
-@_ranks
+@numbers_option("--ranks", "Ranks to analyse")
 @_fail_on
 @_verbose
 @output_options("text", "json", "csv", "html")
@@ -156,20 +131,14 @@ def memory(
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
 @click.argument("run", type=click.Path(path_type=Path))
-@_window
-@_ranks
-@_jobs
-@_cache
+@trace_options
 @_fail_on
 @_verbose
 @output_options("text", "json", "html")
 def run(
     run: Path,
     *,
-    window: Window,
-    ranks: frozenset[int] | None,
-    workers: int | None,
-    cache: bool,
+    options: TraceOptions,
     fail_on: Sequence[str],
     verbose: bool,
     output: Output,
@@ -182,7 +151,7 @@ def run(
     with output.progress(f"analysing {run}"):
         from fsdp2prof.analyzers.pipeline import analyze_run_path
 
-        analysis = analyze_run_path(run, window=window, ranks=ranks, workers=workers, cache=cache)
+        analysis = analyze_run_path(run, **options)
 
     def view() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice

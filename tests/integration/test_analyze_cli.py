@@ -94,6 +94,26 @@ class TestGoodInput:
         assert [rank["rank"] for rank in document["ranks"]] == [1]  # type: ignore[attr-defined]
         call(capfd, "analyze", "trace", traces, "--ranks", "5").refused("it has ranks 0, 1")
 
+    def test_steps_are_chosen(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        """A chosen step has the numbers it has among all."""
+        every, one = trace_json(capfd, traces), trace_json(capfd, traces, "--steps", "4")
+        of_step_4 = [step for rank in every["ranks"] for step in rank["steps"] if step["step"] == 4]  # type: ignore[attr-defined]
+        assert [step for rank in one["ranks"] for step in rank["steps"]] == of_step_4  # type: ignore[attr-defined]
+        assert one["groups"] == [row for row in every["groups"] if row["step"] == 4]  # type: ignore[attr-defined]
+        assert one["attribution"]["collectives"] == every["attribution"]["collectives"] // 2  # type: ignore[index]
+        call(capfd, "analyze", "trace", traces, "--steps", "9").refused("none of the chosen steps")
+
+    def test_hardware_and_tokens_add_speed(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
+        """The payload of a step's bandwidth row over 450 GB/s, the H100's links in one direction."""
+        options = ("--hardware", "h100-sxm", "--tokens-per-step", "1000")
+        document = trace_json(capfd, traces, *options)
+        for row in document["bandwidth"]:  # type: ignore[attr-defined]
+            assert row["of_peak_frac"] == pytest.approx(row["busbw_bytes_per_s"] / 450e9)
+        for rank in document["ranks"]:  # type: ignore[attr-defined]
+            speed = rank["throughput"]
+            assert speed["tokens_per_s"] == pytest.approx(1000 / (speed["step_ns"] / 1e9))
+        call(capfd, "analyze", "trace", traces, "--hardware", "abacus").refused("abacus")
+
     def test_a_whole_trace_is_one_window(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         document = trace_json(capfd, traces, "--window", "trace", "--ranks", "0")
         assert len(document["ranks"][0]["steps"]) == 1  # type: ignore[index]

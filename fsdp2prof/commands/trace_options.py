@@ -1,0 +1,101 @@
+"""Options of every command that analyses traces, gathered into the one value the analysis takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp2prof.commands.options import numbers_option
+
+if TYPE_CHECKING:
+    from fsdp2prof.analyzers.pipeline import TraceOptions
+    from fsdp2prof.analyzers.steps import Window
+
+__all__ = ["trace_options"]
+
+_OPTIONS = (
+    click.option(
+        "--window",
+        type=click.Choice(["steps", "trace"]),
+        default="steps",
+        show_default=True,
+        help="Analyse each training step, or the whole trace as one.",
+    ),
+    numbers_option("--ranks", "Ranks to analyse"),
+    numbers_option("--steps", "Steps to analyse"),
+    click.option(
+        "--tokens-per-step",
+        "tokens",
+        type=click.IntRange(min=1),
+        help="Tokens of a step, all ranks together: adds tokens/s.",
+    ),
+    click.option(
+        "--hardware",
+        metavar="NAME",
+        help="The accelerator, for example h100-sxm: adds MFU and bandwidth against its peak.",
+    ),
+    click.option(
+        "--threshold",
+        "thresholds",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="When a finding is worth reporting, for example min_cost_frac=0.005. May be repeated.",
+    ),
+    click.option(
+        "-j",
+        "--jobs",
+        "workers",
+        type=click.IntRange(min=1),
+        help="Processes that share the ranks; by default what their size is worth.",
+    ),
+    click.option(
+        "--cache/--no-cache",
+        default=True,
+        help="Keep the columns of a large trace beside it: the next analysis is faster.",
+    ),
+)
+
+
+def trace_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options; the command gets one ``options: TraceOptions``, complete."""
+
+    @wraps(command)
+    def with_options(
+        *args: Any,
+        window: Window,
+        ranks: frozenset[int] | None,
+        steps: frozenset[int] | None,
+        tokens: int | None,
+        hardware: str | None,
+        thresholds: Sequence[str],
+        workers: int | None,
+        cache: bool,
+        **rest: Any,
+    ) -> None:
+        from fsdp2prof.analyzers.findings import parse_thresholds
+        from fsdp2prof.analyzers.trace import References
+        from fsdp2prof.estimators.hardware import HardwareSpec
+
+        device = HardwareSpec.parse(hardware) if hardware else None
+        options: TraceOptions = {
+            "window": window,
+            "ranks": ranks,
+            "steps": steps,
+            "workers": workers,
+            "cache": cache,
+            "peak_flops": device.flops if device else {},
+            "references": References(
+                tokens_per_step=tokens,
+                peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
+                thresholds=parse_thresholds(thresholds),
+            ),
+        }
+        command(*args, options=options, **rest)
+
+    decorated: Callable[..., None] = with_options
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    return decorated
