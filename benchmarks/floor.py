@@ -1,8 +1,8 @@
 """The least a trace loader can do in one process, as a yardstick: decode every event, keep 10 columns.
 
-isal gunzip, a typed msgspec decode in 8 MB pieces, columns as numpy arrays, and exact interval arithmetic on the
-kernels: how much of the communication is hidden behind compute. Times are kept as float64 microseconds, so
-it is right only for traces whose clock starts recently; it knows no metadata, no launches, no layers and no steps.
+isal gunzip, a typed msgspec decode in 8 MB pieces, columns as numpy arrays, and exact interval arithmetic on
+the kernels: how much of the communication is hidden behind compute. Times are kept as float64 microseconds,
+which loses nanoseconds of Unix time; there is no metadata, no launch, no layer and no step in it.
 """
 
 from __future__ import annotations
