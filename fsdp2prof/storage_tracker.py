@@ -56,6 +56,7 @@ from fsdp2prof.tables import (
 __all__ = ["StorageTracker"]
 
 _RESIZE = "UntypedStorage.resize_"
+_RNG_STATE = "torch.get_rng_state"
 _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(
     {__file__, str(_TORCH / "_compile.py"), str(_TORCH / "_dynamo" / "eval_frame.py")}
@@ -127,7 +128,15 @@ class StorageTracker:
             self._labels.leave(id(label), self._now())
             return result
 
+        get_rng_state = torch.get_rng_state
+
+        def rng_state() -> torch.Tensor:
+            state = get_rng_state()  # no operator makes it; checkpointing keeps one per call
+            self._see(_RNG_STATE, state)
+            return state
+
         self._active.enter_context(_patched(torch.UntypedStorage, "resize_", resize_))
+        self._active.enter_context(_patched(torch, "get_rng_state", rng_state))
         self._active.enter_context(_patched(record_function, "__enter__", entered))
         self._active.enter_context(_patched(record_function, "__exit__", left))
         self._active.enter_context(_Dispatch(self._before, self._after))
@@ -455,8 +464,8 @@ def _reachable_tensors() -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def _patched(owner: type, name: str, replacement: Any) -> Iterator[None]:
-    """Replace a method of a class for a while; an inherited one is inherited again afterwards."""
+def _patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Replace an attribute of a class or module for a while; an inherited one is inherited again then."""
     own = owner.__dict__.get(name)
     setattr(owner, name, replacement)
     try:
