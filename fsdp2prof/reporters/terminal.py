@@ -39,7 +39,7 @@ from fsdp2prof.reporters.wording import CATEGORIES, PHASES, printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes
 
-__all__ = ["PLAIN_WIDTH", "memory_view", "render", "run_view", "trace_view"]
+__all__ = ["PLAIN_WIDTH", "grid_view", "memory_view", "render", "run_view", "trace_view"]
 
 PLAIN_WIDTH = 118
 """Columns of text that does not go to a terminal."""
@@ -72,17 +72,17 @@ def render(view: RenderableType, *, to_terminal: bool) -> str:
 def trace_view(analysis: TraceAnalysis, *, advice: Sequence[str] = (), every: bool = False) -> RenderableType:
     """Lay out a trace analysis; ``every`` shows each step and layer."""
     layers = layer_grid(analysis, every=every)
-    return _stack(
+    return stack(
         _trace_headline(analysis),
-        _grid(breakdown_grid(analysis, every=every)),
-        _grid(layers) or Text(NO_COLLECTIVE),
-        _grid(late_grid(analysis, every=every)),
-        _grid(bandwidth_grid(analysis, every=every)),
-        _grid(sync_grid(analysis, every=every)),
+        grid_view(breakdown_grid(analysis, every=every)),
+        grid_view(layers) or Text(NO_COLLECTIVE),
+        grid_view(late_grid(analysis, every=every)),
+        grid_view(bandwidth_grid(analysis, every=every)),
+        grid_view(sync_grid(analysis, every=every)),
         _paragraph("Ranks against each other", rank_lines(analysis)),
         _findings(analysis.findings),
-        _bullets("What to look at next", advice),
-        _bullets("Warnings", analysis.warnings, "yellow"),
+        bullets("What to look at next", advice),
+        bullets("Warnings", analysis.warnings, "yellow"),
     )
 
 
@@ -94,27 +94,27 @@ def memory_view(
     details = [
         section for rank in (ranks if every else ranks[:1]) for section in _memory_details(rank, every)
     ]
-    return _stack(
-        _grid(peak_grid(analysis, every=every)),
+    return stack(
+        grid_view(peak_grid(analysis, every=every)),
         *details,
         _findings(analysis.findings),
-        _bullets("What to look at next", advice),
-        _bullets("Warnings", analysis.warnings, "yellow"),
+        bullets("What to look at next", advice),
+        bullets("Warnings", analysis.warnings, "yellow"),
     )
 
 
 def run_view(analysis: RunAnalysis, *, advice: Sequence[str] = (), every: bool = False) -> RenderableType:
     """Lay out the run, then its trace and its memory."""
     run = analysis.run
-    return _stack(
-        _facts(f"Run  {run.path}", run_facts(run)),
-        _grid(rank_grid(run, every=every)),
-        _grid(sharding_grid(run, every=every)),
-        _bullets("What the recording says", run.messages, "yellow"),
+    return stack(
+        fact_list(f"Run  {run.path}", run_facts(run)),
+        grid_view(rank_grid(run, every=every)),
+        grid_view(sharding_grid(run, every=every)),
+        bullets("What the recording says", run.messages, "yellow"),
         trace_view(analysis.trace, every=every) if analysis.trace else None,
         memory_view(analysis.memory, every=every) if analysis.memory else None,
-        _bullets("What to look at next", advice),
-        _bullets("Warnings", analysis.warnings, "yellow"),
+        bullets("What to look at next", advice),
+        bullets("Warnings", analysis.warnings, "yellow"),
     )
 
 
@@ -135,13 +135,13 @@ def _trace_headline(analysis: TraceAnalysis) -> Text:
 
 
 def _memory_details(rank: RankMemory, every: bool) -> Iterator[RenderableType | None]:
-    yield _grid(category_grid(rank))
-    yield _grid(matrix_grid(rank, every=every))
+    yield grid_view(category_grid(rank))
+    yield grid_view(matrix_grid(rank, every=every))
     yield _course(rank)
-    yield _grid(block_grid(rank, every=every))
-    yield _grid(layer_peak_grid(rank, every=every))
+    yield grid_view(block_grid(rank, every=every))
+    yield grid_view(layer_peak_grid(rank, every=every))
     for grid in fact_grids(rank):
-        yield _grid(grid)
+        yield grid_view(grid)
 
 
 def _course(rank: RankMemory) -> RenderableType | None:
@@ -180,14 +180,16 @@ def _findings(findings: Sequence[Finding]) -> RenderableType | None:
     return Group(_heading("Findings"), _indented(table))
 
 
-def _facts(title: str, facts: Mapping[str, str]) -> RenderableType:
+def fact_list(title: str, facts: Mapping[str, str]) -> RenderableType:
+    """Lay out names and values under a title."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         table.add_row(Text(name, style="dim"), _text(value))
     return Group(_heading(title), _indented(table))
 
 
-def _bullets(title: str, lines: Sequence[str], style: str = "") -> RenderableType | None:
+def bullets(title: str, lines: Sequence[str], style: str = "") -> RenderableType | None:
+    """Lay out sentences under a title; nothing without sentences."""
     if not lines:
         return None
     table = Table.grid(padding=(0, 1))
@@ -200,7 +202,8 @@ def _paragraph(title: str, lines: Sequence[str]) -> RenderableType | None:
     return Group(_heading(title), _indented(Group(*map(_text, lines)))) if lines else None
 
 
-def _grid(grid: Grid | None) -> RenderableType | None:
+def grid_view(grid: Grid | None) -> RenderableType | None:
+    """Lay out a table; nothing without one."""
     if grid is None:
         return None
     table = Table(
@@ -249,7 +252,7 @@ def _indented(content: RenderableType) -> Padding:
     return Padding(content, (0, 0, 0, 2))
 
 
-def _stack(*sections: RenderableType | None) -> Group:
+def stack(*sections: RenderableType | None) -> Group:
     """Put sections under each other with a blank line between."""
     lines: list[RenderableType] = []
     for section in sections:

@@ -69,7 +69,7 @@ def chunk_bytes(item):
 
 
 def test_the_last_rank_plans_to_write_its_short_shard():
-    """Tensor bytes of the save plan of rank 2 of 3; DTensor caches plans by mesh, so only one rank is asked."""
+    """Tensor bytes of rank 2 of 3; DTensor caches plans by mesh, so only one rank is asked."""
     mesh, policy = MeshSpec(dp_shard=3), PolicySpec(seq_len=16)
     spec = ModelSpec(source="gpt2", layers=1)
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
