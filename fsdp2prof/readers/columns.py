@@ -20,7 +20,7 @@ from fsdp2prof.readers.event_args import (
     recorded_shapes,
     sync_waits,
 )
-from fsdp2prof.readers.json_values import Interner, int_column, to_ns
+from fsdp2prof.readers.json_values import Interner, int_column, narrow, to_ns
 from fsdp2prof.readers.kineto_schema import COMPLETE_TYPES, INSTANT_TYPES, Args, Complete, Instant
 
 __all__ = ["Columns", "Piece", "Share"]
@@ -57,8 +57,8 @@ class Share:
         memory = [e for e in events if type(e) in INSTANT_TYPES and e.name == "[memory]"]
         args = [e.args for e in complete]
         self.pieces[number] = Piece(
-            events=self._event_columns(complete, args),
-            memory=self._memory_columns(memory) if memory else {},
+            events=_narrowed(self._event_columns(complete, args)),
+            memory=_narrowed(self._memory_columns(memory)) if memory else {},
             metadata=collective_metadata(args),
             shapes=recorded_shapes(complete, args),
             syncs=sync_waits(args),
@@ -119,6 +119,11 @@ class Share:
             "allocated_bytes": int_column([a.allocated for a in args]),
             "reserved_bytes": int_column([a.reserved for a in args]),
         }
+
+
+def _narrowed(columns: Columns) -> Columns:
+    """Columns as they wait for the others, or travel from another process: in less than half the bytes."""
+    return {name: narrow(values) for name, values in columns.items()}
 
 
 def _lookup(own: Interner, other: Interner) -> npt.NDArray[np.int32]:

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from fsdp2prof.tables import IntArray
 
-__all__ = ["Interner", "TextTimeNeededError", "int_column", "to_ns"]
+__all__ = ["Interner", "TextTimeNeededError", "int_column", "narrow", "to_ns"]
 
 _FLOAT_EXACT_BELOW_US = float(1 << 43)
 """Below it half the spacing of float64 is under half a nanosecond, so three decimals survive the rounding."""
 
 _THREE_DECIMALS = re.compile(rb"\.(\d{3})(?=,|\Z)")
 _INT64 = np.iinfo(np.int64)
+_NARROWER = tuple((dtype, np.iinfo(dtype)) for dtype in (np.int8, np.int16, np.int32))
 
 
 class TextTimeNeededError(Exception):
@@ -70,6 +71,17 @@ def int_column(values: Sequence[Any]) -> IntArray:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
         return np.asarray([_integer(value) for value in values], dtype=np.int64)
+
+
+def narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the same integers in as few bytes as their range needs."""
+    if not len(values):
+        return values
+    low, high = values.min(), values.max()
+    for dtype, limits in _NARROWER:
+        if limits.min <= low and high <= limits.max:
+            return values.astype(dtype)
+    return values
 
 
 def _integer(value: Any) -> int:

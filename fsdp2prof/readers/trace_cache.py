@@ -23,6 +23,7 @@ from isal import isal_zlib
 from fsdp2prof import tables
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.json_values import narrow
 from fsdp2prof.tables import (
     CollectiveArgs,
     EventTable,
@@ -171,7 +172,7 @@ def _pack(name: str, table: Table) -> _Arrays:
         if isinstance(values, Strings):
             arrays[f"{name}.{column}.values"] = _json_array(values.values)
             values = values.codes
-        arrays[f"{name}.{column}"] = _narrow(values)
+        arrays[f"{name}.{column}"] = narrow(values)
     return arrays
 
 
@@ -185,18 +186,6 @@ def _unpack(name: str, table: type[_T], arrays: Any) -> _T:
         else:
             columns[column] = values.astype(np.int64)
     return table(**columns)
-
-
-def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same integers in as few bytes as their range needs."""
-    if not len(values):
-        return values
-    low, high = values.min(), values.max()
-    for dtype in (np.int8, np.int16, np.int32):
-        limits = np.iinfo(dtype)
-        if limits.min <= low and high <= limits.max:
-            return values.astype(dtype)
-    return values
 
 
 def _json_array(value: Any) -> npt.NDArray[np.uint8]:

@@ -77,8 +77,8 @@ def _event_table(
     position[order] = np.arange(len(order))
     start, end = start[order], end[order]
     thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))[order]
-    name = Strings(_join(pieces, "name")[order], tuple(share.names))
-    category = Strings(_join(pieces, "category")[order], tuple(share.categories))
+    name = Strings(_join(pieces, "name")[order].astype(np.int32), tuple(share.names))
+    category = Strings(_join(pieces, "category")[order].astype(np.int32), tuple(share.categories))
     integers = ("device", "stream", "correlation", "external_id", "bytes")
     columns = {name: _join(pieces, name)[order] for name in integers}
     table = EventTable(start_ns=start, end_ns=end, name=name, category=category, thread=thread, **columns)
@@ -93,9 +93,10 @@ def _memory_table(pieces: list[Columns], threads: _Threads) -> MemoryEventTable:
     return table.take(np.argsort(table.time_ns, kind="stable"))
 
 
-def _join(pieces: list[Columns], name: str) -> npt.NDArray[Any]:
+def _join(pieces: list[Columns], name: str) -> IntArray:
     """Join one column of the pieces, letting go of them."""
-    return np.concatenate([piece.pop(name) for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
+    parts = [piece.pop(name) for piece in pieces]
+    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, dtype=np.int64)
 
 
 def _outer_first(start: IntArray, end: IntArray) -> IntArray:
