@@ -17,7 +17,7 @@ _VERBS = {
     "analyze": ("fsdp2prof.commands.analyze:analyze", "Analyse a run directory, traces or snapshots."),
     "estimate": (
         "fsdp2prof.commands.estimate:estimate",
-        "Estimate a run that has not happened: communication, checkpoints.",
+        "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }

@@ -134,6 +134,35 @@ def _first_manifest(path: Path) -> RankManifest:
 
 @estimate.command()
 @_input_options
+@_policy("--allocator", "allocator", help="CUDA caching allocator: expandable or classic. [expandable]")
+@click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
+@output_options("text", "json")
+def memory(
+    values: dict[str, Any], manifest: RankManifest | None, hardware: str | None, verbose: bool, output: Output
+) -> None:
+    """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
+    from fsdp2prof.estimators.memory import estimate_memory
+    from fsdp2prof.estimators.specs import make_spec
+    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
+
+    if manifest is not None and "model" not in values:
+        raise UsageError("estimate memory --from-run needs the model too: add --model")
+    if hardware is not None:
+        values = {**values, "hardware": hardware}
+    spec = make_spec(values)
+    device_bytes = None if spec.hardware is None else spec.hardware.memory_bytes
+    with output.progress(f"executing {spec.model.source} on fake tensors"):
+        result = estimate_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
+    if output.format == "json":
+        output.write(jsonreport.render(result))
+    else:
+        view = estimate_text.memory_view(result, every=verbose)
+        output.write(terminal.render(view, to_terminal=output.to_terminal))
+
+
+@estimate.command()
+@_input_options
 @output_options("text", "json", "csv")
 def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.

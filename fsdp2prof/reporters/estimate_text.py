@@ -2,134 +2,217 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
-from fsdp2prof.reporters.wording import printable
-from fsdp2prof.results import CheckpointEstimate, CommEstimate, CommRow
-from fsdp2prof.units import format_bytes, format_count
+from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, scaled
+from fsdp2prof.reporters.layers import fold_names, layer_name
+from fsdp2prof.reporters.terminal import bullets, fact_list, grid_view, stack
+from fsdp2prof.reporters.wording import category_label, printable
+from fsdp2prof.results import CheckpointEstimate, CommEstimate, CommRow, MemoryEstimate
+from fsdp2prof.units import format_bytes, format_count, format_frac
 
-__all__ = ["checkpoint_view", "comm_view"]
+__all__ = ["checkpoint_view", "comm_view", "memory_view"]
+
+_LAYER_ROWS = 12
 
 
 def comm_view(estimate: CommEstimate) -> RenderableType:
-    """Lay out a communication estimate: sums, then layers, alike ones in a row folded."""
-    sums = _table("op", "count", "payload", "wire")
-    for op, total in estimate.per_step.items():
-        sums.add_row(
-            op, format_count(total.count), format_bytes(total.payload_bytes), format_bytes(total.wire_bytes)
-        )
-    rows = _table("layer", "phase", "op", "over", "dtype", "count", "payload", "wire")
-    for names, row in _folded(estimate.groups):
-        rows.add_row(
-            printable(names),
-            row.phase,
-            row.op,
-            f"{row.mesh_dim or '-'} ({row.group_size})",
-            row.dtype,
-            format_count(row.count),
-            format_bytes(row.payload_bytes),
-            format_bytes(row.wire_bytes),
-        )
-    return Group(
+    """Lay out a communication estimate: sums by op, then layers, alike ones folded."""
+    return stack(
         _headline("Communication of one rank in one step", estimate.model, estimate.mesh),
-        Text(""),
-        sums,
-        Text(""),
-        rows,
-        *_assumptions(estimate.assumptions),
+        grid_view(_totals_grid(estimate)),
+        grid_view(_layers_grid(estimate)),
+        bullets("Assumptions", estimate.assumptions),
     )
 
 
 def checkpoint_view(estimate: CheckpointEstimate) -> RenderableType:
     """Lay out a checkpoint estimate."""
-    table = Table.grid(padding=(0, 2))
-    facts = [
-        (
-            "sharded checkpoint",
-            f"{format_bytes(estimate.sharded_bytes)} in {format_count(estimate.files)} files",
-        ),
-        ("  parameters", format_bytes(estimate.parameter_bytes)),
-        ("  optimizer", format_bytes(estimate.optimizer_bytes)),
-        (
-            "  one rank writes",
-            f"{format_bytes(estimate.rank_bytes_min)} to {format_bytes(estimate.rank_bytes_max)}",
-        ),
-        ("full state dict", f"{format_bytes(estimate.full_bytes)} on one rank"),
-        ("  of the model alone", format_bytes(estimate.full_parameter_bytes)),
-    ]
+    low, high = format_bytes(estimate.rank_bytes_min), format_bytes(estimate.rank_bytes_max)
+    facts = {
+        "sharded checkpoint": f"{format_bytes(estimate.sharded_bytes)}, {format_count(estimate.files)} files",
+        "  parameters": format_bytes(estimate.parameter_bytes),
+        "  optimizer": format_bytes(estimate.optimizer_bytes),
+        "  one rank writes": low if low == high else f"{low} to {high}",
+        "full state dict": f"{format_bytes(estimate.full_bytes)}, by one rank",
+        "  of the model alone": format_bytes(estimate.full_parameter_bytes),
+    }
     if estimate.sharded_seconds is not None and estimate.full_seconds is not None:
-        facts.append(("time to write", f"{estimate.sharded_seconds:.1f} s sharded"))
-        facts.append(("", f"{estimate.full_seconds:.1f} s full, by one rank"))
-    for name, value in facts:
-        table.add_row(name, value)
-    return Group(
+        facts["time to write"] = (
+            f"{estimate.sharded_seconds:.1f} s sharded, {estimate.full_seconds:.1f} s full"
+        )
+    return stack(
         _headline("Checkpoint", estimate.model, estimate.mesh),
-        Text(""),
-        table,
-        *_assumptions(estimate.assumptions),
+        fact_list("Sizes", facts),
+        bullets("Assumptions", estimate.assumptions),
     )
 
 
-def _headline(title: str, model: dict[str, Any], mesh: dict[str, Any]) -> Text:
+def memory_view(estimate: MemoryEstimate, *, every: bool = False) -> RenderableType:
+    """Lay out a memory estimate: the peak and what fills it; ``every`` shows each layer."""
+    return stack(
+        _headline("Memory of one rank", estimate.model, estimate.mesh),
+        fact_list("Peak", _peak_facts(estimate)),
+        bullets("What to change", estimate.advice),
+        grid_view(_category_grid(estimate)),
+        grid_view(_stream_grid(estimate)),
+        grid_view(_layer_peak_grid(estimate, every)),
+        bullets("Assumptions", estimate.assumptions),
+    )
+
+
+def _headline(title: str, model: Mapping[str, Any], mesh: Mapping[str, Any]) -> Text:
     sizes = ", ".join(f"{name}={size}" for name, size in mesh.items() if name != "world_size" and size != 1)
+    ranks = format_count(mesh["world_size"]) + (" rank" if mesh["world_size"] == 1 else " ranks")
     text = Text(title, style="bold")
-    parameters = format_count(model["parameters"])
     text.append(
-        f"  {printable(str(model['name']))}, {parameters} parameters, "
-        f"{format_count(mesh['world_size'])} ranks ({sizes or 'no parallelism'})",
-        style="not bold",
+        f"  {printable(str(model['name']))}, {format_count(model['parameters'])} parameters, {ranks}"
+        + (f" ({sizes})" if sizes else ""),
+        style="not bold dim",
     )
     return text
 
 
-def _folded(rows: Iterable[CommRow]) -> list[tuple[str, CommRow]]:
-    """Layers in a row whose collectives are the same become one line: ``layers.0 .. layers.31``."""
-    by_layer = [
-        (fqn, list(own)) for fqn, own in groupby(_by_layer(rows), key=lambda row: (row.root, row.fqn))
-    ]
-    folded: list[tuple[str, CommRow]] = []
-    for _, alike in groupby(by_layer, key=lambda layer: [_shape(row) for row in layer[1]]):
-        layers = list(alike)
-        names = [_layer_name(key) for key, _ in layers]
-        shown = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)}, each)"
-        folded += [(shown if index == 0 else "", row) for index, row in enumerate(layers[0][1])]
-    return folded
+def _totals_grid(estimate: CommEstimate) -> Grid:
+    totals = estimate.per_step
+    unit, scale = byte_unit(max((total.payload_bytes for total in totals.values()), default=0))
+    return Grid(
+        title="By operation",
+        columns=[Col("op"), *_number_columns(unit)],
+        rows=[
+            [
+                op,
+                format_count(total.count),
+                scaled(total.payload_bytes, scale, 3),
+                scaled(total.wire_bytes, scale, 3),
+            ]
+            for op, total in totals.items()
+        ],
+    )
 
 
-def _by_layer(rows: Iterable[CommRow]) -> list[CommRow]:
-    order: dict[tuple[int, str | None], list[CommRow]] = {}
-    for row in rows:
-        order.setdefault((row.root, row.fqn), []).append(row)
-    return [row for own in order.values() for row in own]
+def _layers_grid(estimate: CommEstimate) -> Grid:
+    layers: dict[tuple[int, str | None], list[CommRow]] = {}
+    for row in estimate.groups:
+        layers.setdefault((row.root, row.fqn), []).append(row)
+    unit, scale = byte_unit(max((row.payload_bytes for row in estimate.groups), default=0))
+    rows: list[list[Cell]] = []
+    for root in dict.fromkeys(root for root, _ in layers):
+        own = [(fqn, alike) for (of, fqn), alike in layers.items() if of == root]
+        names = [(fqn, tuple(_shape(row) for row in alike)) for fqn, alike in own]
+        for name, members in fold_names([entry for entry in names if entry[0] is not None]):
+            first = own[members[0]][1]
+            shown = f"{name} (each)" if len(members) > 1 else name
+            rows += _layer_rows(shown if root == 0 else f"model {root}: {shown}", first, scale)
+    return Grid(
+        title="By layer",
+        columns=[
+            Col("layer", "name"),
+            Col("phase"),
+            Col("op"),
+            Col("over"),
+            Col("dtype"),
+            *_number_columns(unit),
+        ],
+        rows=[*rows, *_layer_rows("(no layer)", layers.get((0, None), []), scale)],
+    )
+
+
+def _number_columns(unit: str) -> list[Col]:
+    return [Col("count", "number"), Col(f"payload\n{unit}", "number"), Col(f"wire\n{unit}", "number")]
 
 
 def _shape(row: CommRow) -> tuple[object, ...]:
     return (row.phase, row.op, row.mesh_dim, row.dtype, row.group_size, row.count, row.payload_bytes)
 
 
-def _layer_name(key: tuple[int, str | None]) -> str:
-    root, fqn = key
-    name = "(no layer)" if fqn is None else fqn or "(root)"
-    return name if root == 0 else f"model {root}: {name}"
+def _layer_rows(name: str, rows: list[CommRow], scale: int) -> list[list[Cell]]:
+    return [
+        [
+            name if index == 0 else "",
+            row.phase,
+            row.op,
+            f"{row.mesh_dim or row.process_group or '-'} ({row.group_size})",
+            row.dtype,
+            format_count(row.count),
+            scaled(row.payload_bytes, scale, 3),
+            scaled(row.wire_bytes, scale, 3),
+        ]
+        for index, row in enumerate(rows)
+    ]
 
 
-def _table(*headers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for header in headers:
-        numeric = header in ("count", "payload", "wire")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "layer")
-    return table
+def _peak_facts(estimate: MemoryEstimate) -> dict[str, str]:
+    peak, outside = estimate.peak, estimate.outside_allocator_bytes
+    where = f"in {peak.phase} of {layer_name(peak.fqn)}, step {peak.step}"
+    facts = {
+        "reserved": f"{format_bytes(peak.reserved_bytes)} by the caching allocator",
+        "active": f"{format_bytes(peak.active_bytes)} {where}",
+        "outside the allocator": f"{format_bytes(outside['low'])} to {format_bytes(outside['high'])}",
+    }
+    for step in estimate.steps:
+        facts[f"step {step.step}"] = (
+            f"{format_bytes(step.reserved_bytes)} reserved, {format_bytes(step.active_bytes)} active"
+        )
+    if estimate.host_bytes:
+        facts["host memory"] = format_bytes(estimate.host_bytes)
+    if estimate.device_total_bytes is not None and estimate.headroom_bytes is not None:
+        room = format_bytes(abs(estimate.headroom_bytes))
+        device = format_bytes(estimate.device_total_bytes)
+        facts["device"] = f"{device}: " + (
+            f"fits, {room} left" if estimate.fits else f"does not fit, {room} short"
+        )
+    return facts
 
 
-def _assumptions(lines: list[str]) -> list[RenderableType]:
-    table = Table.grid(padding=(0, 1))
-    for line in lines:
-        table.add_row("-", printable(line))
-    return [Text(""), Text("Assumptions", style="bold"), table] if lines else []
+def _category_grid(estimate: MemoryEstimate) -> Grid:
+    peak = estimate.peak
+    filled = {name: size for name, size in peak.categories.items() if size}
+    return Grid(
+        title="What fills the active peak",
+        columns=[Col("category"), Col("bytes", "number"), Col("share", "number"), Col("", "bar")],
+        rows=[
+            [
+                category_label(name),
+                format_bytes(size),
+                format_frac(size / peak.active_bytes),
+                size / peak.active_bytes,
+            ]
+            for name, size in sorted(filled.items(), key=lambda item: -item[1])
+        ],
+    )
+
+
+def _stream_grid(estimate: MemoryEstimate) -> Grid:
+    return Grid(
+        title="Reserved by stream",
+        note="each stream's pool keeps its own blocks",
+        columns=[Col("stream"), Col("reserved", "number")],
+        rows=[[name, format_bytes(size)] for name, size in estimate.peak.streams.items()],
+    )
+
+
+def _layer_peak_grid(estimate: MemoryEstimate, every: bool) -> Grid | None:
+    layers = sorted(estimate.layers, key=lambda layer: -layer.peak_bytes)
+    shown = layers if every else layers[:_LAYER_ROWS]
+    if not shown:
+        return None
+    left_out = len(layers) - len(shown)
+    return Grid(
+        title="Most active bytes while a layer ran",
+        columns=[Col("layer", "name"), Col("phase"), Col("peak", "number"), Col("growth", "number")],
+        rows=[
+            [
+                layer_name(layer.fqn),
+                layer.phase,
+                format_bytes(layer.peak_bytes),
+                format_bytes(layer.delta_bytes),
+            ]
+            for layer in shown
+        ],
+        more=f"and {left_out} more rows" if left_out else "",
+    )

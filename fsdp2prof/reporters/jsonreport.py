@@ -8,6 +8,7 @@ from fsdp2prof.results import (
     CheckpointEstimate,
     CommEstimate,
     MemoryAnalysis,
+    MemoryEstimate,
     RunAnalysis,
     TraceAnalysis,
 )
@@ -15,7 +16,9 @@ from fsdp2prof.results import (
 __all__ = ["render"]
 
 
-def render(result: TraceAnalysis | MemoryAnalysis | RunAnalysis | CommEstimate | CheckpointEstimate) -> str:
+def render(
+    result: TraceAnalysis | MemoryAnalysis | RunAnalysis | CommEstimate | CheckpointEstimate | MemoryEstimate,
+) -> str:
     """Return the documented JSON, indented, keys in the order of the contract, with a final newline."""
     encoded = msgspec.json.encode(result)
     return msgspec.json.format(encoded, indent=2).decode() + "\n"
