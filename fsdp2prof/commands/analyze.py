@@ -10,6 +10,7 @@ import click
 
 from fsdp2prof.commands.options import Output, numbers_option, output_options
 from fsdp2prof.commands.trace_options import trace_options
+from fsdp2prof.commands.trace_views import view_options, write_view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,6 +39,7 @@ def analyze() -> None:
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
 @_path
 @trace_options
+@view_options
 @_fail_on
 @_verbose
 @output_options("text", "json", "csv", "html")
@@ -52,6 +54,8 @@ def trace(
     path: Path,
     *,
     options: TraceOptions,
+    view: str | None,
+    diff: Path | None,
     fail_on: Sequence[str],
     verbose: bool,
     table: str,
@@ -61,13 +65,18 @@ def trace(
 
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
+    if view is not None or diff is not None:
+        with output.progress(f"analysing the traces of {path}"):
+            ranks, steps = options["ranks"], options["steps"]
+            write_view(path, view, diff, ranks=ranks, steps=steps, every=verbose, output=output)
+        return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.analyzers.pipeline import analyze_trace_path
 
         analysis = analyze_trace_path(path, **options)
 
-    def view() -> RenderableType:
+    def text() -> RenderableType:
         from fsdp2prof.reporters.advice import trace_advice
         from fsdp2prof.reporters.terminal import trace_view
 
@@ -78,7 +87,7 @@ def trace(
 
         return render_trace(analysis, table)
 
-    _write(output, path, analysis, view=view, csv=csv)
+    _write(output, path, analysis, text=text, csv=csv)
     _check(conditions, analysis)
 
 
@@ -114,7 +123,7 @@ def memory(
 
         analysis = analyze_memory_path(path, ranks=ranks)
 
-    def view() -> RenderableType:
+    def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice
         from fsdp2prof.reporters.terminal import memory_view
 
@@ -125,7 +134,7 @@ def memory(
 
         return render_memory(analysis, table)
 
-    _write(output, path, analysis, view=view, csv=csv)
+    _write(output, path, analysis, text=text, csv=csv)
     _check(conditions, analysis)
 
 
@@ -153,7 +162,7 @@ def run(
 
         analysis = analyze_run_path(run, **options)
 
-    def view() -> RenderableType:
+    def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice
         from fsdp2prof.reporters.terminal import run_view
 
@@ -161,7 +170,7 @@ def run(
         advice += memory_advice(analysis.memory) if analysis.memory else []
         return run_view(analysis, advice=[*advice, _hint(run)], every=verbose)
 
-    _write(output, run, analysis, view=view)
+    _write(output, run, analysis, text=text)
     _check(conditions, analysis)
 
 
@@ -170,7 +179,7 @@ def _write(
     path: Path,
     analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis,
     *,
-    view: Callable[[], RenderableType],
+    text: Callable[[], RenderableType],
     csv: Callable[[], str] | None = None,
 ) -> None:
     if output.format == "json":
@@ -186,7 +195,7 @@ def _write(
     else:
         from fsdp2prof.reporters.terminal import render
 
-        output.write(render(view(), to_terminal=output.to_terminal))
+        output.write(render(text(), to_terminal=output.to_terminal))
 
 
 def _hint(path: Path) -> str:

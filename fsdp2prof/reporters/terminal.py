@@ -39,7 +39,17 @@ from fsdp2prof.reporters.wording import CATEGORIES, PHASES, printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes
 
-__all__ = ["PLAIN_WIDTH", "grid_view", "memory_view", "render", "run_view", "trace_view"]
+__all__ = [
+    "PLAIN_WIDTH",
+    "bullets",
+    "fact_list",
+    "grid_view",
+    "memory_view",
+    "render",
+    "run_view",
+    "stack",
+    "trace_view",
+]
 
 PLAIN_WIDTH = 118
 """Columns of text that does not go to a terminal."""

@@ -163,6 +163,37 @@ class TestGoodInput:
         assert report.read_text().count("</html>") == 1
 
 
+class TestViews:
+    """HolisticTraceAnalysis behind our command, on a real A100 trace."""
+
+    @pytest.fixture
+    def a100(self, real_data: Path) -> Path:
+        return real_data / "traces" / "ddp2-a100-rank0"
+
+    def test_critical_path_parts_sum_to_it(self, capfd: pytest.CaptureFixture[str], a100: Path) -> None:
+        ended = call(capfd, "analyze", "trace", a100, "--critical-path", "--steps", "5", "--format", "json")
+        document = json.loads(ended.out)
+        assert document["step"] == 5
+        assert sum(document["bound_by_ns"].values()) == document["duration_ns"]
+        assert sum(row["duration_ns"] for row in document["rows"]) == document["duration_ns"]
+
+    def test_a_trace_does_not_differ_from_itself(self, capfd: pytest.CaptureFixture[str], a100: Path) -> None:
+        ended = call(capfd, "analyze", "trace", a100, "--diff", a100, "--format", "csv")
+        assert {row["diff_ns"] for row in csv.DictReader(io.StringIO(ended.out))} == {"0"}
+
+    def test_views_read_as_tables(self, capfd: pytest.CaptureFixture[str], a100: Path) -> None:
+        assert "host_wait" in call(capfd, "analyze", "trace", a100, "--idle-causes").out
+        assert "more rows" in call(capfd, "analyze", "trace", a100, "--launch-statistics").out
+
+    def test_options_that_exclude_each_other(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    ) -> None:
+        path = ("analyze", "trace", traces, "--critical-path")
+        call(capfd, *path, "--diff", traces).refused("exclude each other", code=2)
+        call(capfd, *path, "--steps", "3,4").refused("one step", code=2)
+        call(capfd, *path, "-o", tmp_path / "a.html").refused("no HTML form", code=2)
+
+
 class TestOutputFiles:
     def test_the_extension_chooses_the_format(
         self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
