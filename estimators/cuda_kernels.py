@@ -27,9 +27,10 @@ _ORDERS = 8
 """Every event is spread over this many orders, which makes room for those that go between."""
 
 
-def as_on_cuda(recording: MemoryRecording) -> MemoryRecording:
-    """Return the recording as CUDA kernels would have made it."""
-    allocations = _spread(recording.allocations)
+def as_on_cuda(recording: MemoryRecording, host: frozenset[int]) -> MemoryRecording:
+    """Return the device's part of a recording, without ``host`` addresses, as CUDA kernels would make it."""
+    on_device = ~np.isin(recording.allocations.address, list(host))
+    allocations = _spread(recording.allocations.take(on_device))
     parts = [
         allocations,
         _blas_workspaces(allocations, _backward_start(recording)),

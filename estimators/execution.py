@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -20,8 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fsdp2prof.analyzers.memory_usage import allocated_totals
-from fsdp2prof.estimators.cuda_kernels import as_on_cuda
 from fsdp2prof.estimators.fake_world import (
     fake_process_group,
     fake_tensors,
@@ -33,6 +30,7 @@ from fsdp2prof.estimators.host_offload import host_memory
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Model, ModelSpec
 from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.provenance import BlockProvenance
 from fsdp2prof.estimators.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
@@ -45,14 +43,18 @@ __all__ = ["Execution", "execute"]
 class Execution:
     """What a fake run leaves behind."""
 
-    model: Model
-    """The sharded model, of fake tensors."""
+    name: str
+    """The model's."""
+    parameters: int
+    blocks: tuple[str, ...]
     recording: MemoryRecording
     """Every storage of rank 0. Step 0 is the construction, then the training steps from 1."""
     tensors: list[TensorInfo]
     """Storages of known role at the end, by their address in the recording."""
-    host_bytes: int
-    """Most bytes on the host at once: what the policy offloads."""
+    host: frozenset[int]
+    """Addresses of the storages that lie on the host: offloaded ones, and the optimizer's step counters."""
+    block_of: dict[int, int]
+    """Address -> block of storages that were made for one block outside of its own work."""
 
 
 def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2) -> Execution:
@@ -60,41 +62,48 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
-    device = stand_in_device()
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
         model = _sharded(spec, policy, device_mesh)
-        extra = None
-        if policy.extra_model is not None:
-            frozen = replace(policy, ac="none", trainable=None)
-            extra = _sharded(ModelSpec(source=policy.extra_model), frozen, device_mesh)
-            extra.module.requires_grad_(False)
+        extra = None if policy.extra_model is None else _extra(policy.extra_model, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
+        provenance = BlockProvenance(model.module, model.blocks, tracker)
         with tracker:
             tracker.mark_step(0)
             with host():
                 on_host = torch.empty(1)
-            for built in filter(None, (model, extra)):
-                materialize(built.module, device, host)
+            with provenance.following():
+                materialize(model.module, stand_in_device(), host)
+            if extra is not None:
+                materialize(extra.module, stand_in_device(), host)
             loop = TrainingLoop(
                 model=model,
                 extra=extra,
                 policy=policy,
                 optimizer=build_optimizer(model.module, policy),
-                device=device,
                 host=host,
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
             )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                loop.step()
+                loop.forward_backward()
+                with provenance.following(loop.optimizer):
+                    loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker))
             counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
             mark = tracker.address(on_host)
-        on_device, host_bytes = _without_host(tracker.recording(), counters, mark)
-        return Execution(model=model, recording=as_on_cuda(on_device), tensors=tensors, host_bytes=host_bytes)
+        recording = tracker.recording()
+        return Execution(
+            name=model.name,
+            parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+            blocks=model.blocks,
+            recording=recording,
+            tensors=tensors,
+            host=frozenset([*counters, *_same_stream(recording, mark)]),
+            block_of=provenance.block_of,
+        )
 
 
 def _sharded(spec: ModelSpec, policy: PolicySpec, mesh: DeviceMesh) -> Model:
@@ -104,14 +113,18 @@ def _sharded(spec: ModelSpec, policy: PolicySpec, mesh: DeviceMesh) -> Model:
     return model
 
 
-def _without_host(recording: MemoryRecording, counters: list[int], mark: int) -> tuple[MemoryRecording, int]:
-    """Split off what lies on the host: step counters, and the stream of the storage at ``mark``."""
+def _extra(source: str, policy: PolicySpec, mesh: DeviceMesh) -> Model:
+    model = _sharded(ModelSpec(source=source), replace(policy, ac="none", trainable=None), mesh)
+    model.module.requires_grad_(False)
+    return model
+
+
+def _same_stream(recording: MemoryRecording, mark: int) -> list[int]:
+    """Addresses on the stream of the storage at ``mark``; only that one on the default stream."""
     allocations = recording.allocations
-    stream = int(allocations.stream[allocations.address == mark][0])
-    offloaded = (allocations.stream == stream) & (stream != 0)
-    host_bytes = int(allocated_totals(allocations.take(offloaded), recording.events).max())
-    on_device = ~offloaded & ~np.isin(allocations.address, [*counters, mark])
-    return replace(recording, allocations=allocations.take(on_device)), host_bytes
+    stream = allocations.stream[allocations.address == mark][0]
+    rows = allocations.stream == stream if stream else allocations.address == mark
+    return [int(address) for address in allocations.address[rows]]
 
 
 def _known_tensors(

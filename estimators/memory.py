@@ -10,6 +10,7 @@ import numpy as np
 from fsdp2prof.analyzers.memory import analyze_memory
 from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
+from fsdp2prof.estimators.cuda_kernels import as_on_cuda
 from fsdp2prof.estimators.execution import Execution, execute
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
@@ -46,12 +47,13 @@ def predict_memory(
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     execution = execute(model, mesh, policy)
-    recording = replay(execution.recording, allocator_settings(policy.allocator))
+    on_device = as_on_cuda(execution.recording, execution.host)
+    recording = replay(on_device, allocator_settings(policy.allocator))
     manifest = RankManifest(
         state="complete",
         world_size=mesh.world_size,
         device=DeviceInfo(type="cuda", name="estimate", total_bytes=device_bytes),
-        tensors=_at_replayed_addresses(execution.tensors, execution.recording, recording),
+        tensors=_at_replayed_addresses(execution.tensors, on_device, recording),
         memory_source=recording.source,
     )
     estimate = _estimate(execution, recording, manifest, mesh, policy, device_bytes)
@@ -73,9 +75,9 @@ def _estimate(
     headroom = None if device_bytes is None else device_bytes - peak.reserved_bytes - outside["high"]
     return MemoryEstimate(
         model={
-            "name": execution.model.name,
-            "parameters": sum(parameter.numel() for parameter in execution.model.module.parameters()),
-            "blocks": len(execution.model.blocks),
+            "name": execution.name,
+            "parameters": execution.parameters,
+            "blocks": len(execution.blocks),
         },
         mesh={**asdict(mesh), "world_size": mesh.world_size},
         policy=asdict(policy),
@@ -91,7 +93,7 @@ def _estimate(
         ),
         steps=_steps(recording),
         layers=rank.layers,
-        host_bytes=execution.host_bytes,
+        host_bytes=_host_bytes(execution),
         outside_allocator_bytes=outside,
         device_total_bytes=device_bytes,
         fits=None if headroom is None else headroom >= 0,
@@ -99,6 +101,13 @@ def _estimate(
         advice=[],
         assumptions=[],
     )
+
+
+def _host_bytes(execution: Execution) -> int:
+    """Most bytes on the host at once."""
+    allocations = execution.recording.allocations
+    on_host = allocations.take(np.isin(allocations.address, list(execution.host)))
+    return int(allocated_totals(on_host, execution.recording.events).max())
 
 
 def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.fake_world import stand_in_device
 from fsdp2prof.estimators.host_offload import HostMemory
 from fsdp2prof.estimators.model import Model
 from fsdp2prof.estimators.policy import PolicySpec
@@ -108,40 +109,42 @@ class TrainingLoop:
     """A frozen model that runs forward only, on the same batches."""
     policy: PolicySpec
     optimizer: torch.optim.Optimizer | None
-    device: torch.device
     host: HostMemory
     loss_is_parallel: bool
     """The logits are sharded over the vocabulary."""
 
-    def step(self) -> None:
-        """Run one optimizer step: zero_grad, micro-batches forward and backward, clipping, update.
-
-        Raises ``ModelError`` for an optimizer that cannot update sharded parameters.
-        """
+    def forward_backward(self) -> None:
+        """Drop the old gradients and run every micro-batch forward and backward."""
         policy, root = self.policy, self.model.module
         root.zero_grad()
         for micro_batch in range(policy.grad_accum):
             if policy.grad_accum > 1 and policy.sync == "last":
                 assert isinstance(root, FSDPModule)
                 root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
-            batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
+            batch = self.model.make_batch(policy.batch_size, policy.seq_len, stand_in_device())
             if self.extra is not None:
                 with torch.no_grad():
                     self.extra.loss(self.extra.module, batch, policy.loss_chunks)
             with loss_parallel() if self.loss_is_parallel else nullcontext():
                 loss = self.model.loss(root, batch, policy.loss_chunks)
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Clip the gradients and update the parameters, where they live.
+
+        Raises ``ModelError`` for an optimizer that cannot update sharded parameters.
+        """
         if self.optimizer is None:
             return
         with self.host():
-            if policy.clip_grad:
-                torch.nn.utils.clip_grad_norm_(root.parameters(), 1.0, foreach=True)
+            if self.policy.clip_grad:
+                torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
             try:
                 self.optimizer.step()
             except NotImplementedError:
+                kind = self.policy.optimizer_impl
                 raise ModelError(
-                    f"optimizer {policy.optimizer}: torch has no {policy.optimizer_impl} implementation "
-                    "for sharded parameters"
+                    f"optimizer {self.policy.optimizer}: torch has no {kind} one for sharded parameters"
                 ) from None
 
 
