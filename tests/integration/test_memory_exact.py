@@ -1,0 +1,193 @@
+"""Memory of real gloo runs against a second account of the allocator and against the rules of FSDP2.
+
+The second account is a shim under libc (``allocator/shim.c``): it logs every call with which torch's CPU
+allocator gets and returns memory, and shares nothing with the recorder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times
+from fsdp2prof.manifest import ParamGroupInfo, RankManifest
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.results import RankMemory
+from fsdp2prof.tables import MemoryRecording
+
+from .conftest import HERE, script_path, torchrun, training_environment
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+RUNS = [
+    ("train_tiny_fsdp2", 2),
+    ("hsdp", 4),
+    ("uneven", 4),
+    ("accumulation", 2),
+    ("checkpointing", 2),
+    ("never_reshard", 2),
+]
+
+
+class Run:
+    """A recorded run with the shim's log of every rank."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.ranks = open_run(folder).ranks
+        self.log = log
+
+    def recording(self, rank: int) -> MemoryRecording:
+        (recording,) = read_memory(self.ranks[rank].memory)
+        return recording
+
+    def analysis(self, rank: int) -> RankMemory:
+        manifest = self.ranks[rank].manifest
+        return analyze_memory([(rank, self.recording(rank), manifest)]).ranks[0]
+
+    def allocator_held(self, rank: int, time_ns: int) -> int:
+        """Bytes that torch's CPU allocator held at a time, by the shim's log since the process began."""
+        log = np.fromfile(self.log / str(self.ranks[rank].manifest.pid), dtype=np.int64).reshape(-1, 3)
+        live: dict[int, int] = {}
+        for _, address, size in log[log[:, 0] <= time_ns].tolist():
+            if size:
+                live[address] = size
+            else:
+                live.pop(address, None)
+        return sum(live.values())
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("the allocator's second account needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("shim") / "shim.so"
+    source = HERE / "allocator" / "shim.c"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def runs(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Run]:
+    folder, known = tmp_path_factory.mktemp("memory"), {}
+
+    def record(name: str, nproc: int) -> Run:
+        if name not in known:
+            log = folder / f"{name}-log"
+            log.mkdir()
+            options = ["--wait", "1", "--warmup", "0", "--active", "1"]
+            command = [sys.executable, "-m", "fsdp2prof", "record", "-q", *options, "-o", folder / name, "--"]
+            command += torchrun(script_path(name), nproc, "--steps", "5")
+            environment = training_environment(LD_PRELOAD=str(shim), ALLOCATOR_LOG=str(log))
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=200, check=False
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            known[name] = Run(folder / name, log)
+        return known[name]
+
+    return record
+
+
+@pytest.mark.parametrize(("name", "nproc"), RUNS)
+def test_total_equals_the_allocators_own_bytes(runs: Callable[[str, int], Run], name: str, nproc: int):
+    run = runs(name, nproc)
+    for rank in range(nproc):
+        recording = run.recording(rank)
+        totals = allocated_totals(recording.allocations, recording.events)
+        peak = int(np.argmax(totals))
+        time_ns = int(event_times(recording)[peak])
+        assert totals[peak] == run.allocator_held(rank, time_ns)
+        analysis = run.analysis(rank)
+        assert analysis.peak.allocated_bytes == totals[peak]
+        assert analysis.peak.time_ns == time_ns
+
+
+@pytest.mark.parametrize(("name", "nproc"), RUNS)
+def test_categories_and_layers_sum_to_the_peak(runs: Callable[[str, int], Run], name: str, nproc: int):
+    run = runs(name, nproc)
+    for rank in range(nproc):
+        peak = run.analysis(rank).peak
+        assert sum(peak.categories.values()) == peak.allocated_bytes
+        assert sum(row.bytes for row in peak.by_layer) == peak.allocated_bytes
+        # What no rule can place: leftovers of the step before (the loss, its logits), alive at its start.
+        assert peak.categories["unattributed"] <= 64
+
+
+@pytest.mark.parametrize(("name", "nproc"), RUNS)
+def test_states_are_what_the_shards_say(runs: Callable[[str, int], Run], name: str, nproc: int):
+    """Sharded parameters hold the padded shard, Adam two copies of the unpadded one and a step of 4 bytes."""
+    run = runs(name, nproc)
+    for rank in range(nproc):
+        groups = run.ranks[rank].manifest.param_groups
+        parameters = [parameter for group in groups for parameter in group.parameters]
+        shards = sum(math.prod(p.padded_local_shape) * ITEMSIZE[p.dtype] for p in parameters)
+        states = sum(2 * math.prod(p.local_shape) * ITEMSIZE[p.dtype] + 4 for p in parameters)
+        categories = run.analysis(rank).peak.categories
+        assert categories["sharded_parameter"] == shards
+        assert categories["optimizer_state"] == states
+
+
+@pytest.mark.parametrize(("name", "nproc"), RUNS)
+def test_unsharded_parameters_are_those_of_the_groups_unsharded_then(
+    runs: Callable[[str, int], Run], name: str, nproc: int
+):
+    run = runs(name, nproc)
+    for rank in range(nproc):
+        manifest, peak = run.ranks[rank].manifest, run.analysis(rank).peak
+        unsharded = groups_unsharded_at(run.recording(rank), manifest, peak.time_ns)
+        expected = {group.fqn: unsharded_bytes(group) for group in unsharded}
+        found = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
+        assert found == expected
+        assert expected
+
+
+def test_second_micro_batch_holds_the_unsharded_gradients_of_the_whole_model(
+    runs: Callable[[str, int], Run],
+):
+    """Without gradient sync a group keeps P * br from its first backward on."""
+    run = runs("accumulation", 2)
+    whole = sum(
+        math.prod(parameter.global_shape) * ITEMSIZE[parameter.dtype]
+        for group in run.ranks[0].manifest.param_groups
+        for parameter in group.parameters
+    )
+    assert run.analysis(0).peak.categories["unsharded_gradient"] == whole
+
+
+def groups_unsharded_at(
+    recording: MemoryRecording, manifest: RankManifest, time_ns: int
+) -> list[ParamGroupInfo]:
+    """Replay the labels: a copy-out unshards its group, the end of its forward or backward reshards it."""
+    unsharded: dict[str, bool] = {}
+    policy = {group.fqn: group.reshard_after_forward for group in manifest.param_groups}
+    names = zip(recording.labels.start_ns.tolist(), recording.labels.name.to_list(), strict=True)
+    for start, name in sorted(names):
+        label = re.fullmatch(r"FSDP::(\w+)(?: \((.*)\))?", name)
+        if label is None or start > time_ns:
+            continue
+        kind, fqn = label[1], label[2] or ""
+        if kind == "all_gather_copy_out":
+            unsharded[fqn] = True
+        elif kind == "post_backward_reshard" or (kind == "post_forward" and policy[fqn]):
+            unsharded[fqn] = False
+    return [group for group in manifest.param_groups if unsharded.get(group.fqn)]
+
+
+def unsharded_bytes(group: ParamGroupInfo) -> int:
+    """P * bp: every rank's padded all-gather inputs."""
+    inputs = sum(
+        numel * ITEMSIZE[dtype]
+        for parameter in group.parameters
+        for numel, dtype in zip(parameter.all_gather_numels, parameter.all_gather_dtypes, strict=True)
+    )
+    return inputs * group.shard_world_size
