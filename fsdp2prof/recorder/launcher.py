@@ -57,7 +57,9 @@ def prepare_run(path: Path, options: RecordOptions, command: list[str], *, force
     validate(options)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         if not force:
-            raise RunDirectoryError(f"{path}: exists already; choose another -o, or add -f to record it anew")
+            raise RunDirectoryError(
+                f"{path}: exists already; choose another, or record it anew with -f (force=True)"
+            )
         if not is_run_directory(path):
             raise RunDirectoryError(f"{path}: exists and is not a run directory; -f does not remove it")
         (path / RUN_FILE).unlink(missing_ok=True)

@@ -87,9 +87,9 @@ class RankSession:
             self._roots.watch(module)
 
     def take_over(self) -> None:
-        """Take the step boundaries from the caller from now on; a step begins."""
+        """Take the step boundaries from the caller from now on; step 0 begins unless one is running."""
         self._automatic = False
-        if self._alive():
+        if self._alive() and self._step_start_ns < 0:
             self.begin_first_step()
 
     def step(self) -> None:

@@ -89,7 +89,10 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
     (run / "thesis.txt").write_text("mine")
     refused = record(run, sys.executable, "-c", "print('ran')")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == f"error: {run}: exists already; choose another -o, or add -f to record it anew\n"
+    assert (
+        refused.stderr
+        == f"error: {run}: exists already; choose another, or record it anew with -f (force=True)\n"
+    )
     forced = record(run, sys.executable, "-c", "print('ran')", options=["-f"])
     assert (forced.returncode, forced.stdout) == (1, "")
     assert forced.stderr == f"error: {run}: exists and is not a run directory; -f does not remove it\n"

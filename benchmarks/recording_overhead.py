@@ -1,0 +1,157 @@
+"""What recording costs, as ratios of median step times against the same training in the same benchmark.
+
+    python benchmarks/recording_overhead.py [--rounds 5] [--nproc 2]
+
+Every round trains three times, in an order that turns from round to round: plainly, under
+``fsdp2prof record`` and under ``torch.profiler`` with the same options and schedule. Printed are
+
+- outside: recorded / plain, over the steps after the recording ended;
+- before: recorded / plain, over the steps before it began;
+- inside: recorded / torch.profiler, over the traced steps. The last of them is left out: with ``record`` the
+  trace is written in it, with ``torch.profiler`` after it.
+
+A ratio is the median over rounds of the ratio of medians, with the lowest and the highest round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+BEFORE, ACTIVE, AFTER = 20, 6, 30
+WARMUP, MEMORY_STEPS = 1, 1
+FIRST_TRACED = BEFORE + WARMUP
+STEPS = FIRST_TRACED + ACTIVE + MEMORY_STEPS + AFTER
+SETTLING = 5
+"""Steps left out at the start of a run and after the recording."""
+MODES = ("plain", "record", "profiler")
+
+
+def train(mode: str, output: Path) -> None:
+    """Train on every rank and write rank 0's step times in seconds."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    torch.manual_seed(0)
+    dim = 2048 if cuda else 128
+    layers = [nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True) for _ in range(4)]
+    model = nn.Sequential(*layers).to(device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    data = torch.randn(4, 64, dim, device=device)
+
+    def step() -> None:
+        model(data).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+
+    times = profiled(step, output) if mode == "profiler" else timed(step)
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(times))
+    dist.destroy_process_group()
+    time.sleep(0.2)
+
+
+def timed(step: Callable[[], None], after: Callable[[], None] = lambda: None) -> list[float]:
+    """Run all steps; ``after`` runs between them and is not timed."""
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+        after()
+    return times
+
+
+def profiled(step: Callable[[], None], output: Path) -> list[float]:
+    """Run all steps under ``torch.profiler`` as ``record`` would have set it up."""
+    import torch
+    from torch.profiler import profile, schedule
+
+    def export(profiler: profile) -> None:
+        profiler.export_chrome_trace(f"{output}.{os.environ['RANK']}.trace.json")
+
+    with profile(
+        schedule=schedule(wait=BEFORE, warmup=WARMUP, active=ACTIVE, repeat=1),
+        record_shapes=True,
+        on_trace_ready=export,
+        acc_events=torch.__version__ >= "2.6",
+    ) as profiler:
+        return timed(step, profiler.step)
+
+
+def run(mode: str, nproc: int, folder: Path) -> list[float]:
+    """Train once in processes of their own."""
+    output = folder / f"{mode}.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    command += [__file__, "--train", mode, "--output", str(output)]
+    if mode == "record":
+        options = ["--wait", BEFORE, "--warmup", WARMUP, "--active", ACTIVE, "--memory-steps", MEMORY_STEPS]
+        recorder = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", str(folder / "run")]
+        command = [*recorder, *map(str, options), "--", *command]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+    times: list[float] = json.loads(output.read_text())
+    return times
+
+
+def report(name: str, ratios: list[float]) -> None:
+    """Print one ratio over the rounds."""
+    middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
+    print(f"{name:<40} {middle:.3f}  ({low:.3f} .. {high:.3f}, {len(ratios)} rounds)")
+
+
+def main() -> None:
+    """Compare the three ways to train."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--train", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(args.train, args.output)
+        return
+    windows = {
+        "outside": slice(FIRST_TRACED + ACTIVE + MEMORY_STEPS + SETTLING, STEPS),
+        "before": slice(SETTLING, BEFORE - 1),
+        "inside": slice(FIRST_TRACED, FIRST_TRACED + ACTIVE - 1),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in windows}
+    for number in range(args.rounds):
+        order = MODES[number % 3 :] + MODES[: number % 3]
+        with tempfile.TemporaryDirectory() as folder:
+            times = {mode: run(mode, args.nproc, Path(folder)) for mode in order}
+        for name, window in windows.items():
+            base = "profiler" if name == "inside" else "plain"
+            ratio = statistics.median(times["record"][window]) / statistics.median(times[base][window])
+            ratios[name].append(ratio)
+    report("outside, after: recorded / plain", ratios["outside"])
+    report("outside, before: recorded / plain", ratios["before"])
+    report("inside: recorded / torch.profiler", ratios["inside"])
+
+
+if __name__ == "__main__":
+    main()
