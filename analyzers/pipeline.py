@@ -38,8 +38,8 @@ __all__ = [
     "analyze_trace_path",
 ]
 
-_BYTES_WORTH_A_PROCESS = {True: 1 << 20, False: 12 << 20}
-"""Trace size (compressed or not) whose analysis takes about as long as starting a process."""
+_BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
+"""Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
 
 _File = TypeVar("_File", TraceFile, MemoryFile, RankRecord)
 
@@ -192,9 +192,8 @@ def _with_peak(options: TraceOptions, analyses: Sequence[RankAnalysis]) -> Refer
 
 
 def _workers(files: Sequence[TraceFile]) -> int:
-    sizes = [(file.path.stat().st_size, file.path.suffix == ".gz") for file in files]
-    worth = sum(size / _BYTES_WORTH_A_PROCESS[compressed] for size, compressed in sizes)
-    return min(len(files), usable_cores(), int(worth))
+    large = sum(f.path.stat().st_size >= _BYTES_WORTH_A_PROCESS[f.path.suffix == ".gz"] for f in files)
+    return min(large, usable_cores())
 
 
 def _manifests(path: str | Path) -> dict[int, RankManifest]:
