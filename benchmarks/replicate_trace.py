@@ -2,7 +2,7 @@
 
 Every copy is shifted by a whole period; ``correlation``, ``External id``, ``Ev Idx`` and flow ids get a range
 of their own in each copy, so launches find their kernels and flows their ends. The ``ProfilerStep#N`` ranges
-are replaced by ``--steps`` long ones that tile the copies, because the cost of some tools grows with the number
+are replaced by ``--steps`` long ones that tile the copies: the cost of some tools grows with the number
 of steps. A folder of ranks becomes a folder of large ranks, all with as many copies.
 
     python benchmarks/replicate_trace.py BASE.json.gz OUT.json.gz --events 1000000 --steps 3
