@@ -71,10 +71,9 @@ def analyze_trace_path(path: str | Path, **options: Unpack[TraceOptions]) -> Tra
     found = find_traces(path)
     manifests = _manifests(path)
     files = _selected(found.files, options.get("ranks"), path)
-    workers = options.get("workers")
-    each = None if workers is None else max(1, workers // len(files))
+    workers, each = _workers(files, options.get("workers"))
     jobs = [_TraceJob(file, manifests.get(file.rank), each, options) for file in files]
-    outcomes = list(map_in_processes(_analyze_file, jobs, _workers(files) if workers is None else workers))
+    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
     analyses = [outcome for outcome in outcomes if isinstance(outcome, RankAnalysis)]
     unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not analyses:
@@ -158,7 +157,7 @@ class _TraceJob:
     file: TraceFile
     manifest: RankManifest | None
     workers: int | None
-    """Processes that may decode this one file; by default what it is worth."""
+    """Processes that decode this one file; by default what it is worth."""
     options: TraceOptions
 
 
@@ -191,9 +190,15 @@ def _with_peak(options: TraceOptions, analyses: Sequence[RankAnalysis]) -> Refer
     return replace(references, peak_flops_per_s=known[0]) if known else references
 
 
-def _workers(files: Sequence[TraceFile]) -> int:
+def _workers(files: Sequence[TraceFile], given: int | None) -> tuple[int, int | None]:
+    """Processes that share the ranks, and that share the decoding of one rank (None: what it is worth)."""
+    if given is not None:
+        return given, max(1, given // len(files))
     large = sum(f.path.stat().st_size >= _BYTES_WORTH_A_PROCESS[f.path.suffix == ".gz"] for f in files)
-    return min(large, usable_cores())
+    if large < 2:
+        return 1, None
+    workers = min(large, usable_cores())
+    return workers, max(1, usable_cores() // workers)
 
 
 def _manifests(path: str | Path) -> dict[int, RankManifest]:
