@@ -9,6 +9,8 @@ import numpy as np
 
 from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_categories import categorize
+from fsdp2prof.analyzers.memory_fragmentation import fragmentation
+from fsdp2prof.analyzers.memory_oom import out_of_memory
 from fsdp2prof.analyzers.memory_peak import describe_peak, layer_peaks, timeline
 from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times, reserved_totals
 from fsdp2prof.analyzers.phase_spans import phase_spans
@@ -44,8 +46,8 @@ def _analyze_rank(rank: int, recording: MemoryRecording, manifest: RankManifest 
         source=recording.source,
         peak=describe_peak(allocations, attributed.phases, steps, recording.stacks, totals, reserved, times),
         layers=layer_peaks(attributed.phases, totals, times),
-        fragmentation={},
-        oom=None,
+        fragmentation=fragmentation(recording, totals, reserved, int(np.argmax(totals))),
+        oom=out_of_memory(recording, allocations, attributed.phases, totals, reserved),
         truncated=recording.truncated,
         timeline=timeline(allocations, reserved, times, int(np.argmax(totals))),
         phase_spans=phase_spans(attributed.phases),

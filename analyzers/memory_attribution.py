@@ -77,9 +77,9 @@ def attribute(recording: MemoryRecording, steps: StepTable) -> Attributed:
         allocations=_with_tags(
             allocations.with_columns(
                 step=np.where(step < 0, np.append(steps.step, -1)[in_step], step),
-                phase=_either(alloc_row >= 0, _select(phases.phase, alloc_row), stacks.phase(allocations)),
-                fqn=_select(phases.fqn, alloc_row),
-                activity=_select(phases.activity, alloc_row),
+                phase=_either(alloc_row >= 0, phases.phase.select(alloc_row), stacks.phase(allocations)),
+                fqn=phases.fqn.select(alloc_row),
+                activity=phases.activity.select(alloc_row),
             )
         ),
         phases=phases,
@@ -87,11 +87,6 @@ def attribute(recording: MemoryRecording, steps: StepTable) -> Attributed:
         free_row=free_row,
         recomputed=stacks.matching(allocations, _RECOMPUTE),
     )
-
-
-def _select(column: Strings, rows: IntArray) -> Strings:
-    """Take rows of a column; null where the row is -1."""
-    return Strings(np.append(column.codes, np.int32(-1))[rows], column.values)
 
 
 def _with_tags(allocations: AllocationTable) -> AllocationTable:

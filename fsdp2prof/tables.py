@@ -145,6 +145,10 @@ class Strings:
         """Select rows by index; -1 gives null (as from a join that found nothing)."""
         return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
 
+    def select(self, rows: npt.NDArray[Any]) -> Strings:
+        """Select rows by index, null where the index is -1."""
+        return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
+
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
         hit = np.zeros(len(self.values) + 1, dtype=np.bool_)
@@ -428,6 +432,8 @@ class OomTable(Table):
     """Bytes the driver still had; -1 unknown."""
     stream: IntArray
     stack: IntArray
+    op: Strings
+    """Operator or innermost Python frame that asked; null unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,6 @@ def build_allocations(
     address = column(events.address, [block["address"] for block in staying])
     stream = column(events.stream, [block["stream"] for block in staying])
     rows = len(address)
-    operators = stacks.operators()
     tag = events.tag.take(born)
     return AllocationTable(
         alloc_order=np.concatenate([np.full(before, -1), born]),
@@ -119,7 +118,7 @@ def build_allocations(
         fqn=Strings.full(rows, None),
         activity=Strings.full(rows, None),
         category=Strings.full(rows, "unattributed"),
-        op=Strings(np.append(operators.codes, np.int32(-1))[stack], operators.values),
+        op=stacks.operators().select(stack),
         stack=stack,
         tag=Strings(np.concatenate([np.full(before, -1), tag.codes]).astype(np.int32), tag.values),
         release_order=np.concatenate([np.full(len(staying), NEVER), old_released, completed]),
