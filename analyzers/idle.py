@@ -18,8 +18,9 @@ def idle_causes(tables: RankTables) -> list[dict[str, int]]:
     On a device, a gap ends when the next activity starts. From that activity's launch on, the gap is
     ``queued`` (launch latency, or an order that a stream enforces). Before it, nothing was left to run:
     ``profiler`` while the profiler itself was at work or between two steps; else, if the host stood in a call
-    when the device ran dry, ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else
-    ``host_bound``. If the launch is not in the file, ``unknown``.
+    when the device ran dry, or has not been ahead of the compute since such a call drained the device,
+    ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else ``host_bound``. If the launch
+    is not in the file, ``unknown``.
 
     On a host-only trace, time in which a caller was blocked by a collective whose transfer did not run is
     ``communication``, the rest ``host_bound``: dispatch, Python, the data loader.
@@ -53,16 +54,49 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
         "unknown": intervals.union(start[~known], end[~known]),
     }
     calls = {"device_sync": "Synchronize", "memcpy": "Memcpy"}
-    left = known
+    begin = start.copy()
     for cause, word in calls.items():
         blocked = _calls(tables, word)
-        inside = left & (intervals.containing(blocked.start, blocked.end, start) >= 0)
-        whole = intervals.union(start[inside], empty_until[inside])
-        parts[cause] = intervals.subtract(whole, profiler)
-        left = left & ~inside
-    whole = intervals.union(start[left], empty_until[left])
+        inside = intervals.containing(blocked.start, blocked.end, begin) >= 0
+        until = np.where(inside, empty_until, begin + _refilling(tables, blocked, begin, empty_until, launch))
+        until = np.where(known, until, begin)
+        parts[cause] = intervals.subtract(intervals.union(begin, until), profiler)
+        begin = until
+    whole = intervals.union(begin[known], empty_until[known])
     parts["host_bound"] = intervals.subtract(whole, profiler)
     return parts
+
+
+def _refilling(
+    tables: RankTables, blocked: Intervals, start: IntArray, end: IntArray, launch: IntArray
+) -> IntArray:
+    """Return how much of each gap is owed to a call before it that drained the device.
+
+    A call drains if work ran when it began and nothing launched before its end ran beyond that. It cost the
+    host the lead it had, so at most that much idle time is owed to it, and only until compute is launched
+    while earlier compute still runs: then the host is ahead again.
+    """
+    device, work = tables.device, tables.work
+    by_launch = np.argsort(device.launch_ns, kind="stable")
+    launched = device.launch_ns[by_launch]
+    reach = np.concatenate([[-1], np.maximum.accumulate(device.end_ns[by_launch])])
+    lead = reach[np.searchsorted(launched, blocked.start)] - blocked.start
+    drains = (lead > 0) & (reach[np.searchsorted(launched, blocked.end)] <= blocked.end)
+    drained, lead = blocked.end[drains], lead[drains]
+    last = np.searchsorted(drained, launch, side="right") - 1
+    compute = work.take(~work.is_fsdp & ~work.is_memcpy & (work.launch_ns >= 0))
+    running = np.concatenate([[-1], np.maximum.accumulate(compute.end_ns)[:-1]])[: len(compute)]
+    ahead = np.sort(compute.launch_ns[compute.launch_ns < running])
+    since = np.searchsorted(ahead, start, side="right")
+    behind = (last >= 0) & (since == np.searchsorted(ahead, np.append(drained, -1)[last], side="right"))
+    length = np.where(behind, np.maximum(end - start, 0), 0)
+    order = np.argsort(last, kind="stable")
+    before = np.cumsum(length[order]) - length[order]
+    spent = np.empty(len(length), dtype=np.int64)
+    spent[order] = before - before[np.searchsorted(last[order], last[order], side="left")]
+    left = np.append(lead, 0)[last] - spent
+    owed: IntArray = np.clip(left, 0, length)
+    return owed
 
 
 def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:

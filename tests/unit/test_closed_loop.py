@@ -207,8 +207,26 @@ def schedules() -> st.SearchStrategy[Schedule]:
     )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=schedules())
 def test_the_answers_of_any_schedule_are_recovered(schedule: Schedule, tmp_path: Path) -> None:
     (recording,) = record(schedule)
     assert_recovered(recording, analyse(recording, tmp_path))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_idle_causes_sum_to_the_idle_time(name: str, tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS[name])
+    for step in analyse(recording, tmp_path).rank.steps:
+        assert sum(step.idle_ns.values()) == step.breakdown_ns.idle
+        assert all(time > 0 for time in step.idle_ns.values())
+
+
+def test_a_drained_queue_is_charged_with_the_lead_it_cost(tmp_path: Path) -> None:
+    """Launching a kernel takes 90 us, running it 100: after ``.item()`` the next compute comes 90 us late."""
+    busy = Schedule(roots=(T(3, host_ns=90_007, copy_ns=1_003, all_gather_ns=5_003),), steps=3)
+    (synced,), (plain,) = record(busy.changed("layers.1", sync=True)), record(busy)
+    last = analyse(synced, tmp_path).rank.steps[-1]
+    assert last.idle_ns["device_sync"] > 80_000
+    assert last.idle_ns["device_sync"] > 5 * last.idle_ns.get("host_bound", 0)
+    assert "device_sync" not in analyse(plain, tmp_path).rank.steps[-1].idle_ns

@@ -1,0 +1,242 @@
+"""Every finding fires on a trace built to have the fault, and a healthy trace has none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.results import trace_analysis
+from synthetic import Layer, Schedule, record, transformer, write_run
+
+from fsdp2prof.analyzers import findings
+from fsdp2prof.analyzers.findings import FindingThresholds, find, parse_thresholds
+from fsdp2prof.analyzers.pipeline import analyze_trace_path
+from fsdp2prof.errors import UsageError
+from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
+from fsdp2prof.results import Finding, TraceAnalysis
+
+MS = 1_000_000
+LAYERS = 6
+
+
+def healthy_layers(**fields: object) -> tuple[Layer, ...]:
+    """Six layers that compute 2 ms and 4 ms around collectives of 0.1 and 0.2 ms; the last one is kept."""
+    long: dict[str, object] = {"forward_ns": 2 * MS + 17, "backward_ns": 4 * MS + 31, "numel": 8_000_000}
+    root, *children = transformer(LAYERS, **(long | fields))
+    children[-1] = replace(children[-1], reshard=False)
+    return (root, *children)
+
+
+HEALTHY = Schedule(roots=(healthy_layers(),))
+
+
+def analyse(folder: Path, *schedules: Schedule) -> TraceAnalysis:
+    return analyze_trace_path(write_run(record(*schedules), folder), workers=1)
+
+
+def named(analysis: TraceAnalysis) -> dict[str, Finding]:
+    return {finding.id: finding for finding in analysis.findings}
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    assert analyse(tmp_path / "run", HEALTHY, HEALTHY).findings == []
+
+
+def kept_root(**fields: object) -> Schedule:
+    root, *children = healthy_layers()
+    return Schedule(roots=((replace(root, **fields), *children),))  # type: ignore[arg-type]
+
+
+FAULTS = {
+    "all_gather_launched_late": (
+        Schedule(roots=(healthy_layers(all_gather_ns=900_011),)).changed("layers.3", late_ns=14 * MS),
+        "layers.3",
+        "set_modules_to_forward_prefetch",
+    ),
+    "all_gathers_back_to_back": (
+        Schedule(roots=(healthy_layers(all_gather_ns=3 * MS),)),
+        None,
+        "larger batch",
+    ),
+    "all_gather_queued": (
+        Schedule(roots=(healthy_layers(reduce_scatter_ns=3_900_011, all_gather_ns=1_500_003),)),
+        None,
+        "set_separate_reduce_scatter_group",
+    ),
+    "all_gather_behind_stream": (
+        Schedule(roots=(healthy_layers(all_gather_ns=500_009),), unshard_async_op=True),
+        None,
+        "set_modules_to_forward_prefetch",
+    ),
+    "slow_transfer": (
+        replace(
+            Schedule(roots=(healthy_layers(all_gather_ns=900_011),)),
+            slow_transfer=frozenset({("all_gather", "layers.2")}),
+        ),
+        "layers.2",
+        "links",
+    ),
+    "reduce_scatter_too_long": (
+        Schedule(roots=(healthy_layers(reduce_scatter_ns=6 * MS),)),
+        None,
+        "set_reduce_scatter_max_input_buffers",
+    ),
+    "communication_bound": (
+        Schedule(roots=(healthy_layers(all_gather_ns=5 * MS, reduce_scatter_ns=7 * MS),)),
+        None,
+        "larger batch",
+    ),
+    "wrapping_too_coarse": (
+        kept_root(numel=400_000_000, all_gather_ns=9 * MS),
+        "",
+        "Apply fully_shard to the blocks",
+    ),
+    "resharded_needlessly": (
+        HEALTHY.changed(f"layers.{LAYERS - 1}", reshard=None, all_gather_ns=4 * MS),
+        f"layers.{LAYERS - 1}",
+        "reshard_after_forward=False",
+    ),
+    "root_not_resharded": (kept_root(numel=200_000_000), "", "embedding, head"),
+    "reduce_in_float32": (
+        Schedule(roots=(healthy_layers(reduce_scatter_ns=6 * MS),)),
+        None,
+        "reduce_dtype=torch.bfloat16",
+    ),
+    "all_reduce_exposed": (
+        Schedule(roots=(healthy_layers(all_reduce_ns=6 * MS),), shard=2, replicas=2),
+        None,
+        "set_requires_all_reduce(False)",
+    ),
+    "host_bound": (Schedule(roots=(healthy_layers(host_ns=3 * MS),)), None, "torch.compile"),
+    "host_sync": (
+        Schedule(roots=(healthy_layers(host_ns=600_003),)).changed("layers.2", sync=True),
+        "layers.2",
+        "aten::item in forward of `layers.2`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fault_is_found_where_it_is(name: str, tmp_path: Path) -> None:
+    schedule, fqn, says = FAULTS[name]
+    found = named(analyse(tmp_path / "run", schedule))
+    assert name in found, f"only {list(found)}"
+    assert says in found[name].message
+    if fqn is not None:
+        assert found[name].fqn == fqn
+
+
+def test_many_small_collectives_under_the_knee(tmp_path: Path) -> None:
+    """24 layers of 100k elements take 90 us each; the root, 600 times larger, takes 150 us."""
+    short: dict[str, object] = {"forward_ns": 12_007, "backward_ns": 25_013, "all_gather_ns": 90_011}
+    root, *children = transformer(24, numel=100_000, **short)
+    many = Schedule(roots=((replace(root, numel=60_000_000, all_gather_ns=150_001), *children),))
+    found = named(analyse(tmp_path / "run", many))["wrapping_too_fine"]
+    assert found.evidence["collectives_per_step"] >= 24
+    assert "fully_shard([a, b])" in found.message
+
+
+def test_a_straggler_is_named_with_rank_layer_and_work(tmp_path: Path) -> None:
+    found = named(analyse(tmp_path / "run", HEALTHY, HEALTHY, HEALTHY.scaled(1.6, "layers.1"), HEALTHY))
+    straggler = found["straggler"]
+    assert (straggler.evidence["rank"], straggler.evidence["kind"]) == (2, "kernel")
+    assert straggler.fqn == "layers.1"
+    assert "sm90_xmma_gemm" in straggler.message
+
+
+def test_costs_order_the_findings(tmp_path: Path) -> None:
+    schedule = Schedule(roots=(healthy_layers(all_gather_ns=5 * MS, reduce_scatter_ns=7 * MS),))
+    found = analyse(tmp_path / "run", schedule).findings
+    order = ["high", "medium", "low", "info"]
+    keys = [(order.index(f.severity), -f.evidence.get("cost_frac", 0)) for f in found]
+    assert keys == sorted(keys)
+    assert len(found) > 3
+
+
+def test_thresholds_silence_and_escalate(tmp_path: Path) -> None:
+    analysis = analyse(tmp_path / "run", FAULTS["all_reduce_exposed"][0])
+    cost = named(analysis)["all_reduce_exposed"].evidence["cost_frac"]
+    silent = find(analysis, thresholds=FindingThresholds(min_cost_frac=cost + 0.001))
+    assert "all_reduce_exposed" not in {finding.id for finding in silent}
+    loud = find(analysis, thresholds=FindingThresholds(high_cost_frac=cost - 0.001))
+    assert {f.severity for f in loud if f.id == "all_reduce_exposed"} == {"high"}
+
+
+def test_on_a_cpu_only_the_plain_truth_is_told() -> None:
+    """The hand-made analysis is of a CPU: half of its communication is in the open, as gloo has it."""
+    analysis = trace_analysis()
+    assert {rank.device_type for rank in analysis.ranks} == {"cpu"}
+    found = {finding.id: finding for finding in find(replace(analysis, findings=[]))}
+    assert found["cpu_collectives_in_line"].severity == "info"
+    assert set(found) <= {"cpu_collectives_in_line", "straggler"}
+
+
+def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
+    analysis = trace_analysis()
+    gathered = replace(analysis.groups[0], fqn=None, phase="optimizer")
+    ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
+    analysis = replace(analysis, ranks=ranks, groups=[*analysis.groups, gathered], findings=[])
+    (found,) = [finding for finding in find(analysis) if finding.id == "all_gather_outside_fsdp"]
+    assert "full_tensor()" in found.message
+    assert found.evidence["phases"] == "optimizer"
+
+
+def manifest(rows: int, ranks: int) -> RankManifest:
+    """One Linear(64, rows) sharded over ``ranks``: rows are padded up to a multiple."""
+    share = -(-rows // ranks)
+    parameter = ParameterInfo(
+        fqn="head.weight",
+        global_shape=[rows, 64],
+        local_shape=[share, 64],
+        padded_local_shape=[share, 64],
+        dtype="float32",
+        placement="Shard(dim=0)",
+        requires_grad=True,
+    )
+    group = ParamGroupInfo(
+        root=0,
+        fqn="head",
+        index=0,
+        group_count=1,
+        mesh=MeshInfo(device_type="cuda", shape=[ranks]),
+        shard_group="0",
+        reduce_scatter_group="0",
+        all_reduce_group=None,
+        post_forward_group=None,
+        shard_world_size=ranks,
+        replicate_world_size=1,
+        param_dtype=None,
+        reduce_dtype=None,
+        output_dtype=None,
+        reshard_after_forward=True,
+        offload=False,
+        offload_pin_memory=False,
+        unshard_async_op=False,
+        requires_grad=True,
+        parameters=[parameter],
+    )
+    return RankManifest(param_groups=[group])
+
+
+def test_padding_of_uneven_shards_by_hand() -> None:
+    """3 rows on 4 ranks are held as 4: a quarter is padding; 64 rows on 4 ranks need none."""
+    analysis = replace(trace_analysis(), findings=[])
+    (found,) = [f for f in find(analysis, [manifest(3, 4)]) if f.id == "uneven_shards"]
+    assert found.evidence["padding_frac"] == 0.25
+    assert found.fqn == "head"
+    assert "uneven_shards" not in {f.id for f in find(analysis, [manifest(64, 4)])}
+
+
+def test_thresholds_are_options_with_names() -> None:
+    parsed = parse_thresholds(["straggler_frac=0.5", "small_count=3"])
+    assert (parsed.straggler_frac, parsed.small_count) == (0.5, 3)
+    assert parsed.knee_frac == FindingThresholds().knee_frac
+    with pytest.raises(UsageError, match="min_cost_frac"):
+        parse_thresholds(["stragler_frac=0.5"])
+    with pytest.raises(UsageError, match="not a number"):
+        parse_thresholds(["straggler_frac=much"])
+
+
+def test_nothing_is_found_in_nothing() -> None:
+    assert findings.find(replace(trace_analysis(), ranks=[], groups=[])) == []
