@@ -64,7 +64,7 @@ def decode_pieces(
     if not buffer.strip(_SPACE):
         reason = ends_early[0] if ends_early else "the file is empty"
         raise TraceError(f"{path}: {reason}; copy or record it again")
-    head, buffer, tail = _open_list(path, buffer)
+    head, buffer, tail = _open_list(path, b"".join([buffer, *_until_events(buffer, chunks)]))
     number = 0
     try:
         for chunk in chunks:
@@ -138,6 +138,18 @@ def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
                 member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
         if not member.eof:
             ends_early.append("truncated: the compressed file ends early")
+
+
+def _until_events(buffer: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the chunks up to the one in which the events begin: keys before them may be long."""
+    start = buffer.lstrip(_SPACE)[:1]
+    keep = len(b'"traceEvents" : [') + 64
+    while start == b"{" and not _EVENTS_KEY.search(buffer):
+        chunk = next(chunks, b"")
+        if not chunk:
+            return
+        yield chunk
+        buffer = buffer[-keep:] + chunk
 
 
 def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:

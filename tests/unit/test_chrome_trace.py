@@ -161,7 +161,8 @@ def documents(draw: st.DrawFn) -> str:
         if draw(st.booleans()):
             events.append('{"ph":"s","id":1,"ts":5,"name":"ac2g"}')
     footer = draw(st.sampled_from(["", ',"footer":[{"a":1}, {"b":2}]', ',"distributedInfo":{"rank":3}']))
-    return f'{{"traceEvents":{space}[{f"{space},{space}".join(events)}]{footer}}}'
+    header = draw(st.sampled_from(["", '"deviceProperties":[{"id":0}, {"id":1}],']))
+    return f'{{{header}"traceEvents":{space}[{f"{space},{space}".join(events)}]{footer}}}'
 
 
 @settings(max_examples=150, deadline=None)
