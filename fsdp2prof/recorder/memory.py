@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.profiler import record_function
 
 from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE
 from fsdp2prof.recorder.files import replacing
@@ -23,6 +25,8 @@ class MemoryCapture(Protocol):
 
     source: str
     """``cuda_snapshot`` or ``storage_count``."""
+    allocator_settings: dict[str, str]
+    """Known after :meth:`finish`; empty without a caching allocator."""
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the recording with the first."""
@@ -31,10 +35,10 @@ class MemoryCapture(Protocol):
         """Stop and write the recording."""
 
 
-def memory_capture(folder: Path, device_type: str, *, stacks: bool) -> MemoryCapture:
+def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
     """Return the capture for a device type; anything but ``cuda`` is counted on the CPU."""
     if device_type == "cuda":
-        return CudaMemoryCapture(folder / SNAPSHOT_FILE)
+        return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)
     return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, stacks=stacks)
 
 
@@ -46,6 +50,7 @@ class CpuMemoryCapture:
     def __init__(self, path: Path, *, stacks: bool) -> None:
         from fsdp2prof.storage_tracker import StorageTracker
 
+        self.allocator_settings: dict[str, str] = {}
         self._path = path
         self._tracker = StorageTracker(stacks=stacks)
         self._running = False
@@ -72,11 +77,13 @@ class CudaMemoryCapture:
 
     source = "cuda_snapshot"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, several_roots: bool) -> None:
         from fsdp2prof.recorder.tagging import AllocationTags
 
+        self.allocator_settings: dict[str, str] = {}
         self._path = path
-        self._tags = AllocationTags()
+        self._tags = AllocationTags(several_roots=several_roots)
+        self._step: record_function | None = None
         self._running = False
 
     def begin_step(self, step: int) -> None:
@@ -85,31 +92,45 @@ class CudaMemoryCapture:
             record_history()
             self._tags.start()
             self._running = True
+        self._end_step()
         self._tags.mark_step(step)
+        self._step = record_function(f"ProfilerStep#{step}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Write the snapshot and turn the history off."""
         if self._running:
             self._running = False
+            self._end_step()
             self._tags.stop()
-            dump_snapshot(self._path)
+            self.allocator_settings = dump_snapshot(self._path)
             torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
 
 
 class OomDump:
-    """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in."""
+    """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
 
-    def __init__(self, folder: Path) -> None:
+    ``tell`` is called with the file's name. The recording of the memory steps, if it is there, is kept.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self._folder = folder
+        self._tell = tell
         self.written: Path | None = None
         torch._C._cuda_attach_out_of_memory_observer(self._dump)  # type: ignore[attr-defined]
 
     def _dump(self, *_: Any) -> None:
         path = self._folder / SNAPSHOT_FILE
         if path.exists() and path != self.written:
-            path = self._folder / "oom.pickle"  # the recording of the memory steps stays
+            path = self._folder / "oom.pickle"
         dump_snapshot(path)
         self.written = path
+        self._tell(path.name)
 
 
 def record_history() -> None:
@@ -121,7 +142,9 @@ def record_history() -> None:
     torch.cuda.memory._record_memory_history(enabled="all", context="alloc", **supported)
 
 
-def dump_snapshot(path: Path) -> None:
-    """Write the allocator's snapshot as a pickle of builtin containers."""
+def dump_snapshot(path: Path) -> dict[str, str]:
+    """Write the allocator's snapshot as a pickle of builtin containers; returns the allocator's settings."""
+    snapshot = torch.cuda.memory._snapshot()
     with replacing(path) as temporary, temporary.open("wb") as file:
-        pickle.dump(torch.cuda.memory._snapshot(), file, protocol=pickle.HIGHEST_PROTOCOL)
+        pickle.dump(snapshot, file, protocol=pickle.HIGHEST_PROTOCOL)
+    return {str(name): str(value) for name, value in snapshot.get("allocator_settings", {}).items()}

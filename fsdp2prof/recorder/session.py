@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2prof.manifest import (
@@ -109,6 +110,8 @@ class RankSession:
         elif self._schedule_is_over():
             self._stop_watching()
         self._step += 1
+        if self._step == 1:
+            self._guard(self._describe)
         if ended != "plain" or begun != "plain":
             self._guard(self._end_captured_step, ended, begun)
             self._guard(self._begin_captured_step, begun)
@@ -116,6 +119,8 @@ class RankSession:
 
     def begin_first_step(self) -> None:
         """Begin step 0; the first root forward does it where step boundaries are automatic."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._oom = OomDump(self.folder, self._out_of_memory)
         self._step_start_ns = time.time_ns()
         self._guard(self._begin_captured_step, self._schedule.kind(0))
 
@@ -190,7 +195,12 @@ class RankSession:
                 self._trace.begin_step(self._step)
         if begun == "memory":
             if self._memory is None:
-                self._memory = memory_capture(self.folder, self._device_type(), stacks=self._options.stacks)
+                self._memory = memory_capture(
+                    self.folder,
+                    self._device_type(),
+                    roots=len(list(self._roots)),
+                    stacks=self._options.stacks,
+                )
                 self.manifest.memory_source = self._memory.source
                 self._describe()
                 self._describe_tensors()
@@ -204,6 +214,8 @@ class RankSession:
         if memory is not None:
             self._describe_tensors()
             memory.finish()
+            self.manifest.allocator_settings = memory.allocator_settings
+            self.manifest.allocator = environment.allocator_stats(self.manifest.device.type)
 
     def _describe(self) -> None:
         """Fill the manifest from FSDP's structures; before the first forward there is nothing to tell."""
@@ -215,8 +227,6 @@ class RankSession:
         device_type = self._device_type()
         self.manifest.device = environment.device_info(device_type)
         self.manifest.allocator = environment.allocator_stats(device_type)
-        if device_type == "cuda" and self._oom is None:
-            self._oom = OomDump(self.folder)
         self._write_manifest()
 
     def _describe_tensors(self) -> None:
@@ -224,6 +234,11 @@ class RankSession:
         for tensor in describe.describe_tensors(self._roots, self._watch.optimizers):
             known[tensor.address, tensor.category] = tensor
         self.manifest.tensors = list(known.values())
+
+    def _out_of_memory(self, file: str) -> None:
+        self.manifest.memory_source = self.manifest.memory_source or "cuda_snapshot"
+        self.tell(f"out of memory in step {self._step}: the allocator's state then is in {file}")
+        self._write_manifest()
 
     def _device_type(self) -> str:
         groups = self.manifest.param_groups or describe.describe_param_groups(self._roots)

@@ -2,7 +2,7 @@
 
 ``torch.cuda.memory._set_memory_metadata`` (torch >= 2.10) attaches a text to every allocation until the
 next call. The text is ``step=5;phase=forward;activity=all_gather;fqn=layers.0``, the module last since its
-name may hold anything.
+name may hold anything; with several roots it is ``root1:layers.0``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 __all__ = ["AllocationTags", "TagState"]
 
 _LABEL = re.compile(r"FSDP::(?P<kind>\w+?)(?: for (?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
+_ROOT = "fsdp2prof::root ("
 _ACTIVITY = {
     "inputs_to_device": "inputs_to_device",
     "cast_forward_inputs": "cast",
@@ -41,7 +42,10 @@ class TagState:
     ranges are the optimizer's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, several_roots: bool = False) -> None:
+        self._several_roots = several_roots
+        self._roots: list[str] = []
+        """Open ranges of roots, outermost first."""
         self._open: list[tuple[str, _Place]] = []
         """Open labels and where the step stood before each."""
         self._forward: list[str] = []
@@ -49,7 +53,10 @@ class TagState:
         self.place: _Place = ("other", "compute", "")
 
     def enter(self, name: str) -> bool:
-        """Enter a range; False if it is not a label of interest."""
+        """Enter a range; False if nothing allocated in it belongs elsewhere than before."""
+        if name.startswith(_ROOT):
+            self._roots.append(name[len(_ROOT) : -1])
+            return False
         match = _LABEL.fullmatch(name)
         if match is None and not name.startswith("Optimizer."):
             return False
@@ -63,19 +70,21 @@ class TagState:
             phase = "backward"
         elif kind in ("root_pre_forward", "pre_forward", "post_forward") and phase != "backward":
             phase = "forward"
-        fqn = match["target"] if match["target"] is not None else match["fqn"] or ""
+        fqn = self._qualified(match["target"] if match["target"] is not None else match["fqn"] or "")
         self.place = (phase, _ACTIVITY.get(kind, "hooks"), fqn)
         return True
 
     def leave(self, name: str) -> None:
         """Leave the innermost open range of this name, if there is one."""
+        if name.startswith(_ROOT) and self._roots:
+            self._roots.pop()
         position = next((i for i in reversed(range(len(self._open))) if self._open[i][0] == name), None)
         if position is None:
             return
         before = self._open[position][1]
         del self._open[position:]
         match = _LABEL.fullmatch(name)
-        kind, fqn = (match["kind"], match["fqn"] or "") if match else ("optimizer", "")
+        kind, fqn = (match["kind"], self._qualified(match["fqn"] or "")) if match else ("optimizer", "")
         if kind == "pre_forward":
             self._forward.append(fqn)
             self.place = (self.place[0], "compute", fqn)
@@ -90,13 +99,16 @@ class TagState:
         else:
             self.place = before
 
+    def _qualified(self, fqn: str) -> str:
+        return f"root{self._roots[-1]}:{fqn}" if self._several_roots and self._roots else fqn
+
 
 class AllocationTags:
     """Keeps the allocator's metadata up to date with the labels; does nothing where torch has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, several_roots: bool) -> None:
         self._set: Any = getattr(torch.cuda.memory, "_set_memory_metadata", None)
-        self._state = TagState()
+        self._state = TagState(several_roots=several_roots)
         self._step = -1
         self._originals: tuple[Any, Any] | None = None
 
