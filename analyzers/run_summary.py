@@ -33,9 +33,9 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         environment=info.environment or (manifests[0].environment if manifests else {}),
         options=msgspec.to_builtins(info.options),
         messages=list(run.messages),
-        ranks=[_rank(record) for record in run.ranks] + _missing(run, world_size),
+        ranks=sorted([*map(_rank, run.ranks), *_missing(run, world_size)], key=lambda rank: rank.rank),
         shard_groups=[_group(group) for group in sharded.param_groups] if sharded else [],
-        optimizers=_optimizers(sharded) if sharded else [],
+        optimizers=next((_optimizers(manifest) for manifest in manifests if manifest.optimizers), []),
     )
 
 

@@ -512,7 +512,7 @@ class RunSummary:
     shard_groups: list[ShardGroup]
     """Of the lowest rank that has any."""
     optimizers: list[str]
-    """Class and state bytes of each optimizer of that rank, as text."""
+    """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,129 @@
+"""The commands on a recorded run of the example: what a person types after recording."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import call
+
+DIM, VOCAB, LAYERS = 128, 1024, 4
+ROOT = 2 * VOCAB * DIM + 2 * DIM
+"""Embedding, head and a norm's weight and bias."""
+BLOCK = 2 * 2 * DIM + 3 * DIM * DIM + DIM * DIM + (DIM * 4 * DIM + 4 * DIM) + (4 * DIM * DIM + DIM)
+"""Two norms, qkv, proj, up and down with biases."""
+
+
+@pytest.fixture
+def run(recorded: Callable[[str, int], Any]) -> Path:
+    path: Path = recorded("train_tiny_fsdp2", 2).run
+    return path
+
+
+@pytest.fixture
+def analysis(capfd: pytest.CaptureFixture[str], run: Path) -> dict[str, Any]:
+    ended = call(capfd, "analyze", "run", run, "--format", "json")
+    assert (ended.code, ended.err) == (0, "")
+    document: dict[str, Any] = json.loads(ended.out)
+    return document
+
+
+def test_the_run_is_described(analysis: dict[str, Any]) -> None:
+    run = analysis["run"]
+    assert (run["state"], run["exit_code"], run["world_size"]) == ("complete", 0, 2)
+    assert [rank["state"] for rank in run["ranks"]] == ["complete", "complete"]
+    assert run["optimizers"][0].startswith("AdamW, ")
+    groups = {group["fqn"]: group for group in run["shard_groups"]}
+    assert {fqn: group["numel"] for fqn, group in groups.items()} == {
+        "": ROOT,
+        **{f"layers.{i}": BLOCK for i in range(LAYERS)},
+    }
+    assert groups[""]["sharded_bytes"] == ROOT * 4 // 2
+    assert {group["mesh"] for group in groups.values()} == {"dp_shard=2"}
+    assert {group["padding_bytes"] for group in groups.values()} == {0}
+
+
+def test_the_trace_is_accounted_for(analysis: dict[str, Any]) -> None:
+    """Per step and rank: 5 all-gathers forward, 4 backward, 5 reduce-scatters; bytes in bf16 and fp32."""
+    trace = analysis["trace"]
+    assert [rank["rank"] for rank in trace["ranks"]] == [0, 1]
+    windows = [step for rank in trace["ranks"] for step in rank["steps"]]
+    for step in windows:
+        assert sum(step["breakdown_ns"].values()) == step["duration_ns"]
+    assert trace["attribution"]["attributed"] == trace["attribution"]["collectives"] == 14 * len(windows)
+    assert {row["device_type"] for row in trace["ranks"]} == {"cpu"}
+    payload: dict[tuple[str, str], int] = {}
+    for row in trace["groups"]:
+        key = row["op"], row["phase"]
+        payload[key] = payload.get(key, 0) + row["payload_bytes"]
+    assert payload == {
+        ("all_gather", "forward"): 2 * (ROOT + LAYERS * BLOCK) * len(windows),
+        ("all_gather", "backward"): 2 * LAYERS * BLOCK * len(windows),
+        ("reduce_scatter", "backward"): 4 * (ROOT + LAYERS * BLOCK) * len(windows),
+    }
+
+
+def test_memory_sums_to_the_peak(analysis: dict[str, Any]) -> None:
+    for rank in analysis["memory"]["ranks"]:
+        peak = rank["peak"]
+        assert sum(peak["categories"].values()) == peak["allocated_bytes"] > 0
+        assert sum(row["bytes"] for row in peak["by_layer"]) == peak["allocated_bytes"]
+        assert peak["categories"]["sharded_parameter"] == (ROOT + LAYERS * BLOCK) * 4 // 2
+        course = rank["timeline"]
+        totals = [
+            sum(values) for values in zip(*(v for k, v in course.items() if k != "time_ns"), strict=True)
+        ]
+        assert max(totals) == peak["allocated_bytes"]
+        spans = rank["phase_spans"]
+        assert {span["phase"] for span in spans} == {"forward", "backward", "optimizer"}
+        for earlier, later in pairwise(spans):
+            assert earlier["end_ns"] <= later["start_ns"]
+
+
+def test_text_reads_from_the_run_to_the_advice(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+    ended = call(capfd, "analyze", "run", run)
+    assert ended.code == 0
+    titles = [
+        "Run",
+        "Ranks",
+        "How the model is sharded",
+        "Trace",
+        "Where the step goes",
+        "Communication by layer",
+        "Peak memory",
+        "What fills rank",
+        "What to look at next",
+    ]
+    places = [ended.out.index(title) for title in titles]
+    assert places == sorted(places)
+    assert f"layers.0-{LAYERS - 1}" in ended.out
+    assert max(map(len, ended.out.splitlines())) <= 120
+
+
+def test_memory_as_csv(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+    ended = call(capfd, "analyze", "memory", run, "--format", "csv")
+    assert {row["rank"] for row in csv.DictReader(io.StringIO(ended.out))} == {"0", "1"}
+    layers = call(capfd, "analyze", "memory", run, "--format", "csv", "--table", "layers", "--ranks", "1")
+    assert {row["rank"] for row in csv.DictReader(io.StringIO(layers.out))} == {"1"}
+
+
+def test_thresholds_over_trace_and_memory(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+    conditions = ("--fail-on", "attributed_frac<1", "--fail-on", "peak_allocated_gib>1")
+    assert call(capfd, "analyze", "run", run, *conditions).code == 0
+    failed = call(capfd, "analyze", "memory", run, "-q", "--fail-on", "peak_allocated_gib>0.001")
+    assert failed.code == 3
+    assert "peak_allocated_gib" in failed.err
+
+
+def test_the_report_holds_all_of_it(capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    assert call(capfd, "report", run, "-o", report).code == 0
+    text = report.read_text(encoding="utf-8")
+    for words in ("Where the step goes", "Communication by layer", "Memory of rank", "train_tiny_fsdp2.py"):
+        assert words in text
