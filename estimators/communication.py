@@ -23,6 +23,9 @@ from fsdp2prof.results import CommEstimate, CommRow, CommTotals
 
 __all__ = ["estimate_built", "estimate_comm", "group_traffic", "summarise", "totals"]
 
+_POST_FORWARD_DIM = "dim_1"
+"""torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
+
 
 def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
     """Estimate one rank's collectives in a steady training step, exactly for FSDP and HSDP.
@@ -95,7 +98,7 @@ def group_traffic(
             shard=shard,
             reduce=shard,
             replicate=replicate,
-            post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=None),
+            post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
         )
         for index, group in enumerate(groups)
     ]

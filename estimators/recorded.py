@@ -16,7 +16,7 @@ from fsdp2prof.estimators.fsdp_traffic import (
     walk_step,
 )
 from fsdp2prof.estimators.policy import Sync, dtype_bytes
-from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["estimate_comm_of_run", "micro_batches_of_run"]
@@ -33,7 +33,7 @@ def estimate_comm_of_run(
     if not manifest.param_groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
     micro_batches, synced = micro_batches_of_run(manifest, grad_accum, sync)
-    dims = {group.name: group.mesh_dim for group in manifest.process_groups}
+    dims = {group.name: group.mesh_dim or _described_dim(group) for group in manifest.process_groups}
     sizes = {group.name: len(group.ranks) for group in manifest.process_groups}
     ledger = Ledger()
     for root in sorted({group.root for group in manifest.param_groups}):
@@ -140,6 +140,11 @@ def _traffic(
         post_forward=axis(info.post_forward_group, sizes.get(info.post_forward_group or "", int(reshard))),
         backward_prefetch=tuple(info.backward_prefetch) or None,
     )
+
+
+def _described_dim(group: ProcessGroupInfo) -> str | None:
+    """Mesh dimension by torch's description of a mesh's group: ``mesh_dp_shard``, unnamed ``mesh_dim_1``."""
+    return group.desc.removeprefix("mesh_") if group.desc.startswith("mesh_") else None
 
 
 def _gathered(parameter: ParameterInfo) -> list[tuple[str, int]]:

@@ -6,6 +6,9 @@ group, once against runs recorded under real torchrun.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 
@@ -274,3 +277,29 @@ def test_a_recorded_run_from_its_manifest(recorded, script, nproc):
                 measured[(*key, "payload_bytes")] += row["payload_bytes"]
         assert predicted_rows == measured
         assert measured
+
+
+KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
+SUMS = ("count", "payload_bytes", "wire_bytes")
+
+
+def command_output(*arguments):
+    command = [sys.executable, "-m", "fsdp2prof", *map(str, arguments), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("script", "nproc"), [("hsdp", 4), ("int_reshard", 4), ("adapters", 2)])
+def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
+    """``estimate comm --from-run`` and ``analyze trace`` of one run, key by key."""
+    run = recorded(script, nproc).run
+    estimate = command_output("estimate", "comm", "--from-run", run)
+    predicted_rows = {
+        tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in estimate["groups"]
+    }
+    analysis = command_output("analyze", "trace", run)
+    for step in (step["step"] for step in analysis["ranks"][0]["steps"]):
+        rows = [row for row in analysis["groups"] if (row["rank"], row["step"]) == (0, step)]
+        measured = {tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in rows}
+        assert measured == predicted_rows

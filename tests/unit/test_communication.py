@@ -82,7 +82,7 @@ def test_gradient_clipping_is_one_all_reduce_of_stacked_norms():
 
 
 def test_backward_over_two_of_eight_ranks():
-    row = rows_of("dp_shard=8", replace(PLAIN, reshard=2))["layers.0", "backward", "all_gather", None]
+    row = rows_of("dp_shard=8", replace(PLAIN, reshard=2))["layers.0", "backward", "all_gather", "dim_1"]
     assert (row.group_size, row.payload_bytes, row.wire_bytes) == (2, 2 * BLOCK, BLOCK)
 
 
