@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from isal import igzip
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
@@ -17,6 +18,7 @@ from fsdp2prof.recorder.files import replacing, scratch
 __all__ = ["TraceCapture"]
 
 _CHUNK_BYTES = 1 << 22
+_OTHER_PROFILER = "the training runs a profiler of its own then; choose other steps with --start-step"
 
 
 class TraceCapture:
@@ -39,7 +41,13 @@ class TraceCapture:
         self._step: record_function | None = None
 
     def prepare(self) -> None:
-        """Set the profiler up, one step or more before it records."""
+        """Set the profiler up, one step or more before it records.
+
+        Raises ``RuntimeError`` if the training profiles itself now: torch has one profiler, and starting a
+        second silently empties the first.
+        """
+        if not self._running and _profiler_enabled():
+            raise RuntimeError(_OTHER_PROFILER)
         if not self._prepared:
             self._profiler.prepare_trace()
             self._prepared = True
@@ -60,10 +68,15 @@ class TraceCapture:
             self._step = None
 
     def finish(self) -> None:
-        """Stop and, if anything was traced, write the trace. A step that still runs is cut here."""
+        """Stop and, if anything was traced, write the trace. A step that still runs is cut here.
+
+        Raises ``RuntimeError`` if the training's own profiler took over meanwhile.
+        """
         self.end_step()
         if not self._prepared:
             return
+        if self._running and not _profiler_enabled():
+            raise RuntimeError(_OTHER_PROFILER)
         if not self._running:
             self._profiler.start_trace()  # a prepared profiler can only be stopped through a start
         self._profiler.stop_trace()

@@ -40,6 +40,7 @@ def start(tmp_path):
                     session.watch(module)
         return session.manifest.steps
 
+    begin.sessions = sessions
     yield begin
     for session in sessions:
         session.end()
@@ -205,3 +206,19 @@ def test_everything_is_put_back(start, tmp_path):
     assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks
     state = model._get_fsdp_state()
     assert "_pre_backward" not in vars(state)
+
+
+def test_a_profiler_of_the_trainings_own_is_left_alone(start):
+    model = wrapped()
+    start(model, wait=1)
+    session = start.sessions[-1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.profiler.profile() as profiler:
+        for _ in range(4):
+            loss(model).backward()
+            optimizer.step()
+    assert sum(event.name == "Optimizer.step#SGD.step" for event in profiler.events()) == 4
+    session.end()
+    assert session.manifest.state == "partial"
+    reason = "the training runs a profiler of its own then; choose other steps with --start-step"
+    assert session.manifest.messages[0] == f"recording stopped at step 1: {reason}"
