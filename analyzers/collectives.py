@@ -77,10 +77,10 @@ def collect(
 ) -> Collectives:
     """Return every collective of the trace.
 
-    A collective belongs to the step (``steps``, host time) that issued it, or else to the first window
-    (``windows``, device time) it reaches into; -1 if none. Its layer, phase and step come from the phase at
-    its issue. The kind of collective comes from metadata, else from the operator around its launch, else from
-    the kernel's name, else from the FSDP label.
+    A collective belongs to the step (``steps``, host time) that issued it, if that is analysed; one that no
+    step issued belongs to the first window (``windows``, device time) it reaches into; -1 if none. Its layer
+    and phase come from the phase at its issue. Its kind comes from metadata, else from the operator around its
+    launch, else from the kernel's name, else from the FSDP label.
     """
     sources = _device_sources(trace, device) if len(device) else _gloo_sources(trace)
     sources = _in_order(sources)
@@ -219,13 +219,14 @@ def _around(trace: Trace, device: DeviceTable, candidates: BoolArray) -> IntArra
 
 
 def _steps(sources: _Sources, steps: StepTable, windows: StepTable) -> IntArray:
-    issued = intervals.containing(steps.start_ns, steps.end_ns, sources.issue_ns)
-    number = np.where(issued >= 0, np.append(steps.step, -1)[issued], -1)
+    known = sources.issue_ns >= 0
+    issued = np.where(known, intervals.containing(steps.start_ns, steps.end_ns, sources.issue_ns), -1)
+    number = np.append(steps.step, -1)[issued]
     number = np.where(np.isin(number, windows.step), number, -1)
     reached = np.searchsorted(windows.end_ns, sources.start, side="right")
     starts = np.append(windows.start_ns, np.iinfo(np.int64).max)
-    reaches = starts[reached] < sources.end
-    return np.where(number >= 0, number, np.where(reaches, np.append(windows.step, -1)[reached], -1))
+    reaches = (issued < 0) & (starts[reached] < sources.end)
+    return np.where(reaches, np.append(windows.step, -1)[reached], number)
 
 
 def _size_from_shapes(op: Strings, in_nelems: IntArray, out_nelems: IntArray) -> IntArray:

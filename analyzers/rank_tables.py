@@ -26,6 +26,12 @@ from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings, Trace, 
 
 __all__ = ["RankTables", "phase_labels", "rank_tables"]
 
+_ALWAYS = StepTable(
+    step=np.zeros(1, dtype=np.int64),
+    start_ns=np.full(1, np.iinfo(np.int64).min),
+    end_ns=np.full(1, np.iinfo(np.int64).max),
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTables:
@@ -34,7 +40,9 @@ class RankTables:
     trace: Trace
     manifest: RankManifest | None
     steps: StepTable
-    """In host time."""
+    """All labelled steps, in host time."""
+    analysed: StepTable
+    """What is analysed, in host time."""
     windows: StepTable
     """What is analysed, in the time of the device (host-only: of the host)."""
     device: DeviceTable
@@ -62,10 +70,11 @@ def rank_tables(
     device = device_activities(trace)
     windows, warnings = step_windows(trace, steps, device, window)
     phases = build_phases(phase_labels(trace), steps)
+    labelled = window == "steps" and bool(np.isin(windows.step, steps.step).all())
+    host = steps if labelled else _ALWAYS
     if chosen is not None:
         windows = windows.take(np.isin(windows.step, sorted(chosen)))
-        steps = steps.take(np.isin(steps.step, sorted(chosen)))
-    collectives = collect(trace, device, phases, steps, windows, manifest)
+    collectives = collect(trace, device, phases, host, windows, manifest)
     if len(device):
         work = device_work(trace, device, phases, collectives)
     else:
@@ -80,6 +89,7 @@ def rank_tables(
         trace=trace,
         manifest=manifest,
         steps=steps,
+        analysed=host.take(np.isin(host.step, windows.step)),
         windows=windows,
         device=device,
         phases=phases,

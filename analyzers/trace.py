@@ -110,7 +110,7 @@ def analyze_rank(
         attribution=overlap.attribution(tables.windows, tables.collectives),
         summary=_summary(tables, rank),
         awaited=awaited(tables),
-        host_syncs=host_syncs(trace, tables.phases, tables.steps, rank),
+        host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         manifest=manifest,
         warnings=tables.warnings,
     )
@@ -167,7 +167,7 @@ def throughput(steps: Sequence[StepBreakdown], references: References) -> Throug
 def _steps(tables: RankTables) -> list[StepBreakdown]:
     steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
     flops = dict(
-        zip(tables.steps.step.tolist(), step_flops(tables.trace, tables.steps).tolist(), strict=True)
+        zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
     )
     return [
         replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)

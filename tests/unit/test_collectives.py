@@ -20,6 +20,7 @@ AG = {
     "process_group": "1",
     "process_group_desc": "mesh_dp_shard",
     "seq": 12,
+    "comms_id": 1 << 61,
 }
 
 
@@ -306,3 +307,16 @@ def test_gloo_without_recorded_shapes_pairs_in_order() -> None:
     assert rank_tables(trace.build()).warnings == [
         "hand.json: 1 collectives were issued without a recorded transfer"
     ]
+
+
+def test_a_collective_of_another_step_is_not_counted_in_a_chosen_one() -> None:
+    trace = TraceBuilder()
+    for step in (1, 2, 3):
+        trace.label(f"ProfilerStep#{step}", 100 * step, 100 * step + 100)
+        trace.device("gemm", 100 * step + 10, 100 * step + 20, launch=100 * step + 5)
+        trace.device("ncclDevKernel_AllGather", 100 * step + 90, 100 * step + 130, 100 * step + 50, 24, **AG)
+    trace.device("ncclDevKernel_AllGather", 60, 150, 90, 24, **AG)
+    built = trace.build()
+    assert rank_tables(built).collectives.table.step.tolist() == [1, 1, 2, 3]
+    assert rank_tables(built, chosen=[2]).collectives.table.step.tolist() == [-1, -1, 2, -1]
+    assert rank_tables(built, window="trace").collectives.table.step.tolist() == [0, 0, 0, 0]
