@@ -125,13 +125,14 @@ def _rows(summaries: Sequence[RankSummary]) -> tuple[_Rows, list[tuple[str | Non
         ]
         lookup.append(names.setdefault((None, ""), len(names)))
         group.append(np.asarray(lookup, dtype=np.int64)[column.codes])
-    kind = np.stack([codes("op"), codes("dtype"), gathered("payload_bytes")], axis=1)
+    sizes, size = np.unique(gathered("payload_bytes"), return_inverse=True)
+    op, dtype = codes("op"), codes("dtype")
     issue, start = gathered("issue_ns"), gathered("start_ns")
     rows = _Rows(
         rank=np.repeat(np.arange(len(tables)), [len(table) for table in tables]),
         row=np.concatenate([np.empty(0, dtype=np.int64), *(np.arange(len(table)) for table in tables)]),
         group=np.concatenate(group),
-        kind=np.unique(kind, axis=0, return_inverse=True)[1].reshape(-1),
+        kind=((op + 1) * (int(dtype.max(initial=0)) + 2) + dtype + 1) * (len(sizes) + 1) + size.reshape(-1),
         comms_id=gathered("comms_id"),
         seq=gathered("seq"),
         issue_ns=np.where(issue >= 0, issue, start),
@@ -169,8 +170,8 @@ def _verify(rows: _Rows, identity: IntArray, expected: int) -> tuple[BoolArray, 
     values, inverse = np.unique(identity, return_inverse=True)
     inverse = inverse.reshape(-1)
     count = np.bincount(inverse, minlength=len(values))
-    distinct = np.unique(np.stack([inverse, rows.rank], axis=1), axis=0)[:, 0]
-    ranks = np.bincount(distinct, minlength=len(values))
+    span = int(rows.rank.max()) + 1
+    ranks = np.bincount(np.unique(inverse * span + rows.rank) // span, minlength=len(values))
     lowest = np.full(len(values), np.iinfo(np.int64).max)
     highest = np.full(len(values), -1)
     np.minimum.at(lowest, inverse, rows.kind)

@@ -14,6 +14,7 @@ transfer to rate. Waiting is charged to the rank that came last (:mod:`fsdp2prof
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -120,9 +121,12 @@ def _align(
     pair = np.stack([clock[head][pairs], clock[pairs]], axis=1)
     difference = (end - end[head])[pairs]
     edges: dict[int, list[tuple[int, int, int]]] = {node: [] for node in range(clocks)}
-    distinct, inverse = np.unique(pair, axis=0, return_inverse=True)
-    for i, (a, b) in enumerate(distinct.tolist()):
-        values = difference[inverse.reshape(-1) == i]
+    order = np.lexsort((pair[:, 1], pair[:, 0]))
+    pair, difference = pair[order], difference[order]
+    opens = np.flatnonzero(np.any(np.diff(pair, axis=0, prepend=-1) != 0, axis=1))
+    for first, last in itertools.pairwise([*opens.tolist(), len(pair)]):
+        a, b = pair[first].tolist()
+        values = difference[first:last]
         median = int(np.median(values - values[0])) + int(values[0])
         edges[a].append((-len(values), b, median))
         edges[b].append((-len(values), a, -median))
@@ -175,10 +179,12 @@ def _median(values: IntArray) -> int | None:
 
 
 def _per_rank(summaries: Sequence[RankSummary], matched: Matched, wait: IntArray) -> dict[int, IntArray]:
+    order = np.argsort(matched.rank, kind="stable")
+    bounds = np.searchsorted(matched.rank[order], np.arange(len(summaries) + 1))
     waits = {}
     for index, summary in enumerate(summaries):
         column = np.full(len(summary.collectives), -1, dtype=np.int64)
-        mine = matched.rank == index
+        mine = order[bounds[index] : bounds[index + 1]]
         column[matched.row[mine]] = wait[mine]
         waits[summary.rank] = column
     return waits

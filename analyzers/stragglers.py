@@ -22,6 +22,8 @@ __all__ = ["Caused", "charge", "explain"]
 
 _EXAMINED = 500
 """Collectives examined, the costliest first."""
+_PEERS = 33
+"""Peers that a late rank is compared with: enough for a median."""
 _REPORTED = 20
 """Stragglers reported."""
 
@@ -86,18 +88,18 @@ def _reason(
 ) -> tuple[str | None, str, str, int]:
     """Return (layer, kind, text, excess ns) of what the last rank did more of than its median peer."""
     peers: dict[str | None, list[int]] = defaultdict(list)
-    gaps, comms, own = [], [], -1
-    for rank, row in zip(ranks.tolist(), rows.tolist(), strict=True):
-        if rank == latest:
-            own = row
-            continue
+    gaps, comms = [], []
+    own = int(rows[ranks == latest][0])
+    ranks, rows = ranks[ranks != latest], rows[ranks != latest]
+    chosen = np.unique(np.linspace(0, len(ranks) - 1, min(len(ranks), _PEERS)).astype(np.int64))
+    for rank, row in zip(ranks[chosen].tolist(), rows[chosen].tolist(), strict=True):
         summary = summaries[rank]
         for fqn, duration, _ in _layers(summary, row):
             peers[fqn].append(duration)
         gaps.append(int(summary.gap_ns[row]))
         comms.append(int(summary.comm_ns[row]))
     late = summaries[latest]
-    others = len(ranks) - 1
+    others = len(chosen)
     candidates = []
     for fqn, duration, kernel in _layers(late, own):
         excess = duration - _median([*peers[fqn], *[0] * (others - len(peers[fqn]))])
