@@ -18,13 +18,13 @@ from typing import Any
 
 from fsdp2prof import __version__
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
+from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
-    fact_grids,
     fullest_first,
     layer_peak_grid,
     matrix_grid,
@@ -60,6 +60,8 @@ class _Block:
     title: str = ""
     """Title of a chart without a table."""
     note: str = ""
+    lines: Sequence[str] = ()
+    """Sentences instead of a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +185,7 @@ def _communication_section(trace: TraceAnalysis) -> _Section:
 
 
 def _present(blocks: Sequence[_Block]) -> list[_Block]:
-    return [block for block in blocks if block.grid or block.figure]
+    return [block for block in blocks if block.grid or block.figure or block.lines]
 
 
 def _memory_section(memory: MemoryAnalysis) -> _Section:
@@ -209,7 +211,7 @@ def _memory_blocks(rank: RankMemory) -> list[_Block]:
         _Block(grid=matrix_grid(rank), every=matrix_grid(rank, every=True), figure=memory_layer_chart(rank)),
         _Block(grid=block_grid(rank), every=block_grid(rank, every=True)),
         _Block(grid=layer_peak_grid(rank), every=layer_peak_grid(rank, every=True)),
-        *(_Block(grid=grid) for grid in fact_grids(rank)),
+        _Block(grid=fragmentation_grid(rank)),
     ]
     return _present(blocks)
 

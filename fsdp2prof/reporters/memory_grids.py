@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, plural
 from fsdp2prof.reporters.layers import fold_names, layer_name, natural_key
 from fsdp2prof.reporters.wording import CATEGORIES, category_label
 from fsdp2prof.results import MemoryAnalysis, RankMemory
-from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.units import format_bytes, format_ns
 
 __all__ = [
     "block_grid",
     "category_grid",
-    "fact_grids",
     "fullest_first",
     "layer_cells",
     "layer_peak_grid",
     "matrix_grid",
+    "own_frame",
     "peak_grid",
 ]
 
@@ -200,7 +199,7 @@ def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
                 "-" if block.step is None else str(block.step),
                 "-" if block.age_ns is None else format_ns(block.age_ns),
                 block.op or "-",
-                *([_place(block.stack)] if with_place else []),
+                *([own_frame(block.stack) or "-"] if with_place else []),
             ]
             for block in shown
         ],
@@ -208,42 +207,12 @@ def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
     )
 
 
-def _place(stack: Sequence[str]) -> str:
-    """Innermost Python frame outside torch: the line of the model or script that asked for the memory."""
+def own_frame(stack: Sequence[str]) -> str | None:
+    """Return the innermost Python frame outside torch: the line of the model or script that did it."""
     python = [frame for frame in stack if ".py" in frame]
     own = (frame for frame in python if not _TORCH_FRAME.search(frame))
-    frame = next(own, python[0] if python else "-")
-    return "/".join(re.split(r"[/\\]", frame)[-_PATH_PARTS:])
-
-
-def fact_grids(rank: RankMemory) -> list[Grid]:
-    """Return fragmentation and out-of-memory facts, where there are any."""
-    return [
-        _facts(title, facts)
-        for title, facts in (
-            (f"Fragmentation of rank {rank.rank}", rank.fragmentation),
-            (f"Out of memory on rank {rank.rank}", rank.oom),
-        )
-        if facts
-    ]
-
-
-def _facts(title: str, facts: Mapping[str, Any]) -> Grid:
-    rows: list[list[Cell]] = [
-        [name.removesuffix("_bytes").removesuffix("_frac").replace("_", " "), _fact(name, value)]
-        for name, value in facts.items()
-    ]
-    return Grid(title=title, columns=[Col("what"), Col("value", "name")], rows=rows)
-
-
-def _fact(name: str, value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return plural(len(value), "entry")
-    if name.endswith("_bytes") and isinstance(value, int):
-        return format_bytes(value)
-    if name.endswith("_frac") and isinstance(value, (int, float)):
-        return format_frac(value)
-    return "-" if value is None else str(value)
+    frame = next(own, python[0] if python else None)
+    return None if frame is None else "/".join(re.split(r"[/\\]", frame)[-_PATH_PARTS:])
 
 
 def _layer(fqn: str | None) -> str:

@@ -16,12 +16,12 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
-    fact_grids,
     fullest_first,
     layer_peak_grid,
     matrix_grid,
@@ -145,13 +145,14 @@ def _trace_headline(analysis: TraceAnalysis) -> Text:
 
 
 def _memory_details(rank: RankMemory, every: bool) -> Iterator[RenderableType | None]:
+    yield _paragraph(f"Out of memory on rank {rank.rank}", oom_lines(rank))
+    yield grid_view(remedy_grid(rank))
     yield grid_view(category_grid(rank))
     yield grid_view(matrix_grid(rank, every=every))
     yield _course(rank)
     yield grid_view(block_grid(rank, every=every))
     yield grid_view(layer_peak_grid(rank, every=every))
-    for grid in fact_grids(rank):
-        yield grid_view(grid)
+    yield grid_view(fragmentation_grid(rank))
 
 
 def _course(rank: RankMemory) -> RenderableType | None:

@@ -101,3 +101,30 @@ def test_a_flat_or_unknown_course_is_left_out() -> None:
     rank = replace(analysis.ranks[0], peak=replace(analysis.ranks[0].peak, by_layer=[], categories={}))
     assert "The same by layer" not in plain(memory_view(replace(analysis, ranks=[rank])))
     assert analysis.ranks[0].peak.allocated_bytes == 100 * MIB
+
+
+def test_out_of_memory_comes_first_with_what_would_help() -> None:
+    analysis = memory_analysis()
+    oom = {
+        "requested_bytes": 6 * MIB,
+        "op": "aten::empty",
+        "phase": "forward",
+        "fqn": "",
+        "allocated_bytes": 100 * MIB,
+        "device_free_bytes": None,
+        "missing_bytes": 2 * MIB,
+        "stack": ["torch::unwind()", "/x/torch/nn/functional.py:1:f", "/home/me/train.py:7:loss"],
+        "remedies": [{"action": "chunked_loss", "saves_bytes": 5 * MIB, "enough": True, "how": "in chunks"}],
+    }
+    fragmentation = {
+        "reserved_bytes": 120 * MIB,
+        "allocated_bytes": 100 * MIB,
+        "by_pool": [{"pool": "large", "stream": 0, "segments": 3, "reserved_bytes": 120 * MIB}],
+    }
+    rank = replace(analysis.ranks[0], oom=oom, fragmentation=fragmentation)
+    text = plain(memory_view(replace(analysis, ranks=[rank])))
+    assert "A request for 6.00 MiB failed in forward of (root), by aten::empty at me/train.py:7:loss." in text
+    assert "At that moment: allocated 100.0 MiB, missing 2.00 MiB." in text
+    assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
+    assert row_of(text, "large") == ["large", "0", "3", "120.0", "MiB", "-"]
+    assert text.index("Out of memory") < text.index("What fills rank")
