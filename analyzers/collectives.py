@@ -79,8 +79,8 @@ def collect(
 
     A collective belongs to the step (``steps``, host time) that issued it, if that is analysed; one that no
     step issued belongs to the first window (``windows``, device time) it reaches into; -1 if none. Its layer
-    and phase come from the phase at its issue. Its kind comes from metadata, else from the operator around its
-    launch, else from the kernel's name, else from the FSDP label.
+    and phase come from the phase at its issue. Its kind comes from metadata, else from the operator around
+    its launch, else from the kernel's name, else from the FSDP label.
     """
     sources = _device_sources(trace, device) if len(device) else _gloo_sources(trace)
     sources = _in_order(sources)

@@ -125,13 +125,17 @@ def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCall
 def _strays(table: CollectiveTable, calls: _WaitCalls, wait: IntArray, reduced: IntArray) -> None:
     """Correct the waits for all-gathers that nobody used: the final callback waits for them, one call each.
 
-    ``reduced`` are the final calls that wait for reductions: they come first in their callback.
+    It goes through the modules in their order, which is that of their first all-gathers. ``reduced`` are the
+    final calls that wait for reductions: they come first in their callback.
     """
     gathers = np.flatnonzero((table.issue_ns >= 0) & table.op.equals("all_gather") & (table.fqn.codes >= 0))
     final = calls.final_after(table.issue_ns[gathers])
     stray = (final >= 0) & ((wait[gathers] < 0) | (final < wait[gathers]))
     gathers, final = gathers[stray], final[stray]
-    order = np.lexsort((table.end_ns[gathers], final))
+    first_use = np.full(len(table.fqn.values), NEVER, dtype=np.int64)
+    issued = (table.issue_ns >= 0) & (table.fqn.codes >= 0)
+    np.minimum.at(first_use, table.fqn.codes[issued], table.issue_ns[issued])
+    order = np.lexsort((first_use[table.fqn.codes[gathers]], final))
     gathers, final = gathers[order], final[order]
     nth = np.arange(len(final)) - np.searchsorted(final, final)
     wait[gathers] = calls.final_following(final, nth + np.isin(final, reduced))
