@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
-from fsdp2prof.analyzers.memory_attribution import attribute
-from fsdp2prof.analyzers.memory_categories import categorize
+from fsdp2prof.analyzers.memory_findings import rank_findings, rank_imbalance
 from fsdp2prof.analyzers.memory_fragmentation import fragmentation
 from fsdp2prof.analyzers.memory_oom import out_of_memory
 from fsdp2prof.analyzers.memory_peak import describe_peak, layer_peaks, timeline
-from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times, reserved_totals
+from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import MemoryAnalysis, RankMemory
-from fsdp2prof.tables import MemoryRecording, StepTable
+from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory
+from fsdp2prof.tables import MemoryRecording
 
 __all__ = ["RankRecording", "analyze_memory"]
 
@@ -26,42 +24,49 @@ RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 
 def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
     """Analyse recordings of any ranks, from any source."""
+    ranks: list[RankMemory] = []
+    findings: list[list[Finding]] = []
+    for rank, recording, manifest in recordings:
+        view = memory_view(recording, manifest)
+        result = _rank_memory(rank, view)
+        ranks.append(result)
+        findings.append(rank_findings(view, result))
+    imbalance = rank_imbalance(ranks)
     return MemoryAnalysis(
-        ranks=[_analyze_rank(rank, recording, manifest) for rank, recording, manifest in recordings],
-        findings=[],
+        ranks=ranks,
+        findings=[*([imbalance] if imbalance else []), *_merged(ranks, findings)],
         warnings=[f"rank {rank}: {text}" for rank, recording, _ in recordings for text in recording.warnings],
     )
 
 
-def _analyze_rank(rank: int, recording: MemoryRecording, manifest: RankManifest | None) -> RankMemory:
-    steps = _steps(recording, manifest)
-    attributed = attribute(recording, steps)
-    allocations = categorize(attributed, manifest, recording.end_ns)
-    totals = allocated_totals(allocations, recording.events)
-    reserved = reserved_totals(recording.segments, recording.events)
-    times = event_times(recording)
+def _rank_memory(rank: int, view: MemoryView) -> RankMemory:
     return RankMemory(
         rank=rank,
-        device=recording.device,
-        source=recording.source,
-        peak=describe_peak(allocations, attributed.phases, steps, recording.stacks, totals, reserved, times),
-        layers=layer_peaks(attributed.phases, totals, times),
-        fragmentation=fragmentation(recording, totals, reserved, int(np.argmax(totals))),
-        oom=out_of_memory(recording, allocations, attributed.phases, totals, reserved),
-        truncated=recording.truncated,
-        timeline=timeline(allocations, reserved, times, int(np.argmax(totals))),
-        phase_spans=phase_spans(attributed.phases),
+        device=view.recording.device,
+        source=view.recording.source,
+        peak=describe_peak(view),
+        layers=layer_peaks(view),
+        fragmentation=fragmentation(view),
+        oom=out_of_memory(view),
+        truncated=view.recording.truncated,
+        timeline=timeline(view),
+        phase_spans=phase_spans(view.phases),
     )
 
 
-def _steps(recording: MemoryRecording, manifest: RankManifest | None) -> StepTable:
-    """Return the recording's own steps, else those that the recorder timed for it."""
-    if len(recording.steps) or manifest is None:
-        return recording.steps
-    steps = [step for step in manifest.steps if step.kind == "memory"]
-    start = np.array([step.start_ns for step in steps], dtype=np.int64)
-    return StepTable(
-        step=np.array([step.step for step in steps], dtype=np.int64),
-        start_ns=start,
-        end_ns=start + np.array([step.duration_ns for step in steps], dtype=np.int64),
-    )
+def _merged(ranks: list[RankMemory], findings: list[list[Finding]]) -> list[Finding]:
+    """Say what many ranks have in common once, in the words of the fullest, and name the ranks."""
+    fullest_first = sorted(zip(ranks, findings, strict=True), key=lambda pair: -pair[0].peak.allocated_bytes)
+    first: dict[tuple[str, str | None], Finding] = {}
+    where: dict[tuple[str, str | None], list[int]] = {}
+    for result, found in fullest_first:
+        for finding in found:
+            key = finding.id, finding.fqn
+            first.setdefault(key, finding)
+            where.setdefault(key, []).append(result.rank)
+    merged = [
+        replace(finding, evidence={**finding.evidence, "ranks": sorted(set(where[key]))})
+        for key, finding in first.items()
+    ]
+    severities = ["high", "medium", "low", "info"]
+    return sorted(merged, key=lambda finding: severities.index(finding.severity))

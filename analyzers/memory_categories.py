@@ -16,7 +16,8 @@ elsewhere in backward                       activation if recomputed; unsharded_
                                             accumulated or outliving the backward; else temporary
 in forward                                  activation if alive when the backward begins, else temporary
 outside of everything                       input if a forward begins in its life, else temporary
-no time known, no address known             unattributed
+no time known, no address known             unattributed, unless sizes prove what it is
+                                            (:mod:`fsdp2prof.analyzers.memory_shards`)
 ==========================================  ==========================================================
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers.memory_attribution import Attributed
+from fsdp2prof.analyzers.memory_shards import place_shards
 from fsdp2prof.analyzers.phases import qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import CATEGORIES, GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
@@ -44,7 +46,8 @@ def categorize(attributed: Attributed, manifest: RankManifest | None, end_ns: in
         fqn = _known_storages(rules, allocations, manifest)
     _fsdp_rules(rules, attributed, end_ns)
     _lifetime_rules(rules, attributed)
-    return allocations.with_columns(category=rules.column(), fqn=fqn)
+    allocations = allocations.with_columns(category=rules.column(), fqn=fqn)
+    return place_shards(allocations, attributed) if manifest is None else allocations
 
 
 class _Rules:

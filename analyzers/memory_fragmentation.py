@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from fsdp2prof.tables import BlockTable, BoolArray, IntArray, MemoryRecording
+from fsdp2prof.analyzers.memory_view import MemoryView
+from fsdp2prof.tables import BlockTable, BoolArray
 
 __all__ = ["fragmentation", "free_blocks"]
 
 
-def fragmentation(
-    recording: MemoryRecording, totals: IntArray, reserved: IntArray | None, order: int
-) -> dict[str, Any]:
+def fragmentation(view: MemoryView) -> dict[str, Any]:
     """Describe the unused memory at the end of a recording; empty without a caching allocator.
 
-    - ``gap_at_peak_bytes``: reserved minus allocated right after event ``order``, the peak.
+    - ``gap_at_peak_bytes``: reserved minus allocated at the peak.
     - ``reserved_bytes`` = ``allocated_bytes`` (blocks in use) + ``pending_free_bytes`` (freed, but another
       stream is not done) + ``inactive_split_bytes`` (free parts of segments in use: fragmentation)
       + ``releasable_bytes`` (whole free segments, which the allocator can give back).
@@ -24,7 +23,7 @@ def fragmentation(
     - ``largest_free_block_bytes``: the largest request that fits without a new segment.
     - ``by_pool``: the same by pool and stream; a request finds only the free blocks of its own.
     """
-    blocks = recording.blocks
+    blocks, reserved = view.recording.blocks, view.reserved
     if not len(blocks) or reserved is None:
         return {}
     pools: list[dict[str, Any]] = []
@@ -43,7 +42,7 @@ def fragmentation(
         )
     pools.sort(key=lambda pool: -pool["reserved_bytes"])
     return {
-        "gap_at_peak_bytes": int(reserved[order] - totals[order]),
+        "gap_at_peak_bytes": int(reserved[view.peak_order] - view.totals[view.peak_order]),
         **_parts(blocks),
         "expandable_segments": bool(blocks.expandable.any()),
         "by_pool": pools,

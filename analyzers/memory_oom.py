@@ -11,8 +11,8 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory_fragmentation import free_blocks
 from fsdp2prof.analyzers.memory_peak import largest_blocks, layer_bytes, sum_by
-from fsdp2prof.analyzers.memory_usage import live_at
-from fsdp2prof.tables import AllocationTable, BoolArray, IntArray, MemoryRecording, PhaseTable, Stacks
+from fsdp2prof.analyzers.memory_view import MemoryView
+from fsdp2prof.tables import AllocationTable, BoolArray, MemoryRecording, Stacks
 
 __all__ = ["in_loss", "out_of_memory"]
 
@@ -27,13 +27,7 @@ _CHUNKS = 8
 """Pieces a chunked loss is counted with."""
 
 
-def out_of_memory(
-    recording: MemoryRecording,
-    allocations: AllocationTable,
-    phases: PhaseTable,
-    totals: IntArray,
-    reserved: IntArray | None,
-) -> dict[str, Any] | None:
+def out_of_memory(view: MemoryView) -> dict[str, Any] | None:
     """Describe the last request that failed; ``None`` if none did.
 
     - ``requested_bytes``, ``op``, ``phase``, ``fqn``, ``stack``: the request;
@@ -44,11 +38,12 @@ def out_of_memory(
     - ``categories``, ``by_layer``, ``largest_blocks``: what was alive;
     - ``remedies``: what would have let it fit, by the bytes it saves, most first (:func:`_remedies`).
     """
+    recording, phases, totals, reserved = view.recording, view.phases, view.totals, view.reserved
     if not len(recording.ooms):
         return None
     oom = recording.ooms.take(np.array([len(recording.ooms) - 1]))
     order, requested = int(oom.order[0]), int(oom.requested[0])
-    live = allocations.take(live_at(allocations, order))
+    live = view.live(order)
     row = int(intervals.containing(phases.start_ns, phases.end_ns, oom.time_ns)[0])
     stack = list(recording.stacks[int(oom.stack[0])]) if oom.stack[0] >= 0 else []
     device_free = int(oom.device_free[0])

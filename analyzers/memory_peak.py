@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.memory_usage import allocated_totals, live_at
+from fsdp2prof.analyzers.memory_usage import allocated_totals
+from fsdp2prof.analyzers.memory_view import MemoryView
 from fsdp2prof.results import LayerBytes, LayerPeak, LiveBlock, OtherPeak, Peak
-from fsdp2prof.tables import CATEGORIES, AllocationTable, IntArray, PhaseTable, Stacks, StepTable, Strings
+from fsdp2prof.tables import CATEGORIES, AllocationTable, IntArray, Stacks, Strings
 
 __all__ = [
     "describe_peak",
     "largest_blocks",
     "layer_bytes",
     "layer_peaks",
-    "other_peaks",
     "sum_by",
     "timeline",
 ]
@@ -45,38 +45,29 @@ def layer_bytes(allocations: AllocationTable) -> list[LayerBytes]:
     return [LayerBytes(fqn=fqn, category=str(category), bytes=size) for (fqn, category), size in sums.items()]
 
 
-def describe_peak(
-    allocations: AllocationTable,
-    phases: PhaseTable,
-    steps: StepTable,
-    stacks: Stacks,
-    totals: IntArray,
-    reserved: IntArray | None,
-    times: IntArray,
-) -> Peak:
+def describe_peak(view: MemoryView) -> Peak:
     """Describe the instant of the largest total, the first one among equals.
 
-    ``totals``, ``reserved`` and ``times`` are indexed by order (:mod:`fsdp2prof.analyzers.memory_usage`).
     ``reserved_bytes`` is the most that was ever reserved, like ``torch.cuda.max_memory_reserved``.
     """
-    order = int(np.argmax(totals))
-    live = allocations.take(live_at(allocations, order))
-    time_ns = int(times[order]) if times[order] >= 0 else None
+    order, phases, steps = view.peak_order, view.phases, view.steps
+    live = view.live(order)
+    time_ns = int(view.times[order]) if view.times[order] >= 0 else None
     instant = np.array([-1 if time_ns is None else time_ns], dtype=np.int64)
     row = int(intervals.containing(phases.start_ns, phases.end_ns, instant)[0])
     step = int(intervals.containing(steps.start_ns, steps.end_ns, instant)[0])
     by_category = sum_by(live.size, live.category)
     return Peak(
-        allocated_bytes=int(totals[order]),
-        reserved_bytes=None if reserved is None else int(reserved.max()),
+        allocated_bytes=int(view.totals[order]),
+        reserved_bytes=None if view.reserved is None else int(view.reserved.max()),
         step=int(steps.step[step]) if step >= 0 else None,
-        phase=_phase_then(allocations, phases, row, order),
+        phase=_phase_then(view, row),
         fqn=phases.fqn[row] if row >= 0 else None,
         categories={name: by_category.get((name,), 0) for name in CATEGORIES},
         by_layer=layer_bytes(live),
         time_ns=time_ns,
-        largest_blocks=largest_blocks(live, stacks, time_ns),
-        others=other_peaks(phases, totals, times, row),
+        largest_blocks=largest_blocks(live, view.recording.stacks, time_ns),
+        others=_other_peaks(view, row),
     )
 
 
@@ -100,9 +91,10 @@ def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -
     return blocks
 
 
-def other_peaks(phases: PhaseTable, totals: IntArray, times: IntArray, but: int) -> list[OtherPeak]:
+def _other_peaks(view: MemoryView, but: int) -> list[OtherPeak]:
     """Return the five highest totals of any other (step, phase, fqn) than that of phase row ``but``."""
-    highest, _, _ = _over_rows(phases, totals, times)
+    phases = view.phases
+    highest, _, _ = _over_rows(view)
     best: dict[tuple[int, str, str | None], int] = {}
     names = zip(phases.step.tolist(), phases.phase.to_list(), phases.fqn.to_list(), strict=True)
     keys = [(int(step), str(phase), fqn) for step, phase, fqn in names]
@@ -117,9 +109,10 @@ def other_peaks(phases: PhaseTable, totals: IntArray, times: IntArray, but: int)
     ]
 
 
-def layer_peaks(phases: PhaseTable, totals: IntArray, times: IntArray) -> list[LayerPeak]:
+def layer_peaks(view: MemoryView) -> list[LayerPeak]:
     """Return each layer's peak and growth by phase, in the order in which they first ran."""
-    highest, before, after = _over_rows(phases, totals, times)
+    phases = view.phases
+    highest, before, after = _over_rows(view)
     peaks: dict[tuple[str | None, str], list[int]] = {}
     names = zip(phases.fqn.to_list(), phases.phase.to_list(), strict=True)
     for (fqn, phase), high, first, last in zip(
@@ -134,37 +127,37 @@ def layer_peaks(phases: PhaseTable, totals: IntArray, times: IntArray) -> list[L
     ]
 
 
-def timeline(
-    allocations: AllocationTable, reserved: IntArray | None, times: IntArray, peak: int, points: int = 400
-) -> dict[str, list[int]]:
+def timeline(view: MemoryView, points: int = 400) -> dict[str, list[int]]:
     """Return allocated bytes by category at evenly spaced events, the peak among them.
 
     Keys: ``time_ns``, one per category, and ``reserved`` where there is a caching allocator. At every point
     the categories sum to the allocated bytes.
     """
-    events = len(times)
-    chosen = np.unique(np.append(np.linspace(0, events - 1, min(points, events)).astype(np.int64), peak))
-    course = {"time_ns": times[chosen].tolist()}
+    events = len(view.times)
+    even = np.linspace(0, events - 1, min(points, events)).astype(np.int64)
+    chosen = np.unique(np.append(even, view.peak_order))
+    course = {"time_ns": view.times[chosen].tolist()}
     for name in CATEGORIES:
-        rows = allocations.take(allocations.category.equals(name))
+        rows = view.allocations.take(view.allocations.category.equals(name))
         course[name] = allocated_totals(rows, events)[chosen].tolist()
-    if reserved is not None:
-        course["reserved"] = reserved[chosen].tolist()
+    if view.reserved is not None:
+        course["reserved"] = view.reserved[chosen].tolist()
     return course
 
 
-def _phase_then(allocations: AllocationTable, phases: PhaseTable, row: int, order: int) -> str:
+def _phase_then(view: MemoryView, row: int) -> str:
     """Phase of the peak: of its instant, or outside of every label that of the allocation that made it."""
-    made = np.flatnonzero(allocations.alloc_order == order)
+    made = np.flatnonzero(view.allocations.alloc_order == view.peak_order)
     if row >= 0 or not len(made):
-        return str(phases.phase[row]) if row >= 0 else "other"
-    return str(allocations.phase[int(made[0])])
+        return str(view.phases.phase[row]) if row >= 0 else "other"
+    return str(view.allocations.phase[int(made[0])])
 
 
-def _over_rows(phases: PhaseTable, totals: IntArray, times: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def _over_rows(view: MemoryView) -> tuple[IntArray, IntArray, IntArray]:
     """Return the highest total inside each phase row, and the totals right before and at the end of it."""
-    first = np.searchsorted(times, phases.start_ns)
-    last = np.searchsorted(times, phases.end_ns)
+    totals, phases = view.totals, view.phases
+    first = np.searchsorted(view.times, phases.start_ns)
+    last = np.searchsorted(view.times, phases.end_ns)
     padded = np.append(totals, totals[-1])
     before = totals[np.maximum(first - 1, 0)]
     after = totals[np.maximum(last - 1, 0)]

@@ -41,6 +41,7 @@ __all__ = [
     "RunRank",
     "RunSummary",
     "ShardGroup",
+    "Severity",
     "StepBreakdown",
     "StepTime",
     "Straggler",
