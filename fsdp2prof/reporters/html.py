@@ -204,6 +204,8 @@ def _memory_section(memory: MemoryAnalysis) -> _Section:
 
 def _memory_blocks(rank: RankMemory) -> list[_Block]:
     blocks = [
+        _Block(lines=oom_lines(rank), title=f"Out of memory on rank {rank.rank}"),
+        _Block(grid=remedy_grid(rank)),
         _Block(
             figure=course_chart(rank), title=f"Memory of rank {rank.rank} over time", note="allocated bytes"
         ),

@@ -8,9 +8,11 @@ import io
 import json
 import os
 import pickle
+import pty
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -53,6 +55,19 @@ def run(traces: Path, tmp_path: Path) -> Path:
         manifest = RankManifest(rank=rank, world_size=3, state="partial" if rank else "complete")
         (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     return root
+
+
+def on_a_terminal(command: list[str]) -> tuple[str, str]:
+    """Run a command whose stderr is a terminal: what it said there, and its stdout."""
+    terminal, end = pty.openpty()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=end, check=True, text=True)
+    os.close(end)
+    said = b""
+    with suppress(OSError):
+        while chunk := os.read(terminal, 4096):
+            said += chunk
+    os.close(terminal)
+    return said.decode(), done.stdout
 
 
 def trace_json(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, object]:
@@ -155,6 +170,16 @@ class TestGoodInput:
         pipe = f"{program} analyze trace {traces} --format json | true; exit ${{PIPESTATUS[0]}}"
         ended = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stderr) == (141, "")
+
+    def test_messages_go_to_a_terminal_on_stderr_only(self, traces: Path, tmp_path: Path) -> None:
+        """With a person on stderr the JSON on stdout stays JSON, and -q is silent."""
+        program = Path(sys.executable).parent / "fsdp2prof"
+        command = [str(program), "analyze", "trace", str(traces), "-o", str(tmp_path / "a.json"), "-f"]
+        said, printed = on_a_terminal([*command[:4], "--format", "json"])
+        assert json.loads(printed)["schema"] == "fsdp2prof.trace/1"
+        assert "analysing" in said
+        assert "wrote" in on_a_terminal(command)[0]
+        assert on_a_terminal([*command, "-q"]) == ("", "")
 
     def test_report_is_one_file(self, capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path) -> None:
         report = tmp_path / "report.html"
