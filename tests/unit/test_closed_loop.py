@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import Layer, Recording, Schedule, record, transformer, truth_of, write
+from synthetic import Layer, Recording, Schedule, record, transformer, truth_of, write, write_run
 from synthetic.truth import GroupKey, GroupTruth
 
+from fsdp2prof.analyzers.pipeline import analyze_trace_path
 from fsdp2prof.analyzers.trace import RankAnalysis, analyze_rank
 from fsdp2prof.readers.chrome_trace import read_trace
 
@@ -230,3 +231,49 @@ def test_a_drained_queue_is_charged_with_the_lead_it_cost(tmp_path: Path) -> Non
     assert last.idle_ns["device_sync"] > 80_000
     assert last.idle_ns["device_sync"] > 5 * last.idle_ns.get("host_bound", 0)
     assert "device_sync" not in analyse(plain, tmp_path).rank.steps[-1].idle_ns
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in ("no_labels", "cuda_graph")])
+def test_verdicts_say_how_early_and_how_late(name: str, tmp_path: Path) -> None:
+    (recording,) = record(VARIANTS[name])
+    write(recording, tmp_path / "rank0_trace.json")
+    rows = analyze_trace_path(tmp_path, workers=1).prefetch
+    awaited = [c for c in recording.timeline.collectives if c.consumer is not None]
+    key = sorted((c.step, c.fqn, c.op, c.needed - c.issue, c.needed - c.end, c.stall) for c in awaited)
+    assert key == sorted(
+        (r.step, r.fqn, r.op, r.issued_before_ns, r.finished_before_ns, r.stall_ns) for r in rows
+    )
+    for row in rows:
+        assert sum(row.late_ns.values()) == row.stall_ns
+        assert (row.cause is None) == (row.stall_ns == 0)
+
+
+CAUSES = {
+    "launch": (Schedule(roots=(T(),)).changed("layers.1", late_ns=20_000_077), "layers.1", "forward"),
+    "communicator": (VARIANTS["queued_behind_reduce_scatter"], "layers.0", "backward"),
+    "stream": (VARIANTS["unshard_async_op"], "layers.1", "forward"),
+    "transfer": (
+        Schedule(roots=(T(4),), slow_transfer=frozenset({("all_gather", "layers.0")})),
+        "layers.0",
+        "forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_of_a_late_all_gather_is_the_one_built_in(cause: str, tmp_path: Path) -> None:
+    schedule, fqn, phase = CAUSES[cause]
+    (recording,) = record(schedule)
+    write(recording, tmp_path / "rank0_trace.json")
+    rows = analyze_trace_path(tmp_path, workers=1).prefetch
+    found = [r for r in rows if (r.fqn, r.phase, r.op) == (fqn, phase, "all_gather")]
+    assert [row.cause for row in found] == [cause] * schedule.steps
+
+
+def test_an_all_gather_late_for_a_peer_names_the_peer(tmp_path: Path) -> None:
+    base = VARIANTS["default"]
+    folder = write_run(record(base, base.changed("layers.1", forward_ns=2_000_003)), tmp_path / "run")
+    rows = analyze_trace_path(folder, workers=1).prefetch
+    late = [r for r in rows if (r.rank, r.op, r.cause) == (0, "all_gather", "peer")]
+    assert late
+    assert all(r.late_ns["peer"] <= 2_000_003 - 300_017 for r in late)
