@@ -52,7 +52,8 @@ def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
         severity="medium",
         fqn=None,
         message=f"Rank {fullest.rank} peaks at {format_bytes(high)}, "
-        f"rank {emptiest.rank} at {format_bytes(low)}: balance the batches, or look for uneven shards and work that only one rank does.",
+        f"rank {emptiest.rank} at {format_bytes(low)}: balance the batches, or look for uneven shards "
+        "and work that only one rank does.",
         evidence={"ranks": {str(result.rank): result.peak.allocated_bytes for result in results}},
     )
 
@@ -132,7 +133,8 @@ def _unsharded_gradients(peak: Peak) -> Finding | None:
         severity=_severity(total, peak.allocated_bytes),
         fqn=None,
         message=f"{len(held)} groups hold unsharded gradients at the peak ({format_bytes(total)}): "
-        "micro-batches without gradient sync keep them for the whole model. Sync every micro-batch, or use fewer of them.",
+        "micro-batches without gradient sync keep them for the whole model. Sync every micro-batch, "
+        "or use fewer of them.",
         evidence={"bytes": total, "groups": len(held)},
     )
 

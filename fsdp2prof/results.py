@@ -29,6 +29,8 @@ __all__ = [
     "LayerPeak",
     "LiveBlock",
     "MemoryAnalysis",
+    "MemoryComparison",
+    "MemoryDelta",
     "MemoryEstimate",
     "OtherPeak",
     "Peak",
@@ -51,6 +53,7 @@ __all__ = [
 
 TRACE_SCHEMA = "fsdp2prof.trace/1"
 MEMORY_SCHEMA = "fsdp2prof.memory/1"
+MEMORY_COMPARISON_SCHEMA = "fsdp2prof.memory_comparison/1"
 RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
 CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
@@ -437,6 +440,33 @@ class MemoryAnalysis:
     ranks: list[RankMemory]
     findings: list[Finding]
     warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryDelta:
+    """What one category, layer or place in the program holds at the peak of two recordings."""
+
+    before_bytes: int
+    after_bytes: int
+    delta_bytes: int
+    category: str | None = None
+    fqn: str | None = None
+    op: str | None = None
+    stack: list[str] = field(default_factory=list)
+    """Frames, innermost first; empty except by stack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryComparison:
+    """Two recordings at their peaks; each list sums to ``delta_bytes`` and starts with the largest change."""
+
+    schema: str = MEMORY_COMPARISON_SCHEMA
+    before: Peak
+    after: Peak
+    delta_bytes: int
+    by_category: list[MemoryDelta]
+    by_layer: list[MemoryDelta]
+    by_stack: list[MemoryDelta]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
