@@ -49,6 +49,10 @@ _WORTH_A_NUMBER = 0.001
 """Unattributed share of the peak from which it is among the key figures."""
 
 
+_ROW_LIMIT = 2000
+"""Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
     """One titled part of a section: a chart, a table, or both."""
@@ -254,6 +258,7 @@ def _fill(page: _Page) -> str:
     scripts = [get_plotlyjs(), _asset("report.js")] if figures else []
     return environment.get_template("report.html.j2").render(
         page=page,
+        row_limit=_ROW_LIMIT,
         version=__version__,
         css=Markup(_asset("report.css")),
         scripts=[Markup(script) for script in scripts],

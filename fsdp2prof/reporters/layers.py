@@ -70,10 +70,9 @@ def layer_rows(analysis: TraceAnalysis) -> list[LayerRow]:
     windows = sum(len(rank.steps) for rank in analysis.ranks)
     if not windows:
         return []
-    groups: dict[tuple[str, ...], list[GroupRow]] = defaultdict(list)
+    groups: dict[Hashable, list[GroupRow]] = defaultdict(list)
     for row in analysis.groups:
-        key = (row.fqn, row.phase, row.op, row.mesh_dim or row.process_group, row.dtype)
-        groups[tuple(map(repr, key))].append(row)
+        groups[row.fqn, row.phase, row.op, row.mesh_dim or row.process_group, row.dtype].append(row)
     return _worst_first(_mean(rows, windows) for rows in groups.values())
 
 

@@ -115,3 +115,11 @@ def test_empty_analyses_render() -> None:
     assert "<script" not in page
     assert "No collective ran" in page
     assert html.render("name", replace(memory_analysis(), ranks=[]))
+
+
+def test_thousands_of_rows_are_cut_and_said() -> None:
+    analysis = trace_analysis()
+    ranks = [replace(analysis.ranks[0], rank=rank) for rank in range(1100)]
+    page = html.render("name", replace(analysis, ranks=ranks))
+    assert "2000 of all 2200 rows" in page
+    assert page.count("<tr>") < 2200
