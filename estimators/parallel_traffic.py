@@ -112,7 +112,8 @@ def add_parallel_traffic(
 
 
 def _recomputed(policy: PolicySpec, block: int) -> bool:
-    return policy.ac == "full" or (policy.ac_every is not None and block % policy.ac_every == 0)
+    every = policy.ac_every
+    return policy.ac == "full" or (every is not None and (block + 1) % every == 0)
 
 
 def _add_tensor_parallel(

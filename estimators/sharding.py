@@ -95,7 +95,7 @@ class ParameterGroup:
 def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     """The ``fully_shard`` calls of a policy, bottom-up, the root last.
 
-    Raises ``ModelError`` if a wrap item names nothing in the model, or a module twice.
+    Raises ``ModelError`` if a wrap item names nothing in the model, a module twice, or a chunked head.
     """
     names = dict(model.module.named_modules())
     units: dict[tuple[str, ...], None] = {}
@@ -105,6 +105,8 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     repeated = [fqn for fqn, count in Counter(chain.from_iterable(units)).items() if count > 1]
     if repeated:
         raise ModelError(f"wrap: {repeated[0]} would be sharded twice")
+    if policy.loss_chunks is not None and any("output" in unit for unit in units):
+        raise ModelError("loss=chunked:K runs the head K times: leave it to the root group, do not wrap it")
     position = {fqn: index for index, fqn in enumerate(names)}
     ordered = sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]]))
     last_block = model.blocks[-1] if model.blocks else None

@@ -91,8 +91,8 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
     if manifest.gradient_syncs and manifest.gradient_syncs == manifest.micro_batches:
         policy["sync"] = "each"
     root = next((group for group in groups if not group.fqn), None)
-    if root is not None:
-        policy["reshard_root"] = root.reshard_after_forward is True
+    if root is not None and isinstance(root.reshard_after_forward, bool):
+        policy["reshard_root"] = root.reshard_after_forward
     if manifest.optimizers:
         policy["optimizer"] = _optimizer_of(manifest)
     mesh = {"dp_replicate": first.replicate_world_size, "dp_shard": first.shard_world_size}

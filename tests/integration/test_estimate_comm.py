@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,14 +23,18 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.builtin_models import TransformerConfig
 from fsdp2prof.estimators.builtin_models_build import build_builtin
-from fsdp2prof.estimators.communication import estimate_built
+from fsdp2prof.estimators.communication import estimate_built, estimate_comm
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.recorded import estimate_comm_of_run
 from fsdp2prof.estimators.sharding import freeze, wrap_units
+from fsdp2prof.estimators.specs import make_spec, values_of_run
 from fsdp2prof.readers.run_directory import open_run
+
+from .conftest import SCRIPTS
 
 
 class Interception(TorchDispatchMode):
@@ -119,11 +124,7 @@ def executed(config, mesh, policy):
 
 
 def shard_model(model, device_mesh, mesh, policy):
-    if policy.ac == "full":
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-        for index, layer in enumerate(model.module.layers):
-            model.module.layers[index] = checkpoint_wrapper(layer)
+    checkpoint_blocks(model.module, model.blocks, policy)
     dtypes = [getattr(torch, name) if name else None for name in (policy.param_dtype, policy.reduce_dtype)]
     precision = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
     data_mesh = device_mesh["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else device_mesh["dp_shard"]
@@ -223,6 +224,8 @@ def test_padding_and_shared_parameters(config, shards):
         (tiny(), {}),
         (tiny(), {"loss_parallel": False}),
         (tiny(), {"ac": "full"}),
+        (tiny(), {"ac": "every:2"}),
+        (tiny(), {"ac": "op"}),
         (tiny(), {"grad_accum": 2}),
         (tiny(), {"grad_accum": 2, "sync": "each", "param_dtype": None}),
         (tiny("qwen", qk_norm=True), {}),
@@ -277,6 +280,21 @@ def test_a_recorded_run_from_its_manifest(recorded, script, nproc):
                 measured[(*key, "payload_bytes")] += row["payload_bytes"]
         assert predicted_rows == measured
         assert measured
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [("nested", 2), ("hsdp", 4), ("never_reshard", 2), ("int_reshard", 4), ("accumulation", 2)],
+)
+def test_specifications_read_from_a_run_predict_the_same(recorded, script, nproc, monkeypatch):
+    """Mesh and policy of the manifest with the script's own model: the same rows, process groups apart."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    manifest = open_run(recorded(script, nproc).run).ranks[0].manifest
+    values = values_of_run(manifest)
+    spec = make_spec({**values, "model": "_common:Tower", "policy": {**values["policy"], "clip_grad": False}})
+    from_specs = estimate_comm(spec.model, spec.mesh, spec.policy).groups
+    from_manifest = estimate_comm_of_run(manifest).groups
+    assert [replace(row, process_group=None) for row in from_manifest] == from_specs
 
 
 KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")

@@ -125,8 +125,8 @@ def test_context_parallelism_moves_grouped_heads():
 
 def test_context_parallelism_gathers_again_when_blocks_are_recomputed():
     rows = rows_of("dp_shard=2,cp=2", replace(PLAIN, ac="every:2"))
-    assert rows["layers.0", "backward", "all_gather", "cp"].count == 2
-    assert rows["layers.1", "backward", "all_gather", "cp"].count == 1
+    assert rows["layers.0", "backward", "all_gather", "cp"].count == 1
+    assert rows["layers.1", "backward", "all_gather", "cp"].count == 2
 
 
 def test_tensor_parallelism_by_hand():
@@ -264,6 +264,7 @@ def test_groups_are_fsdps_own():
         ("dp_shard=2", {"wrap": ("Decoder",)}, "no class or module 'Decoder' in tiny"),
         ("dp_shard=2", {"wrap": ("norm+head",)}, "no module 'head' in tiny"),
         ("dp_shard=2", {"wrap": ("norm", "norm+output")}, "norm would be sharded twice"),
+        ("dp_shard=2", {"wrap": ("norm+output",), "loss": "chunked:4"}, "leave it to the root group"),
         ("dp_shard=2", {"trainable": "lora"}, "matches no parameter"),
         ("pp=8", {"reshard": "never"}, "pp=8 stages for 4 layers"),
         ("pp=2", {}, "with pp use reshard=never"),
