@@ -10,7 +10,8 @@ Every round trains three times, in an order that turns from round to round: plai
 - inside: recorded / torch.profiler, over the traced steps. The last of them is left out: with ``record`` the
   trace is written in it, with ``torch.profiler`` after it.
 
-A ratio is the median over rounds of the ratio of medians, with the lowest and the highest round.
+each for wall time and for rank 0's CPU time, which other work on the machine disturbs less. A ratio is the
+median over rounds of the ratio of median step times, with the lowest and the highest round.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from pathlib import Path
 BEFORE, ACTIVE, AFTER = 20, 6, 30
 WARMUP, MEMORY_STEPS = 1, 1
 FIRST_TRACED = BEFORE + WARMUP
-STEPS = FIRST_TRACED + ACTIVE + MEMORY_STEPS + AFTER
+AFTERWARDS = FIRST_TRACED + ACTIVE + MEMORY_STEPS
+STEPS = AFTERWARDS + AFTER
 SETTLING = 5
 """Steps left out at the start of a run and after the recording."""
 MODES = ("plain", "record", "profiler")
 
 
 def train(mode: str, output: Path) -> None:
-    """Train on every rank and write rank 0's step times in seconds."""
+    """Train on every rank and write rank 0's step times in seconds: wall and CPU."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -72,18 +74,19 @@ def train(mode: str, output: Path) -> None:
     time.sleep(0.2)
 
 
-def timed(step: Callable[[], None], after: Callable[[], None] = lambda: None) -> list[float]:
+def timed(step: Callable[[], None], after: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
     """Run all steps; ``after`` runs between them and is not timed."""
-    times = []
+    times: dict[str, list[float]] = {"wall": [], "CPU": []}
     for _ in range(STEPS):
-        start = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         step()
-        times.append(time.perf_counter() - start)
+        times["wall"].append(time.perf_counter() - wall)
+        times["CPU"].append(time.process_time() - cpu)
         after()
     return times
 
 
-def profiled(step: Callable[[], None], output: Path) -> list[float]:
+def profiled(step: Callable[[], None], output: Path) -> dict[str, list[float]]:
     """Run all steps under ``torch.profiler`` as ``record`` would have set it up."""
     import torch
     from torch.profiler import profile, schedule
@@ -100,7 +103,7 @@ def profiled(step: Callable[[], None], output: Path) -> list[float]:
         return timed(step, profiler.step)
 
 
-def run(mode: str, nproc: int, folder: Path) -> list[float]:
+def run(mode: str, nproc: int, folder: Path) -> dict[str, list[float]]:
     """Train once in processes of their own."""
     output = folder / f"{mode}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
@@ -111,14 +114,14 @@ def run(mode: str, nproc: int, folder: Path) -> list[float]:
         command = [*recorder, *map(str, options), "--", *command]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
-    times: list[float] = json.loads(output.read_text())
+    times: dict[str, list[float]] = json.loads(output.read_text())
     return times
 
 
 def report(name: str, ratios: list[float]) -> None:
     """Print one ratio over the rounds."""
     middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-    print(f"{name:<40} {middle:.3f}  ({low:.3f} .. {high:.3f}, {len(ratios)} rounds)")
+    print(f"{name:<42} {middle:.3f}  ({low:.3f} .. {high:.3f}, {len(ratios)} rounds)")
 
 
 def main() -> None:
@@ -134,23 +137,22 @@ def main() -> None:
     if args.train:
         train(args.train, args.output)
         return
-    windows = {
-        "outside": slice(FIRST_TRACED + ACTIVE + MEMORY_STEPS + SETTLING, STEPS),
-        "before": slice(SETTLING, BEFORE - 1),
-        "inside": slice(FIRST_TRACED, FIRST_TRACED + ACTIVE - 1),
+    comparisons = {
+        "outside, after: recorded / plain": ("plain", slice(AFTERWARDS + SETTLING, STEPS)),
+        "outside, before: recorded / plain": ("plain", slice(SETTLING, BEFORE - 1)),
+        "inside: recorded / torch.profiler": ("profiler", slice(FIRST_TRACED, FIRST_TRACED + ACTIVE - 1)),
     }
-    ratios: dict[str, list[float]] = {name: [] for name in windows}
+    ratios: dict[tuple[str, str], list[float]] = {}
     for number in range(args.rounds):
         order = MODES[number % 3 :] + MODES[: number % 3]
         with tempfile.TemporaryDirectory() as folder:
             times = {mode: run(mode, args.nproc, Path(folder)) for mode in order}
-        for name, window in windows.items():
-            base = "profiler" if name == "inside" else "plain"
-            ratio = statistics.median(times["record"][window]) / statistics.median(times[base][window])
-            ratios[name].append(ratio)
-    report("outside, after: recorded / plain", ratios["outside"])
-    report("outside, before: recorded / plain", ratios["before"])
-    report("inside: recorded / torch.profiler", ratios["inside"])
+        for name, (base, window) in comparisons.items():
+            for clock, recorded in times["record"].items():
+                ratio = statistics.median(recorded[window]) / statistics.median(times[base][clock][window])
+                ratios.setdefault((name, clock), []).append(ratio)
+    for (name, clock), values in ratios.items():
+        report(f"{name}, {clock}", values)
 
 
 if __name__ == "__main__":

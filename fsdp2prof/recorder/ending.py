@@ -94,6 +94,9 @@ class _Ending:
         if self._heard.is_set():
             return  # a second SIGTERM while the first is being served
         self._heard.set()
+        self._session.when_idle(lambda: self._die_of_sigterm(number, frame))
+
+    def _die_of_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._session.end("SIGTERM")
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
@@ -109,6 +112,6 @@ class _Ending:
                 )
                 self._session.manifest.error = "SIGTERM"
                 self._session.manifest.state = "partial"
-                self._session.write_state()
+                self._session.write_manifest()
                 ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
                 os.kill(self._pid, signal.SIGTERM)

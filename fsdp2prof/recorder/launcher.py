@@ -89,6 +89,8 @@ def launch(command: list[str], path: Path, options: RecordOptions, *, force: boo
 
     Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
     """
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]}: command not found; put the training command after --")
     info = prepare_run(path, options, command, force=force)
     settings = Settings(run=str(path.resolve()), options=options).encode()
     alive = path.resolve() / ".alive"
@@ -98,13 +100,8 @@ def launch(command: list[str], path: Path, options: RecordOptions, *, force: boo
         status, interrupted = _run(command, _child_environment(settings, alive), processes)
         _mark_dead_ranks(path, end_orphans(_manifests(path), settings))
         pids = {int(file.name) for file in alive.iterdir()}
-    except FileNotFoundError as error:
-        (path / RUN_FILE).unlink()
-        raise InputError(f"{command[0]}: command not found; put the training command after --") from error
     finally:
         shutil.rmtree(alive)
-        if not (path / RUN_FILE).exists():
-            path.rmdir()
     code = 128 - status if status < 0 else status
     run = open_run(path)
     info.exit_code = code

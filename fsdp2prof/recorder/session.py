@@ -61,7 +61,9 @@ class RankSession:
         self._options = options
         self._schedule = Schedule.of(options)
         self._automatic = automatic
-        self._active = False
+        self._active = self._ended = False
+        self._busy = False
+        self._postponed: Callable[[], None] | None = None
         self._step = 0
         self._step_start_ns = -1
         self._micro_batches: set[tuple[int, int]] = set()
@@ -77,7 +79,7 @@ class RankSession:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE):  # of an attempt that was restarted
             (self.folder / name).unlink(missing_ok=True)
-        self._write_manifest()
+        self.write_manifest()
         self._active = self.manifest.selected
         if self._active:
             self._watch.install()
@@ -114,7 +116,8 @@ class RankSession:
             self._guard(self._describe)
         if ended != "plain" or begun != "plain":
             self._guard(self._end_captured_step, ended, begun)
-            self._guard(self._begin_captured_step, begun)
+            if self._active:
+                self._guard(self._begin_captured_step, begun)
         self._step_start_ns = time.time_ns()
 
     def begin_first_step(self) -> None:
@@ -127,9 +130,11 @@ class RankSession:
     def end(self, error: str | None = None, *, crashed: bool = False) -> None:
         """End the recording, now or never: write what was captured and say in which state it is."""
         if not self._alive():
-            if self.manifest.pid == os.getpid() and self.manifest.state == "running":
+            if self.manifest.pid == os.getpid() and not self._ended:
+                self._ended = True
                 self._finish_manifest(error, crashed)
             return
+        self._ended = True
         self._steps.finish()
         complete = self._schedule_is_over()
         self._guard(self._finish_captures)
@@ -144,9 +149,19 @@ class RankSession:
         if message not in self.manifest.messages:
             self.manifest.messages.append(message)
 
-    def write_state(self) -> None:
-        """Write the manifest as it is: the last thing a dying process does."""
-        self._write_manifest()
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Run ``action`` now, or when the file that is being written is whole."""
+        if self._busy:
+            self._postponed = action
+        else:
+            action()
+
+    def write_manifest(self) -> None:
+        """Write the manifest as it is; a disk that takes no more is no reason to stop the training."""
+        try:
+            write_json(self.folder / MANIFEST_FILE, self.manifest)
+        except OSError as error:
+            print(f"fsdp2prof: {self.folder / MANIFEST_FILE} cannot be written ({error})", file=sys.stderr)  # noqa: T201
 
     def _alive(self) -> bool:
         return self._active and self.manifest.pid == os.getpid()
@@ -180,7 +195,7 @@ class RankSession:
             self._finish_captures()
             if self._schedule_is_over():
                 self.manifest.state = "complete"
-            self._write_manifest()
+            self.write_manifest()
 
     def _begin_captured_step(self, begun: str) -> None:
         self._roots.mark(begun in ("traced", "memory"))
@@ -227,7 +242,7 @@ class RankSession:
         device_type = self._device_type()
         self.manifest.device = environment.device_info(device_type)
         self.manifest.allocator = environment.allocator_stats(device_type)
-        self._write_manifest()
+        self.write_manifest()
 
     def _describe_tensors(self) -> None:
         known = {(tensor.address, tensor.category): tensor for tensor in self.manifest.tensors}
@@ -238,7 +253,7 @@ class RankSession:
     def _out_of_memory(self, file: str) -> None:
         self.manifest.memory_source = self.manifest.memory_source or "cuda_snapshot"
         self.tell(f"out of memory in step {self._step}: the allocator's state then is in {file}")
-        self._write_manifest()
+        self.write_manifest()
 
     def _device_type(self) -> str:
         groups = self.manifest.param_groups or describe.describe_param_groups(self._roots)
@@ -246,6 +261,7 @@ class RankSession:
 
     def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run a capture action; the training goes on if the disk is full or another profiler is running."""
+        self._busy = True
         try:
             action(*arguments)
         except (OSError, RuntimeError) as error:
@@ -255,6 +271,12 @@ class RankSession:
             self._stop_watching()
             self._active = False
             self.manifest.state = "partial"
+            self.write_manifest()
+        finally:
+            self._busy = False
+        if (postponed := self._postponed) is not None:
+            self._postponed = None
+            postponed()
 
     def _stop_watching(self) -> None:
         self._roots.remove()
@@ -276,7 +298,4 @@ class RankSession:
         elif manifest.state == "running":
             manifest.state = "complete" if complete else "partial"
         manifest.error = error
-        self._write_manifest()
-
-    def _write_manifest(self) -> None:
-        write_json(self.folder / MANIFEST_FILE, self.manifest)
+        self.write_manifest()

@@ -222,3 +222,32 @@ def test_a_profiler_of_the_trainings_own_is_left_alone(start):
     assert session.manifest.state == "partial"
     reason = "the training runs a profiler of its own then; choose other steps with --start-step"
     assert session.manifest.messages[0] == f"recording stopped at step 1: {reason}"
+
+
+def test_what_a_signal_wants_waits_until_the_file_is_whole(start):
+    start(wrapped())
+    session = start.sessions[-1]
+    order = []
+    session.when_idle(lambda: order.append("at once"))
+    session._guard(lambda: (session.when_idle(lambda: order.append("after")), order.append("writing")))
+    assert order == ["at once", "writing", "after"]
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(start, monkeypatch):
+    model = wrapped()
+    start(model, wait=0, warmup=0)
+    session = start.sessions[-1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fsdp2prof.recorder.tracing.igzip.open", full)
+    for _ in range(6):
+        loss(model).backward()
+        optimizer.step()
+    session.end()
+    assert session.manifest.state == "partial"
+    expected = "recording stopped at step 3: [Errno 28] No space left on device"
+    assert session.manifest.messages == [expected]
+    assert sorted(file.name for file in session.folder.iterdir()) == ["manifest.json"]

@@ -59,10 +59,12 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _leave_sign_of_life() -> None:
-    alive = os.environ.get("FSDP2PROF_ALIVE")
-    if alive and os.path.isdir(alive):  # noqa: PTH112
+    alive = os.environ.get("FSDP2PROF_ALIVE", "")
+    try:
         with open(os.path.join(alive, str(os.getpid())), "w"):  # noqa: PTH118, PTH123
             pass
+    except OSError:
+        return  # the launcher has ended, or this host does not share its disk
 
 
 if "FSDP2PROF_RECORD" in os.environ:
