@@ -16,7 +16,18 @@ from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.results import BreakdownNs, StepBreakdown
 from fsdp2prof.tables import BoolArray, IntArray, PhaseTable, StepTable, Table, Trace
 
-__all__ = ["Exposure", "Timeline", "WorkTable", "breakdown", "device_work", "expose", "host_work", "timeline"]
+__all__ = [
+    "Exposure",
+    "Parts",
+    "Timeline",
+    "WorkTable",
+    "breakdown",
+    "device_work",
+    "expose",
+    "host_work",
+    "split",
+    "timeline",
+]
 
 _EXPOSED_PARTS = {
     "all_gather": "exposed_all_gather",
@@ -58,6 +69,18 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The windows, split: disjoint sets of instants, each named for what comes first there."""
+
+    compute: Intervals
+    fsdp_copy: Intervals
+    exposed: Intervals
+    """A collective in flight and neither compute nor FSDP's copies."""
+    memcpy: Intervals
+    idle: Intervals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure(Table):
     """Each collective's time inside each window it touches: one row per (collective, window)."""
 
@@ -75,8 +98,9 @@ def device_work(trace: Trace, device: DeviceTable, phases: PhaseTable, collectiv
     FSDP's own are kernels and device-to-device copies launched inside its labels. A memory set is no
     compute: it counts with the copies.
     """
-    mine = np.setdiff1d(np.arange(len(device)), collectives.activity)
-    device = device.take(mine)
+    other = np.ones(len(device), dtype=np.bool_)
+    other[collectives.activity] = False
+    device = device.take(other)
     row = find_rows(phases, device.thread, device.launch_ns)
     stays = device.is_copy & trace.events.name.take(device.event).matches(is_device_copy)
     is_fsdp = _in_label(phases, row) & (stays | ~(device.is_copy | device.is_set))
@@ -127,7 +151,16 @@ def timeline(work: WorkTable, device: DeviceTable, collectives: Collectives) -> 
     )
 
 
-def expose(run: Timeline, windows: StepTable, collectives: Collectives, order: IntArray) -> Exposure:
+def split(run: Timeline, windows: StepTable) -> Parts:
+    """Split the windows; precedence at an instant: compute, FSDP copy, communication, memcpy, idle."""
+    compute, fsdp_copy, exposed, memcpy, idle = intervals.classify(
+        intervals.union(windows.start_ns, windows.end_ns),
+        [run.compute, run.fsdp_copy, run.comm, run.memcpy],
+    )
+    return Parts(compute=compute, fsdp_copy=fsdp_copy, exposed=exposed, memcpy=memcpy, idle=idle)
+
+
+def expose(parts: Parts, windows: StepTable, collectives: Collectives, order: IntArray) -> Exposure:
     """Charge every exposed instant of every window to one collective.
 
     ``order`` says whose result is needed first (lowest wins). Per window, the charges sum to the
@@ -140,32 +173,29 @@ def expose(run: Timeline, windows: StepTable, collectives: Collectives, order: I
     window = intervals.containing(windows.start_ns, windows.end_ns, start)
     inside = (window >= 0) & (end > start)
     row, start, end, window = row[inside], start[inside], end[inside], window[inside]
-    exposed = intervals.subtract(intervals.subtract(run.comm, run.compute), run.fsdp_copy)
     return Exposure(
         collective=row,
         window=window,
         total_ns=end - start,
-        exposed_ns=intervals.charge(exposed, start, end, order[row]),
+        exposed_ns=intervals.charge(parts.exposed, start, end, order[row]),
     )
 
 
 def breakdown(
-    run: Timeline, windows: StepTable, collectives: Collectives, exposure: Exposure
+    parts: Parts, windows: StepTable, collectives: Collectives, exposure: Exposure
 ) -> list[StepBreakdown]:
-    """Return the parts of each window; precedence at an instant: compute, FSDP copy, comm, memcpy, idle."""
-    everything = intervals.union(windows.start_ns, windows.end_ns)
-    layers = [run.compute, run.fsdp_copy, run.comm, run.memcpy]
-    compute, fsdp_copy, _, memcpy, idle = (
+    """Return the parts of each window, exposed communication by kind."""
+    compute, fsdp_copy, memcpy, idle = (
         intervals.covered(part, windows.start_ns, windows.end_ns)
-        for part in intervals.classify(everything, layers)
+        for part in (parts.compute, parts.fsdp_copy, parts.memcpy, parts.idle)
     )
-    parts = [_EXPOSED_PARTS.get(op, "exposed_other_comm") for op in collectives.table.op.values]
+    kinds = [_EXPOSED_PARTS.get(op, "exposed_other_comm") for op in collectives.table.op.values]
     code = collectives.table.op.codes[exposure.collective]
     steps = []
     for i in range(len(windows)):
         comm = dict.fromkeys([*_EXPOSED_PARTS.values(), "exposed_other_comm"], 0)
         here = exposure.window == i
-        for value, part in enumerate(parts):
+        for value, part in enumerate(kinds):
             comm[part] += int(exposure.exposed_ns[here & (code == value)].sum())
         steps.append(
             StepBreakdown(

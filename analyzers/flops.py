@@ -38,26 +38,27 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     Unknown without recorded shapes, and where the recorded inputs do not say how much was computed.
     """
     events, shapes = trace.events, trace.shapes
-    counted = events.name.matches(lambda name: name in _PRODUCTS or _ATTENTION.fullmatch(name) is not None)
-    unsized = events.name.matches(lambda name: name in _UNSIZED)
-    known = np.zeros(len(events), dtype=np.int64)
-    pairs: dict[tuple[int, int], int] = {}
     names = events.name.take(shapes.event)
+    pairs: dict[tuple[int, int], int] = {}
     for key in zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True):
         if key not in pairs:
             pairs[key] = operations(names.values[key[0]], shapes.dims.values[key[1]])
     keys = zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True)
-    known[shapes.event] = [pairs[key] for key in keys]
-    shaped = np.zeros(len(events), dtype=np.bool_)
-    shaped[shapes.event] = True
-    lost = unsized | (counted & ~shaped) | (known < 0)
-    step = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns)
+    known = np.array([pairs[key] for key in keys], dtype=np.int64)
+    unsized = events.name.matches(lambda name: name in _UNSIZED)
+    counted = events.name.matches(lambda name: name in _PRODUCTS or _ATTENTION.fullmatch(name) is not None)
+    counted[shapes.event] = False
+    lost = np.concatenate([np.flatnonzero(unsized | counted), shapes.event[known < 0]])
     total = np.zeros(len(steps) + 1, dtype=np.int64)
     missing = np.zeros(len(steps) + 1, dtype=np.int64)
-    np.add.at(total, step, np.maximum(known, 0))
-    np.add.at(missing, step, lost)
+    np.add.at(total, _step(trace, steps, shapes.event), np.maximum(known, 0))
+    np.add.at(missing, _step(trace, steps, lost), 1)
     found = np.where((missing == 0) & (total > 0), total, -1)
     return found[:-1]
+
+
+def _step(trace: Trace, steps: StepTable, rows: IntArray) -> IntArray:
+    return intervals.containing(steps.start_ns, steps.end_ns, trace.events.start_ns[rows])
 
 
 def operations(name: str, dims: str) -> int:

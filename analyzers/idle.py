@@ -25,9 +25,7 @@ def idle_causes(tables: RankTables) -> list[dict[str, int]]:
     On a host-only trace, time in which a caller was blocked by a collective whose transfer did not run is
     ``communication``, the rest ``host_bound``: dispatch, Python, the data loader.
     """
-    run, windows = tables.run, tables.windows
-    everything = intervals.union(windows.start_ns, windows.end_ns)
-    *_, idle = intervals.classify(everything, [run.compute, run.fsdp_copy, run.comm, run.memcpy])
+    windows, idle = tables.windows, tables.parts.idle
     parts = _device_parts(tables, idle) if len(tables.device) else _host_parts(tables, idle)
     per_window = {
         cause: intervals.covered(part, windows.start_ns, windows.end_ns) for cause, part in parts.items()

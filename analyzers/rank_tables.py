@@ -9,11 +9,13 @@ import numpy as np
 
 from fsdp2prof.analyzers.accounting import (
     Exposure,
+    Parts,
     Timeline,
     WorkTable,
     device_work,
     expose,
     host_work,
+    split,
     timeline,
 )
 from fsdp2prof.analyzers.collectives import Collectives, collect
@@ -52,6 +54,7 @@ class RankTables:
     work: WorkTable
     waits: WaitTable
     run: Timeline
+    parts: Parts
     exposure: Exposure
     warnings: list[str]
 
@@ -85,6 +88,7 @@ def rank_tables(
             )
     waits = find_waits(trace, phases, work, collectives)
     run = timeline(work, device, collectives)
+    parts = split(run, windows)
     return RankTables(
         trace=trace,
         manifest=manifest,
@@ -97,7 +101,8 @@ def rank_tables(
         work=work,
         waits=waits,
         run=run,
-        exposure=expose(run, windows, collectives, charging_order(collectives, waits)),
+        parts=parts,
+        exposure=expose(parts, windows, collectives, charging_order(collectives, waits)),
         warnings=[*trace.warnings, *warnings],
     )
 

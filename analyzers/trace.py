@@ -165,7 +165,7 @@ def throughput(steps: Sequence[StepBreakdown], references: References) -> Throug
 
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:
-    steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
+    steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
     flops = dict(
         zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
     )

@@ -18,7 +18,7 @@ NCCL = "ncclDevKernel_AllGather_RING_LL"
 
 
 def parts(tables: RankTables) -> list[dict[str, int]]:
-    steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
+    steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
     found = [{k: v for k, v in asdict(step.breakdown_ns).items() if v} for step in steps]
     assert [sum(step.values()) for step in found] == [step.duration_ns for step in steps]
     return found
@@ -181,7 +181,7 @@ def test_any_timeline_is_accounted_for_like_its_raster(
         at = 100 if kind == "fsdp" else None if launch < 0 else launch
         trace.device(kind, start, start + length, at, stream, category)
     tables = rank_tables(trace.build())
-    steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
+    steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
     for step in steps:
         expected = dict.fromkeys(asdict(step.breakdown_ns), 0)
         comm = dict.fromkeys(EXPOSED, 0)

@@ -24,7 +24,7 @@ from fsdp2prof.results import BreakdownNs, StepBreakdown
 def causes(trace: TraceBuilder) -> list[dict[str, int]]:
     tables = rank_tables(trace.build())
     found = idle_causes(tables)
-    steps = breakdown(tables.run, tables.windows, tables.collectives, tables.exposure)
+    steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
     assert [sum(step.values()) for step in found] == [step.breakdown_ns.idle for step in steps]
     return found
 
