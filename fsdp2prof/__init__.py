@@ -8,13 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp2prof.estimators.checkpoint import estimate_checkpoint
+    from fsdp2prof.estimators.communication import estimate_comm
+    from fsdp2prof.estimators.memory import estimate_memory
+    from fsdp2prof.estimators.mesh import MeshSpec
+    from fsdp2prof.estimators.model import ModelSpec
+    from fsdp2prof.estimators.policy import PolicySpec
     from fsdp2prof.recorder import Recorder
 
-__all__ = ["Recorder", "__version__"]
+__all__ = [
+    "MeshSpec",
+    "ModelSpec",
+    "PolicySpec",
+    "Recorder",
+    "__version__",
+    "estimate_checkpoint",
+    "estimate_comm",
+    "estimate_memory",
+]
 
 __version__ = "0.1.0"
 
-_LAZY = {"Recorder": "fsdp2prof.recorder"}
+_LAZY = {
+    "MeshSpec": "fsdp2prof.estimators.mesh",
+    "ModelSpec": "fsdp2prof.estimators.model",
+    "PolicySpec": "fsdp2prof.estimators.policy",
+    "Recorder": "fsdp2prof.recorder",
+    "estimate_checkpoint": "fsdp2prof.estimators.checkpoint",
+    "estimate_comm": "fsdp2prof.estimators.communication",
+    "estimate_memory": "fsdp2prof.estimators.memory",
+}
 
 
 def __getattr__(name: str) -> Any:

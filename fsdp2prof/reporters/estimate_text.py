@@ -158,7 +158,7 @@ def _peak_facts(estimate: MemoryEstimate) -> dict[str, str]:
         facts[f"step {step.step}"] = (
             f"{format_bytes(step.reserved_bytes)} reserved, {format_bytes(step.active_bytes)} active"
         )
-    if estimate.host_bytes:
+    if estimate.policy["offload"]:
         facts["host memory"] = format_bytes(estimate.host_bytes)
     if estimate.device_total_bytes is not None and estimate.headroom_bytes is not None:
         room = format_bytes(abs(estimate.headroom_bytes))

@@ -35,7 +35,18 @@ def test_import_is_cheap() -> None:
 
 
 def test_public_names_are_frozen() -> None:
-    assert fsdp2prof.__all__ == ["Recorder", "__version__"]
+    assert fsdp2prof.__all__ == [
+        "MeshSpec",
+        "ModelSpec",
+        "PolicySpec",
+        "Recorder",
+        "__version__",
+        "estimate_checkpoint",
+        "estimate_comm",
+        "estimate_memory",
+    ]
+    for name in fsdp2prof.__all__:
+        assert getattr(fsdp2prof, name) is not None
 
 
 def test_every_verb_has_help(capfd: pytest.CaptureFixture[str]) -> None:
