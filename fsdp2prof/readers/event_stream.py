@@ -89,13 +89,13 @@ def decode_pieces(
 def _parse_to(cut: int, buffer: bytes, parse: Parse, number: int, *, mend: bool) -> int:
     """Parse the events up to a guessed cut, or to the exact one if it was wrong; return where it was cut."""
     try:
-        _parse(parse, b"[%b]" % buffer[:cut], number, False)
+        _parse(parse, _list_of(buffer, cut), number, False)
     except _MALFORMED:
         if not mend:
             raise
         cut = _exact_cut(buffer)
         if cut:
-            _parse(parse, b"[%b]" % buffer[:cut], number, False)
+            _parse(parse, _list_of(buffer, cut), number, False)
     return cut
 
 
@@ -163,6 +163,10 @@ def _open_list(path: Path, buffer: bytes) -> tuple[bytes, bytes, bytes]:
     if start is None:
         return b"", text, b""
     return text[: start.end()], text[start.end() :], b""
+
+
+def _list_of(buffer: bytes, cut: int) -> bytes:
+    return b"".join((b"[", memoryview(buffer)[:cut], b"]"))
 
 
 def _guessed_cut(buffer: bytes) -> int:

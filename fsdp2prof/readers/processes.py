@@ -1,19 +1,24 @@
 """Work in other processes, without importing the user's main module there.
 
-``multiprocessing`` either forks (unsafe once torch has threads) or imports ``__main__`` again (fatal for a
-script without a guard). Here a child is an interpreter that reads one pickled call and writes its result.
+A fork starts at once, but is safe only in a process without threads of its own, as the command line is; torch
+starts some. Elsewhere a child is a fresh interpreter that reads one pickled call and writes its result:
+``multiprocessing``'s other methods import ``__main__`` again, fatal for a script without a guard.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import fsdp2prof
 from fsdp2prof.errors import Fsdp2ProfError
@@ -31,29 +36,17 @@ class Task(Generic[T]):
     """``function(*args)`` running in a process of its own; all must pickle, by reference for the function."""
 
     def __init__(self, function: Callable[..., T], *args: Any) -> None:
-        root = str(Path(fsdp2prof.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
-            env={**os.environ, "PYTHONPATH": path, _IN_CHILD: "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._child.stdin is not None
-        with self._child.stdin as pipe:
-            pickle.dump((function, args), pipe, pickle.HIGHEST_PROTOCOL)
+        self._child: _Child = (_Fork if _may_fork() else _Interpreter)(function, args)
 
     def result(self) -> T:
         """Wait for the result; raises the error of this package that the function raised.
 
         Raises ``RuntimeError`` when the process died of anything else (its own words are on stderr).
         """
-        assert self._child.stdout is not None
-        with self._child.stdout as pipe:
-            try:
-                value = pickle.load(pipe)
-            except EOFError:
-                value = None
+        try:
+            value = self._child.receive()
+        except EOFError:
+            value = None
         code = self._child.wait()
         if code:
             raise RuntimeError(f"a worker process ended with exit code {code}")
@@ -65,8 +58,6 @@ class Task(Generic[T]):
         """End the process; nothing happens if it has ended."""
         self._child.kill()
         self._child.wait()
-        assert self._child.stdout is not None
-        self._child.stdout.close()
 
 
 def map_in_processes(function: Callable[[Item], T], items: Iterable[Item], workers: int) -> Iterator[T]:
@@ -100,14 +91,90 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _serve() -> None:
-    """Child: run the pickled call on stdin, pickle its result to stdout."""
-    function, args = pickle.load(sys.stdin.buffer)
-    output = sys.stdout.buffer
+class _Child(Protocol):
+    """A process that sends one result."""
+
+    def receive(self) -> Any: ...
+    def wait(self) -> int | None: ...
+    def kill(self) -> None: ...
+
+
+def _may_fork() -> bool:
+    return sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+
+
+class _Fork:
+    """A copy of this process."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, child_end = context.Pipe(duplex=False)
+        self._process = context.Process(target=_answer, args=(child_end, function, args))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle BLAS threads: not used there
+            self._process.start()
+        child_end.close()
+
+    def receive(self) -> Any:
+        return self._pipe.recv()
+
+    def wait(self) -> int | None:
+        self._process.join()
+        self._pipe.close()
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+class _Interpreter:
+    """A fresh interpreter that imports this package only."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        root = str(Path(fsdp2prof.__file__).parents[1])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        with self._process.stdin as pipe:
+            pickle.dump((function, args), pipe, pickle.HIGHEST_PROTOCOL)
+
+    def receive(self) -> Any:
+        return pickle.load(self._pipe)
+
+    def wait(self) -> int | None:
+        code = self._process.wait()
+        self._pipe.close()
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Child: the function's value, or the error of ours that it raised; what it prints goes to stderr."""
+    os.environ[_IN_CHILD] = "1"
     sys.stdout = sys.stderr
     try:
-        value = function(*args)
+        return function(*args)
     except Fsdp2ProfError as error:
-        value = error
-    pickle.dump(value, output, pickle.HIGHEST_PROTOCOL)
+        return error
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Forked child: send the result."""
+    pipe.send(_call(function, args))
+    pipe.close()
+
+
+def _serve() -> None:
+    """Fresh child: run the pickled call on stdin, pickle its result to stdout."""
+    output = sys.stdout.buffer
+    pickle.dump(_call(*pickle.load(sys.stdin.buffer)), output, pickle.HIGHEST_PROTOCOL)
     output.flush()

@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from fsdp2prof.errors import TraceError
+from fsdp2prof.readers import processes
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.processes import Task, map_in_processes, usable_cores
 from fsdp2prof.units import parse_bytes
+
+
+@pytest.fixture(params=["fork", "interpreter"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both kinds of child, whatever else runs in this process."""
+    monkeypatch.setattr(processes, "_may_fork", lambda: request.param == "fork")
+    return str(request.param)
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -41,6 +50,19 @@ def test_an_error_of_ours_arrives_as_it_is() -> None:
 def test_what_it_prints_does_not_disturb_its_result(capfd: pytest.CaptureFixture[str]) -> None:
     assert Task(print, "words").result() is None
     assert capfd.readouterr().err == "words\n"
+
+
+def test_a_fork_is_not_made_beside_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert not processes._may_fork()
+        assert Task(abs, -4).result() == 4
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_death_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
