@@ -1,0 +1,488 @@
+"""Memory analyses of histories made by hand, and of a real run that ran out of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.snapshots import SnapshotBuilder
+
+from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.analyzers.memory_compare import compare_memory
+from fsdp2prof.analyzers.memory_usage import live_at, running_total
+from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
+from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.results import MemoryAnalysis, RankMemory
+from fsdp2prof.tables import NEVER, MemoryRecording
+
+MIB = 1 << 20
+
+
+class Training(SnapshotBuilder):
+    """A history with FSDP's labels: allocates by name, frees by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[str, tuple[int, int]] = {}
+        self._next = 1 << 30
+
+    def get(self, name: str, size: int, **more: object) -> Training:
+        self._at[name] = self._next, size
+        self._next += (size + 511) // 512 * 512
+        self.alloc(*self._at[name], **more)
+        return self
+
+    def drop(self, *names: str) -> Training:
+        for name in names:
+            self.free(*self._at.pop(name))
+        return self
+
+    def within(self, label: str, *actions: tuple[str, str, int] | str) -> Training:
+        """A label around gets ``("get", name, size)`` and drops ``name``."""
+        self.label("START", label)
+        for action in actions:
+            if isinstance(action, str):
+                self.drop(action)
+            else:
+                self.get(*action[1:])
+        self.label("END", label)
+        return self
+
+    def read(self, folder: Path) -> MemoryRecording:
+        blocks = [(self._next - (1 << 30), 0, "inactive")]
+        if not self.segments:
+            self.segment(1 << 40, blocks)
+        for address, size in self._at.values():
+            self.segment(address, [((size + 511) // 512 * 512, size, "active_allocated")])
+        (recording,) = read_memory(self.write(folder / "snapshot.pickle"))
+        return recording
+
+
+def one_step(tail: bool = True) -> Training:
+    """A step of a root without parameters and two layers, everything that FSDP2 allocates in it.
+
+    bf16 parameters of 800 bytes a layer on 2 ranks, fp32 reduction; sizes tell what is what.
+    """
+    t = Training()
+    t.event("free_requested", 77, 16).event("free_completed", 77, 16)
+    t.get("batch", 64)
+    t.within("FSDP::root_pre_forward")
+    for layer in ("layers.0", "layers.1"):
+        t.label("START", f"FSDP::pre_forward ({layer})")
+        t.within(
+            f"FSDP::all_gather ({layer})",
+            ("get", f"cast {layer}", 400),
+            ("get", f"gathered {layer}", 800),
+            f"cast {layer}",
+        )
+        t.within(
+            f"FSDP::all_gather_copy_out ({layer})",
+            ("get", f"parameter {layer}", 801),
+            ("get", "split", 9),
+            "split",
+        )
+        t.drop(f"gathered {layer}")
+        t.label("END", f"FSDP::pre_forward ({layer})")
+        t.get(f"saved {layer}", 1000).get("passing", 33).drop("passing")
+        t.within(f"FSDP::post_forward ({layer})", f"parameter {layer}")
+    t.get("loss", 4)
+    for layer in ("layers.1", "layers.0"):
+        t.label("START", f"FSDP::pre_backward ({layer})")
+        t.within(f"FSDP::all_gather ({layer})", ("get", f"gathered {layer}", 800))
+        t.within(f"FSDP::all_gather_copy_out ({layer})", ("get", f"parameter {layer}", 801))
+        t.drop(f"gathered {layer}")
+        t.label("END", f"FSDP::pre_backward ({layer})")
+        t.get(f"gradient {layer}", 802).get("upstream", 55).drop("upstream", f"saved {layer}")
+        t.within(f"FSDP::post_backward_reshard ({layer})", f"parameter {layer}")
+        t.label("START", f"FSDP::post_backward_reduce ({layer})")
+        t.get(f"input {layer}", 1600).drop(f"gradient {layer}").get(f"output {layer}", 806)
+        t.label("END", f"FSDP::post_backward_reduce ({layer})")
+        if not tail:
+            return t
+    t.within("FSDP::root_post_backward_callback")
+    t.drop("input layers.1", "input layers.0")
+    t.label("START", "Optimizer.step#AdamW.step")
+    t.get("exp_avg", 810).get("denominator", 405).drop("denominator")
+    t.label("END", "Optimizer.step#AdamW.step")
+    t.label("START", "Optimizer.zero_grad#AdamW.zero_grad").drop("output layers.0", "output layers.1")
+    t.label("END", "Optimizer.zero_grad#AdamW.zero_grad")
+    return t
+
+
+def analyze(recording: MemoryRecording, manifest: RankManifest | None = None) -> RankMemory:
+    return analyze_memory([(0, recording, manifest)]).ranks[0]
+
+
+def categories(view: MemoryView) -> dict[int, str]:
+    """Category by size, where all allocations of a size agree."""
+    found: dict[int, set[str]] = {}
+    rows = view.allocations
+    for size, category in zip(rows.size.tolist(), rows.category.to_list(), strict=True):
+        found.setdefault(size, set()).add(str(category))
+    return {size: " ".join(sorted(names)) for size, names in found.items()}
+
+
+def test_every_category_of_a_step(tmp_path: Path):
+    view = memory_view(one_step().read(tmp_path), None)
+    assert categories(view) == {
+        16: "unattributed",  # from before, freed inside
+        64: "input",
+        400: "all_gather_buffer",
+        800: "all_gather_buffer",
+        801: "unsharded_parameter",
+        9: "temporary",  # freed where it was made
+        1000: "activation",
+        33: "temporary",
+        4: "activation",  # the loss is alive when its backward begins
+        802: "unsharded_gradient",
+        55: "temporary",
+        1600: "reduce_scatter_buffer",
+        806: "sharded_gradient",
+        810: "optimizer_state",
+        405: "temporary",
+    }
+    fqns = dict(zip(view.allocations.size.tolist(), view.allocations.fqn.to_list(), strict=True))
+    assert fqns[1000] == "layers.1"
+    assert fqns[64] is None
+    phases = dict(zip(view.allocations.size.tolist(), view.allocations.phase.to_list(), strict=True))
+    assert (phases[1000], phases[802], phases[810], phases[64]) == (
+        "forward",
+        "backward",
+        "optimizer",
+        "other",
+    )
+
+
+def test_history_that_ends_inside_the_backward(tmp_path: Path):
+    """Nothing outlives a backward that never ended: the last allocation of the reduce is the gradient."""
+    found = categories(memory_view(one_step(tail=False).read(tmp_path), None))
+    assert found[1600] == "reduce_scatter_buffer"
+    assert found[806] == "sharded_gradient"
+    assert found[802] == "unsharded_gradient"
+    assert found[1000] == "activation"
+
+
+def test_peak_layers_and_timeline(tmp_path: Path):
+    rank = analyze(one_step().read(tmp_path))
+    peak = rank.peak
+    # in layers.0's backward, before its activations go
+    held = {
+        "input": 64,
+        "activation": 4 + 1000,
+        "reduce_scatter_buffer": 1600,
+        "sharded_gradient": 806,
+        "unsharded_parameter": 801,
+        "unsharded_gradient": 802,
+        "temporary": 55,
+    }
+    assert peak.allocated_bytes == sum(held.values()) == 5132
+    assert {name: size for name, size in peak.categories.items() if size} == held
+    assert sum(peak.categories.values()) == sum(row.bytes for row in peak.by_layer) == 5132
+    assert (peak.phase, peak.fqn) == ("backward", "layers.0")
+    assert [block.bytes for block in peak.largest_blocks] == [1600, 1000, 806, 802, 801, 64, 55, 4]
+    assert peak.largest_blocks[-1].age_ns > 0
+    layers = {(row.fqn, row.phase): row for row in rank.layers}
+    assert layers["layers.1", "forward"].delta_bytes == 1000
+    assert layers["layers.0", "backward"].peak_bytes == 5132
+    assert layers["layers.0", "backward"].delta_bytes == 1600 + 806 - 1000
+    names = [name for name in rank.timeline if name not in ("time_ns", "reserved")]
+    course = [sum(values) for values in zip(*(rank.timeline[name] for name in names), strict=True)]
+    assert max(course) == 5132
+    assert rank.timeline["time_ns"][course.index(5132)] == peak.time_ns
+    others = [(other.allocated_bytes, other.fqn, other.phase) for other in peak.others]
+    assert (64 + 4 + 1000 + 1000 + 801 + 802 + 55, "layers.1", "backward") in others
+    assert others == sorted(others, key=lambda other: -other[0])
+
+
+def test_known_addresses_name_parameters_and_states(tmp_path: Path):
+    t = Training()
+    t.segment(5000, [(512, 500, "active_allocated"), (512, 400, "active_allocated")])
+    t.within("Optimizer.step#AdamW.step", ("get", "state", 300))
+    state = t._at["state"][0]
+    tensors = [
+        TensorInfo(category="sharded_parameter", fqn="layers.0", address=5000, nbytes=500),
+        TensorInfo(category="sharded_parameter", fqn="layers.0", address=5512, nbytes=400, root=1),
+        TensorInfo(category="optimizer_state", fqn="layers.7", address=state, nbytes=300),
+        TensorInfo(category="sharded_gradient", fqn="layers.9", address=state, nbytes=299),
+    ]
+    manifest = RankManifest(device=DeviceInfo(type="cuda"), tensors=tensors[:3])
+    rank = analyze(t.read(tmp_path), manifest)
+    assert {(row.fqn, row.category): row.bytes for row in rank.peak.by_layer} == {
+        ("layers.0", "sharded_parameter"): 900,
+        ("layers.7", "optimizer_state"): 300,
+    }
+    other_size = RankManifest(device=DeviceInfo(type="cuda"), tensors=[*tensors[:2], tensors[3]])
+    found = {row.category for row in analyze(t.read(tmp_path), other_size).peak.by_layer}
+    assert found == {"sharded_parameter", "optimizer_state"}  # an address reused by another size says nothing
+
+
+def test_tags_overrule_the_join(tmp_path: Path):
+    t = (
+        Training()
+        .get("plain", 10)
+        .get("tagged", 20, user_metadata="step=4;phase=forward;activity=all_gather;fqn=a=b;c")
+    )
+    t.get("foreign", 30, user_metadata="phase=forward")
+    rows = memory_view(t.read(tmp_path), None).allocations
+    found = list(
+        zip(rows.size.tolist(), rows.step.tolist(), rows.phase.to_list(), rows.fqn.to_list(), strict=True)
+    )
+    assert found == [(10, -1, "other", None), (20, 4, "forward", "a=b;c"), (30, -1, "other", None)]
+    assert rows.category[1] == "all_gather_buffer"
+
+
+def test_shards_are_found_by_their_sizes(tmp_path: Path):
+    """12 parameters of 3 sizes, a quarter of each three times over (a shard and Adam's two), and a stranger."""
+    sizes = [4000 + 40 * (index % 3) for index in range(12)]
+    t = Training()
+    t.segment(
+        9 << 40,
+        [(1024, size // 4, "active_allocated") for size in sizes * 3] + [(1024, 7, "active_allocated")],
+    )
+    t.within("FSDP::root_pre_forward").label("START", "FSDP::pre_forward (a)")
+    t.within("FSDP::all_gather_copy_out (a)", *(("get", f"p{i}", size) for i, size in enumerate(sizes)))
+    t.label("END", "FSDP::pre_forward (a)").within("FSDP::post_forward (a)", *(f"p{i}" for i in range(12)))
+    peak = analyze(t.read(tmp_path)).peak
+    assert peak.categories["sharded_parameter"] == sum(sizes) // 4
+    assert peak.categories["optimizer_state"] == sum(sizes) // 2
+    assert peak.categories["unattributed"] == 7
+    t.segments[0]["blocks"].pop(0)  # one shard is missing: two whole sets are left, and nobody knows of what
+    t.segments[0]["total_size"] -= 1024
+    t.segments[0]["address"] += 1024
+    peak = analyze(t.read(tmp_path)).peak
+    assert peak.categories["sharded_parameter"] == sum(sizes) // 4
+    assert peak.categories["optimizer_state"] == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-1, 30), st.integers(1, 30), st.integers(1, 100), st.booleans()), max_size=25
+    )
+)
+def test_running_total_is_the_sum_of_what_is_live(rows: list[tuple[int, int, int, bool]]):
+    """Every order is one event: spread them, then compare with the definition."""
+    events = 4 * len(rows) + 4
+    born = [-1 if start < 0 else 2 * index for index, (start, *_) in enumerate(rows)]
+    freed = [NEVER if stays else 2 * len(rows) + 2 * index for index, (_, _, _, stays) in enumerate(rows)]
+    size = [size for _, _, size, _ in rows]
+    totals = running_total(
+        np.array(born, dtype=np.int64),
+        np.array(freed, dtype=np.int64),
+        np.array(size, dtype=np.int64),
+        events,
+    )
+    for order in range(events):
+        live = [s for b, f, s in zip(born, freed, size, strict=True) if b <= order < f]
+        assert totals[order] == sum(live)
+
+
+def test_out_of_memory_by_hand(tmp_path: Path):
+    """A bf16 head of 2 MiB, its fp32 copy of 4 MiB; the loss wants 4 MiB more and the driver has 3 MiB."""
+    loss = [
+        {"filename": "??", "line": 0, "name": "at::_ops::log_softmax_int::call(...)"},
+        {"filename": "train.py", "line": 9, "name": "cross_entropy"},
+    ]
+    cast = [{"filename": "??", "line": 0, "name": "at::_ops::to_dtype::call(...)"}, loss[1]]
+    t = Training().segment(1 << 41, [(2 * MIB, 0, "inactive"), (MIB, MIB, "active_allocated")])
+    t.segment(1 << 42, [(20 * MIB, 0, "inactive")], stream=5)
+    for name, kept in (("layers.0", 6 * MIB), ("layers.1", 5 * MIB), ("layers.2", MIB)):
+        t.within(f"FSDP::pre_forward ({name})").get(f"saved {name}", kept).within(
+            f"FSDP::post_forward ({name})"
+        )
+    t.label("START", "FSDP::pre_forward (head)")
+    t.within("FSDP::all_gather_copy_out (head)", ("get", "parameter", 7 * MIB)).label(
+        "END", "FSDP::pre_forward (head)"
+    )
+    t.get("bf16", 2 * MIB).within("FSDP::post_forward (head)").get("fp32", 4 * MIB, frames=cast)
+    t.event("oom", 0, 4 * MIB, device_free=3 * MIB, frames=loss)
+    rank = analyze(t.read(tmp_path))
+    oom = rank.oom
+    assert oom is not None
+    assert (oom["requested_bytes"], oom["op"], oom["phase"]) == (4 * MIB, "aten::log_softmax_int", "forward")
+    assert oom["allocated_bytes"] == rank.peak.allocated_bytes == 26 * MIB
+    assert oom["device_free_bytes"] == 3 * MIB
+    assert oom["missing_bytes"] == 17 * MIB  # a segment of 20 MiB is taken for it
+    assert oom["largest_free_block_bytes"] == 2 * MIB  # the 20 MiB are another stream's
+    saves = {remedy["action"]: (remedy["saves_bytes"], remedy["enough"]) for remedy in oom["remedies"]}
+    assert saves == {
+        "expandable_segments": (22 * MIB, True),
+        "smaller_batch": ((6 + 5 + 1 + 2 + 4 + 4) * MIB // 2, False),
+        "chunked_loss": (8 * MIB * 7 // 8, False),
+        "reshard_after_forward": (7 * MIB, False),
+        "low_precision_logits": (4 * MIB, False),
+        "activation_checkpointing": (
+            4 * MIB,
+            False,
+        ),  # of 5 + 4 MiB above the smallest, one block's at a time
+    }
+    ranked = [remedy["saves_bytes"] for remedy in oom["remedies"]]
+    assert ranked == sorted(ranked, reverse=True)
+    (finding,) = [
+        f for f in analyze_memory([(0, t.read(tmp_path), None)]).findings if f.id == "out_of_memory"
+    ]
+    assert finding.severity == "high"
+    assert "asked for 4.00 MiB, 17.0 MiB more than was free" in finding.message
+
+
+def test_fragmentation_by_hand(tmp_path: Path):
+    t = Training()
+    t.segment(
+        1 << 41, [(512, 500, "active_allocated"), (1536, 0, "inactive"), (2048, 9, "active_pending_free")]
+    )
+    t.segment(1 << 42, [(8192, 0, "inactive")])
+    t.segment(
+        1 << 43, [(1024, 0, "inactive"), (512, 512, "active_allocated")], stream=3, segment_type="small"
+    )
+    (recording,) = read_memory(t.write(tmp_path / "snapshot.pickle"))
+    found = analyze(recording).fragmentation
+    large, small = found.pop("by_pool")
+    assert found == {
+        "gap_at_peak_bytes": 4096 + 8192 + 1536 - 500 - 512,
+        "reserved_bytes": 4096 + 8192 + 1536,
+        "allocated_bytes": 1024,
+        "rounding_bytes": 12,
+        "pending_free_bytes": 2048,
+        "inactive_split_bytes": 1536 + 1024,
+        "inactive_split_blocks": 2,
+        "releasable_bytes": 8192,
+        "largest_free_block_bytes": 8192,
+        "expandable_segments": False,
+    }
+    assert (large["pool"], large["stream"], large["segments"]) == ("large", 0, 2)
+    assert (small["pool"], small["stream"], small["largest_free_block_bytes"]) == ("small", 3, 1024)
+
+
+def finding_ids(analysis: MemoryAnalysis) -> set[str]:
+    return {finding.id for finding in analysis.findings}
+
+
+def steps_of(builder: Training, count: int, leak: int) -> Training:
+    """Steps that each make an activation and keep ``leak`` bytes of it."""
+    for step in range(count):
+        builder.label("START", f"ProfilerStep#{step}").within("FSDP::pre_forward (a)")
+        builder.get("activation", 1000)
+        if leak:
+            builder.get(f"kept {step}", leak)
+        builder.within("FSDP::post_forward (a)").drop("activation").label("END", f"ProfilerStep#{step}")
+    return builder
+
+
+def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
+    analysis = analyze_memory([(0, steps_of(Training(), 4, 100).read(tmp_path), None)])
+    (leak,) = [finding for finding in analysis.findings if finding.id == "leak"]
+    assert leak.evidence["bytes_per_step"] == 100
+    assert leak.evidence["steps"] == 3
+    assert leak.fqn == "a"
+    assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 4, 0).read(tmp_path), None)]))
+    assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 2, 100).read(tmp_path), None)]))
+
+
+def test_findings_of_a_recording(tmp_path: Path):
+    t = Training()
+    t.get("waits", 900).event("free_requested", t._at["waits"][0], 900)
+    for name in ("", " (a)", " (b)"):
+        t.label("START", f"FSDP::pre_forward{name}")
+        t.within(f"FSDP::all_gather_copy_out{name}", ("get", f"parameter{name}", 1000))
+        t.label("END", f"FSDP::pre_forward{name}")
+    t.get("activation", 300)
+    t.within("FSDP::post_forward (b)").within("FSDP::post_forward (a)").within("FSDP::post_forward")
+    analysis = analyze_memory([(0, t.read(tmp_path), None)])
+    found = {finding.id: finding for finding in analysis.findings}
+    assert found["root_kept_unsharded"].evidence["bytes"] == 1000
+    assert found["groups_unsharded_together"].evidence["bytes"] == {"a": 1000, "b": 1000}
+    assert found["held_across_streams"].evidence["bytes"] == 900
+    assert found["held_across_streams"].evidence["ranks"] == [0]
+
+
+def test_ranks_that_differ(tmp_path: Path):
+    small, large = Training().get("x", 900).read(tmp_path), Training().get("x", 1000).read(tmp_path)
+    nearly = Training().get("x", 960).read(tmp_path)
+    assert "rank_imbalance" in finding_ids(analyze_memory([(0, small, None), (3, large, None)]))
+    assert "rank_imbalance" not in finding_ids(analyze_memory([(0, nearly, None), (3, large, None)]))
+
+
+def test_comparison_by_category_layer_and_stack(tmp_path: Path):
+    here = [{"filename": "model.py", "line": 3, "name": "forward"}]
+    there = [{"filename": "model.py", "line": 5, "name": "forward"}]
+    before = Training().get("a", 100, frames=here).get("b", 50, frames=there)
+    after = Training().get("a", 100, frames=here).get("b", 50, frames=there).get("c", 70, frames=there)
+    result = compare_memory(memory_view(before.read(tmp_path), None), memory_view(after.read(tmp_path), None))
+    assert result.delta_bytes == 70
+    assert [(row.stack, row.delta_bytes) for row in result.by_stack] == [
+        (["model.py:5:forward"], 70),
+        (["model.py:3:forward"], 0),
+    ]
+    assert (
+        sum(row.delta_bytes for row in result.by_category)
+        == sum(row.delta_bytes for row in result.by_layer)
+        == 70
+    )
+
+
+@pytest.mark.real_data
+def test_real_fsdp2_out_of_memory(real_data: Path):
+    """Llama-3.1-8B on 4 A100-40GB: what is known of that run from its logs and its model."""
+    folder = real_data / "snapshots" / "fsdp2-llama8b-a100-oom"
+    for rank in (0, 1):
+        (recording,) = read_memory(folder / f"rank{rank}_memory_snapshot.pickle")
+        view = memory_view(recording, None)
+        rows = view.allocations
+        gathered = rows.category.equals("all_gather_buffer")
+        assert int(rows.size[gathered].sum()) // MIB == 15316
+        assert int(rows.size[gathered].sum()) == pytest.approx(2 * 8.03e9, rel=1e-3)  # bf16 parameters
+        result = analyze(recording)
+        oom, peak = result.oom, result.peak
+        assert oom is not None
+        assert oom["requested_bytes"] == 4 * 2048 * 128256 * 4  # fp32 logits
+        assert oom["op"] == "aten::cross_entropy_loss"
+        assert (oom["phase"], peak.phase) == ("forward", "forward")
+        assert oom["allocated_bytes"] // MIB == 34549
+        assert oom["reserved_bytes"] == 35356 * MIB
+        assert oom["missing_bytes"] == 4 * 2048 * 128256 * 4 - oom["device_free_bytes"]
+        assert peak.categories["sharded_parameter"] == 8030261248 * 2 // 4
+        assert peak.categories["unattributed"] == MIB
+        assert result.fragmentation["reserved_bytes"] == 35356 * MIB
+        assert result.fragmentation["rounding_bytes"] == 16128
+        unsharded = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
+        assert unsharded == {"norm, output": 2 * (4096 * 128256 + 4096)}
+        block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+        for layer in range(32):
+            mine = gathered & rows.fqn.equals(f"layers.{layer}")
+            assert int(rows.size[mine].sum()) == block
+        enough = [remedy["action"] for remedy in oom["remedies"] if remedy["enough"]]
+        assert enough[:4] == [
+            "activation_checkpointing",
+            "smaller_batch",
+            "chunked_loss",
+            "low_precision_logits",
+        ]
+        assert peak.largest_blocks[0].bytes == 4 * 2048 * 128256 * 4
+        assert peak.largest_blocks[1].bytes == 4 * 2048 * 128256 * 2
+
+
+@pytest.mark.real_data
+def test_every_real_snapshot_is_analysed_and_sums_up(real_data: Path):
+    files = sorted((real_data / "snapshots").rglob("*.pickle"))
+    for path in files:
+        analysis = analyze_memory([(0, recording, None) for recording in read_memory(path)])
+        assert analysis.warnings == []
+        for rank in analysis.ranks:
+            peak = rank.peak
+            assert (
+                sum(peak.categories.values())
+                == sum(row.bytes for row in peak.by_layer)
+                == peak.allocated_bytes
+            )
+            assert peak.reserved_bytes is not None
+        assert msgspec.json.decode(msgspec.json.encode(analysis))["schema"] == "fsdp2prof.memory/1"
+
+
+def test_live_at_is_half_open(tmp_path: Path):
+    recording = Training().get("a", 10).drop("a").read(tmp_path)
+    assert live_at(recording.allocations, 0).tolist() == [True]
+    assert live_at(recording.allocations, 1).tolist() == [False]
