@@ -237,7 +237,7 @@ def test_tags_overrule_the_join(tmp_path: Path):
 
 
 def test_shards_are_found_by_their_sizes(tmp_path: Path):
-    """12 parameters of 3 sizes, a quarter of each three times over (a shard and Adam's two), and a stranger."""
+    """12 parameters of 3 sizes, a quarter of each three times over (shard, Adam), one stranger."""
     sizes = [4000 + 40 * (index % 3) for index in range(12)]
     t = Training()
     t.segment(
