@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fsdp2prof.analyzers.memory import RankRecording, analyze_memory
+from fsdp2prof.analyzers.memory_compare import compare_memory
+from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace import RankAnalysis, References, analyze_rank, merge
@@ -25,7 +27,7 @@ from fsdp2prof.readers.processes import map_in_processes, usable_cores
 from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_directory, open_run
 from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
-from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -36,6 +38,7 @@ __all__ = [
     "analyze_memory_path",
     "analyze_run_path",
     "analyze_trace_path",
+    "compare_memory_paths",
 ]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
@@ -103,6 +106,21 @@ def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = Non
         raise SnapshotError(unreadable[0])
     result = analyze_memory(recordings)
     return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
+
+
+def compare_memory_paths(
+    before: str | Path, after: str | Path, *, ranks: Collection[int] | None = None
+) -> MemoryComparison:
+    """Compare the peaks of one rank's first device in two recordings, by default of the lowest rank of each.
+
+    Raises the errors of :func:`analyze_memory_path`.
+    """
+    return compare_memory(*(_memory_view(path, ranks) for path in (before, after)))
+
+
+def _memory_view(path: str | Path, ranks: Collection[int] | None) -> MemoryView:
+    file = _selected(find_memory(path).files, ranks, path)[0]
+    return memory_view(read_memory(file.path)[0], _manifests(path).get(file.rank))
 
 
 def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAnalysis:

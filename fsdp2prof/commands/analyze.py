@@ -11,6 +11,7 @@ import click
 from fsdp2prof.commands.options import Output, numbers_option, output_options
 from fsdp2prof.commands.trace_options import trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
+from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,6 +95,12 @@ def trace(
 @analyze.command(short_help="Peak memory by layer, phase and kind.")
 @_path
 @numbers_option("--ranks", "Ranks to analyse")
+@click.option(
+    "--diff",
+    type=click.Path(path_type=Path),
+    metavar="OTHER",
+    help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
+)
 @_fail_on
 @_verbose
 @output_options("text", "json", "csv", "html")
@@ -108,6 +115,7 @@ def memory(
     path: Path,
     *,
     ranks: frozenset[int] | None,
+    diff: Path | None,
     fail_on: Sequence[str],
     verbose: bool,
     table: str,
@@ -117,6 +125,9 @@ def memory(
 
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
+    if diff is not None:
+        _memory_diff(diff, path, ranks, verbose, output)
+        return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.analyzers.pipeline import analyze_memory_path
@@ -172,6 +183,31 @@ def run(
 
     _write(output, run, analysis, text=text)
     _check(conditions, analysis)
+
+
+def _memory_diff(
+    before: Path, after: Path, ranks: frozenset[int] | None, every: bool, output: Output
+) -> None:
+    if output.format == "html":
+        raise UsageError("--diff has no HTML form: use text, json or csv")
+    with output.progress(f"comparing {before} with {after}"):
+        from fsdp2prof.analyzers.pipeline import compare_memory_paths
+
+        comparison = compare_memory_paths(before, after, ranks=ranks)
+    if output.format == "json":
+        from fsdp2prof.reporters import jsonreport
+
+        output.write(jsonreport.render(comparison))
+    elif output.format == "csv":
+        from fsdp2prof.reporters.csvreport import render_comparison
+
+        output.write(render_comparison(comparison))
+    else:
+        from fsdp2prof.reporters.comparison_grids import comparison_grids
+        from fsdp2prof.reporters.terminal import grid_view, render, stack
+
+        view = stack(*map(grid_view, comparison_grids(comparison, every=every)))
+        output.write(render(view, to_terminal=output.to_terminal))
 
 
 def _write(

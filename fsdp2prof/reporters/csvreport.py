@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from fsdp2prof.reporters.comparison_grids import comparison_rows
 from fsdp2prof.results import (
     BreakdownNs,
     CommEstimate,
@@ -20,10 +21,18 @@ from fsdp2prof.results import (
     LayerBytes,
     LayerPeak,
     MemoryAnalysis,
+    MemoryComparison,
     TraceAnalysis,
 )
 
-__all__ = ["MEMORY_TABLES", "TRACE_TABLES", "render_comm", "render_memory", "render_trace"]
+__all__ = [
+    "MEMORY_TABLES",
+    "TRACE_TABLES",
+    "render_comm",
+    "render_comparison",
+    "render_memory",
+    "render_trace",
+]
 
 TRACE_TABLES = ("groups", "steps")
 """Collectives per rank, step, layer, phase and op; step breakdowns."""
@@ -54,6 +63,11 @@ def render_memory(analysis: MemoryAnalysis, table: str = "peak") -> str:
 def render_comm(estimate: CommEstimate) -> str:
     """Return the collectives of a communication estimate with a header line."""
     return _write(_names(CommRow), (asdict(row) for row in estimate.groups))
+
+
+def render_comparison(comparison: MemoryComparison) -> str:
+    """Return the changes between two recordings by category, layer and place, with a header line."""
+    return _write(["by", "name", "before_bytes", "after_bytes", "delta_bytes"], comparison_rows(comparison))
 
 
 def _names(kind: type[GroupRow | LayerBytes | LayerPeak | CommRow]) -> list[str]:

@@ -20,12 +20,12 @@ __all__ = ["checkpoint_view", "comm_view", "memory_view"]
 _LAYER_ROWS = 12
 
 
-def comm_view(estimate: CommEstimate) -> RenderableType:
-    """Lay out a communication estimate: sums by op, then layers, alike ones folded."""
+def comm_view(estimate: CommEstimate, *, every: bool = False) -> RenderableType:
+    """Lay out a communication estimate: sums by op, then layers, alike ones folded unless ``every``."""
     return stack(
         _headline("Communication of one rank in one step", estimate.model, estimate.mesh),
         grid_view(_totals_grid(estimate)),
-        grid_view(_layers_grid(estimate)),
+        grid_view(_layers_grid(estimate, every)),
         bullets("Assumptions", estimate.assumptions),
     )
 
@@ -95,18 +95,18 @@ def _totals_grid(estimate: CommEstimate) -> Grid:
     )
 
 
-def _layers_grid(estimate: CommEstimate) -> Grid:
+def _layers_grid(estimate: CommEstimate, every: bool) -> Grid:
     layers: dict[tuple[int, str | None], list[CommRow]] = {}
     for row in estimate.groups:
         layers.setdefault((row.root, row.fqn), []).append(row)
     unit, scale = byte_unit(max((row.payload_bytes for row in estimate.groups), default=0))
     rows: list[list[Cell]] = []
     for root in dict.fromkeys(root for root, _ in layers):
-        own = [(fqn, alike) for (of, fqn), alike in layers.items() if of == root]
-        names = [(fqn, tuple(_shape(row) for row in alike)) for fqn, alike in own]
-        for name, members in fold_names([entry for entry in names if entry[0] is not None]):
-            first = own[members[0]][1]
+        own = {fqn: alike for (of, fqn), alike in layers.items() if of == root and fqn is not None}
+        shapes = [(fqn, tuple(map(_shape, alike))) for fqn, alike in own.items()]
+        for name, members in fold_names(shapes, every=every):
             shown = f"{name} (each)" if len(members) > 1 else name
+            first = own[list(own)[members[0]]]
             rows += _layer_rows(shown if root == 0 else f"model {root}: {shown}", first, scale)
     return Grid(
         title="By layer",

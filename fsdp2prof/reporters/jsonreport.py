@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from fsdp2prof.results import (
     CheckpointEstimate,
     CommEstimate,
     MemoryAnalysis,
+    MemoryComparison,
     MemoryEstimate,
     RunAnalysis,
     TraceAnalysis,
@@ -16,9 +19,18 @@ from fsdp2prof.results import (
 __all__ = ["render"]
 
 
-def render(
-    result: TraceAnalysis | MemoryAnalysis | RunAnalysis | CommEstimate | CheckpointEstimate | MemoryEstimate,
-) -> str:
+Result: TypeAlias = (
+    TraceAnalysis
+    | MemoryAnalysis
+    | MemoryComparison
+    | RunAnalysis
+    | CommEstimate
+    | CheckpointEstimate
+    | MemoryEstimate
+)
+
+
+def render(result: Result) -> str:
     """Return the documented JSON, indented, keys in the order of the contract, with a final newline."""
     encoded = msgspec.json.encode(result)
     return msgspec.json.format(encoded, indent=2).decode() + "\n"

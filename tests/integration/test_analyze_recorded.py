@@ -127,3 +127,16 @@ def test_the_report_holds_all_of_it(capfd: pytest.CaptureFixture[str], run: Path
     text = report.read_text(encoding="utf-8")
     for words in ("Where the step goes", "Communication by layer", "Memory of rank", "train_tiny_fsdp2.py"):
         assert words in text
+
+
+def test_a_recording_does_not_differ_from_itself(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+    ended = call(capfd, "analyze", "memory", run, "--diff", run, "--format", "json")
+    document = json.loads(ended.out)
+    assert document["delta_bytes"] == 0
+    for part in ("by_category", "by_layer", "by_stack"):
+        rows = document[part]
+        assert {row["delta_bytes"] for row in rows} == {0}
+        assert sum(row["after_bytes"] for row in rows) == document["after"]["allocated_bytes"]
+    flat = call(capfd, "analyze", "memory", run, "--diff", run, "--format", "csv").out
+    assert {row["delta_bytes"] for row in csv.DictReader(io.StringIO(flat))} == {"0"}
+    assert "Change by layer" in call(capfd, "analyze", "memory", run, "--diff", run).out

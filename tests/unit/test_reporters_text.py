@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from unittest import mock
 
-from support.results import HOSTILE, MIB, memory_analysis, run_analysis, trace_analysis
+from support.results import HOSTILE, MIB, memory_analysis, memory_comparison, run_analysis, trace_analysis
 
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
+from fsdp2prof.reporters.comparison_grids import comparison_grids
 from fsdp2prof.reporters.terminal import PLAIN_WIDTH, memory_view, render, run_view, trace_view
 from fsdp2prof.reporters.trace_grids import step_rows
 
@@ -128,3 +129,18 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
     assert row_of(text, "large") == ["large", "0", "3", "120.0", "MiB", "-"]
     assert text.index("Out of memory") < text.index("What fills rank")
+
+
+def test_two_recordings_compared() -> None:
+    """Places that read alike are one row: 3 + 5 MiB of aten::mm became 6 + 14."""
+    grids = {grid.title: grid for grid in comparison_grids(memory_comparison())}
+    assert grids["Change by kind"].rows == [
+        ["activations", "8.00 MiB", "20.0 MiB", "+12.0 MiB"],
+        ["temporaries", "2.00 MiB", "0 B", "-2.00 MiB"],
+    ]
+    assert grids["Change by place"].rows == [
+        ["aten::mm", "8.00 MiB", "20.0 MiB", "+12.0 MiB"],
+        ["aten::empty", "82.0 MiB", "80.0 MiB", "-2.00 MiB"],
+    ]
+    for grid in grids.values():
+        assert grid.totals == [["all", "90.0 MiB", "100.0 MiB", "+10.0 MiB"]]
