@@ -163,8 +163,9 @@ def memory(
 
 @estimate.command()
 @_input_options
+@click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
 @output_options("text", "json", "csv")
-def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) -> None:
+def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
     With --from-run and no --model the recorded parameter groups are used as they are.
@@ -185,7 +186,8 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) 
     elif output.format == "csv":
         output.write(csvreport.render_comm(result))
     else:
-        output.write(terminal.render(estimate_text.comm_view(result), to_terminal=output.to_terminal))
+        view = estimate_text.comm_view(result, every=verbose)
+        output.write(terminal.render(view, to_terminal=output.to_terminal))
 
 
 @estimate.command()

@@ -64,6 +64,8 @@ def test_alike_layers_are_folded(run):
     out = run("comm", "--model", "gpt2", "--seq-len", "64", "--mesh", "dp_shard=4")[1]
     assert "layers.0-11 (each)" in out
     assert "layers.1 " not in out
+    every = run("comm", "--model", "gpt2", "--seq-len", "64", "--mesh", "dp_shard=4", "-v")[1]
+    assert all(f"layers.{layer} " in every for layer in range(12))
 
 
 def test_checkpoint(run):
