@@ -133,7 +133,7 @@ def _known_tensors(
     """Yield the storages of sharded parameters, their gradients and the optimizer's state."""
     owners = _owners(root)
     for name, parameter in root.named_parameters():
-        fqn = owners[name]
+        fqn = owners[parameter]
         yield _info("sharded_parameter", fqn, name, parameter, tracker)
         if parameter.grad is not None:
             yield _info("sharded_gradient", fqn, name, parameter.grad, tracker)
@@ -142,13 +142,12 @@ def _known_tensors(
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
 
 
-def _owners(root: nn.Module) -> dict[str, str]:
-    """Map each parameter's name to the FSDP module that shards it, as FSDP's labels name it."""
-    owners: dict[str, str] = {}
+def _owners(root: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter to the FSDP module that shards it, as FSDP's labels name it."""
+    owners: dict[nn.Parameter, str] = {}
     for unit, module in root.named_modules():  # outer modules first
         if isinstance(module, FSDPModule):
-            below = root.get_submodule(unit).named_parameters(prefix=unit)
-            owners.update((name, unit) for name, _ in below)
+            owners.update(dict.fromkeys(root.get_submodule(unit).parameters(), unit))
     return owners
 
 

@@ -11,11 +11,12 @@ from fsdp2prof.analyzers.memory import analyze_memory
 from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
 from fsdp2prof.estimators.cuda_kernels import as_on_cuda
-from fsdp2prof.estimators.execution import Execution, execute
+from fsdp2prof.estimators.execution import Execution
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.reserved import allocator_settings, replay
+from fsdp2prof.estimators.stitching import execute_stitched
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results import MemoryEstimate, PredictedPeak, PredictedStep
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
@@ -46,7 +47,7 @@ def predict_memory(
     model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
-    execution = execute(model, mesh, policy)
+    execution, how = execute_stitched(model, mesh, policy)
     on_device = as_on_cuda(execution.recording, execution.host)
     recording = replay(on_device, allocator_settings(policy.allocator))
     manifest = RankManifest(
@@ -56,12 +57,13 @@ def predict_memory(
         tensors=_at_replayed_addresses(execution.tensors, on_device, recording),
         memory_source=recording.source,
     )
-    estimate = _estimate(execution, recording, manifest, mesh, policy, device_bytes)
+    estimate = _estimate(execution, how, recording, manifest, mesh, policy, device_bytes)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
 def _estimate(
     execution: Execution,
+    how: str,
     recording: MemoryRecording,
     manifest: RankManifest,
     mesh: MeshSpec,
@@ -99,7 +101,7 @@ def _estimate(
         fits=None if headroom is None else headroom >= 0,
         headroom_bytes=headroom,
         advice=[],
-        assumptions=[],
+        assumptions=_assumptions(how, policy),
     )
 
 
@@ -193,3 +195,7 @@ def _stream_names(recording: MemoryRecording) -> dict[int, str]:
         reduces = "all_reduce" if "reduce_scatter" in names.values() else "reduce_scatter"
         names[stream] = "all_gather_copy_in" if activity == "all_gather" else reduces
     return names
+
+
+def _assumptions(how: str, policy: PolicySpec) -> list[str]:
+    return [how]

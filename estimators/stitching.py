@@ -36,7 +36,8 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     """
     full = spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     blocks, period = full.blocks, policy.ac_every or 1
-    shallow = _EDGE_BLOCKS + period + (len(blocks) - _EDGE_BLOCKS) % period
+    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
+    shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
     if not repeats or len(blocks) <= 2 * shallow + period:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
@@ -115,7 +116,9 @@ def _extension(
     rename = _Renaming(blocks, len(shallow.blocks), (len(shallow.blocks) - period) // 2)
     recording = _recording(shallow.recording, copies, rename, growth)
     originals = shallow.recording.allocations.address[[copy.origin for copy in chosen]].tolist()
-    tensors = {tensor.address: tensor for tensor in shallow.tensors}
+    tensors: dict[int, list[TensorInfo]] = {}
+    for tensor in shallow.tensors:
+        tensors.setdefault(tensor.address, []).append(tensor)
     return _Extension(
         execution=Execution(
             name=shallow.name,
@@ -123,9 +126,9 @@ def _extension(
             blocks=blocks,
             recording=recording,
             tensors=[
-                _renamed_tensor(tensors[address], copy, row + 1, rename)
+                _renamed_tensor(tensor, copy, row + 1, rename)
                 for row, (address, copy) in enumerate(zip(originals, chosen, strict=True))
-                if address in tensors and copy.death < 0
+                for tensor in tensors.get(address, ())
             ],
             host=frozenset(row + 1 for row, address in enumerate(originals) if address in shallow.host),
             block_of={},
