@@ -57,7 +57,7 @@ _INPUT_OPTIONS = (
     _policy("--param-dtype", "param_dtype", help="bf16, fp16, fp32, or none for the original. [bf16]"),
     _policy("--reduce-dtype", "reduce_dtype", help="As --param-dtype; none is the gradient's. [fp32]"),
     _policy("--orig-dtype", "orig_dtype", help="Dtype of the shards and optimizer state. [fp32]"),
-    _policy("--offload", "offload", is_flag=True, help="CPUOffloadPolicy."),
+    _policy("--offload/--no-offload", "offload", is_flag=True, help="CPUOffloadPolicy."),
     _policy("--trainable", "trainable", metavar="REGEX", help="Parameters to train; the others are frozen."),
     _policy("--ac", "ac", help="Activation checkpointing: none, full, op or every:K. [none]"),
     _policy("--optimizer", "optimizer", help="adamw, adam, sgd, sgd-momentum, adagrad, ... [adamw]"),
@@ -68,7 +68,7 @@ _INPUT_OPTIONS = (
     _policy("--forward-prefetch", "forward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
     _policy("--backward-prefetch", "backward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
     _policy(
-        "--separate-reduce-scatter-group",
+        "--separate-reduce-scatter-group/--no-separate-reduce-scatter-group",
         "separate_reduce_scatter_group",
         is_flag=True,
         help="A communicator of its own for reduce-scatter.",
@@ -76,9 +76,14 @@ _INPUT_OPTIONS = (
     _policy(
         "--reduce-scatter-buffers", "reduce_scatter_buffers", type=int, help="Inputs kept in flight. [1]"
     ),
-    _policy("--compile", "compile", is_flag=True, help="torch.compile of each block."),
+    _policy("--compile/--no-compile", "compile", is_flag=True, help="torch.compile of each block."),
     _policy("--float8", "float8", help="tensorwise or rowwise."),
-    _policy("--fp8-all-gather", "fp8_all_gather", is_flag=True, help="Gather float8 weights as float8."),
+    _policy(
+        "--fp8-all-gather/--no-fp8-all-gather",
+        "fp8_all_gather",
+        is_flag=True,
+        help="Gather float8 weights as float8.",
+    ),
     _policy("--extra-model", "extra_model", help="A second, frozen model run forward only."),
     _policy("--pp-stage", "pp_stage", type=int, help="Pipeline stage to estimate. [0]"),
 )
