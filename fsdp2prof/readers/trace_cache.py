@@ -39,7 +39,7 @@ from fsdp2prof.tables import (
 __all__ = ["cache_files", "read_trace_cached"]
 
 _SUFFIX = ".fsdp2prof-cache.npz"
-_WORTH_BYTES = {True: 2 << 20, False: 24 << 20}
+_WORTH_BYTES = {True: 1 << 20, False: 12 << 20}
 """File size (compressed or not) from which reading takes long enough to be worth a cache."""
 _HASHED_BYTES = 8 << 20
 _UNUSABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.MsgspecError)
@@ -66,7 +66,7 @@ def read_trace_cached(
 ) -> Trace:
     """Read a trace as ``read_trace`` does, from its cache if it has one, leaving one if not.
 
-    A file smaller than ``worth_bytes`` (default: what reads in about a fifth of a second) is not cached.
+    A file smaller than ``worth_bytes`` (default: what reads in about a tenth of a second) is not cached.
     Raises ``TraceError`` like ``read_trace``.
     """
     path = Path(path)
