@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,9 +68,9 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        with output.progress(f"analysing the traces of {path}"):
-            ranks, steps = options["ranks"], options["steps"]
-            write_view(path, view, diff, ranks=ranks, steps=steps, every=verbose, output=output)
+        _refuse_conditions(fail_on, f"--{view or 'diff'}")
+        ranks, steps = options["ranks"], options["steps"]
+        write_view(path, view, diff, ranks=ranks, steps=steps, every=verbose, output=output)
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
@@ -126,6 +127,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
+        _refuse_conditions(fail_on, "--diff")
         _memory_diff(diff, path, ranks, verbose, output)
         return
     conditions = _parse(fail_on)
@@ -235,7 +237,12 @@ def _write(
 
 
 def _hint(path: Path) -> str:
-    return f"fsdp2prof report {path} -o report.html  shows all of this as charts."
+    return f"fsdp2prof report {shlex.quote(str(path))} -o report.html  shows all of this as charts."
+
+
+def _refuse_conditions(conditions: Sequence[str], instead: str) -> None:
+    if conditions:
+        raise UsageError(f"--fail-on tests the whole analysis, which {instead} leaves out: run them apart")
 
 
 def _parse(conditions: Sequence[str]) -> list[Condition]:

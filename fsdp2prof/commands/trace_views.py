@@ -75,8 +75,12 @@ def write_view(
     if steps is not None and len(steps) != 1:
         raise UsageError(f"--{view or 'diff'} looks at one step: give --steps one number")
     step = None if steps is None else min(steps)
-    trace = _read(path, ranks)
-    found = _compare(_read(diff, ranks), trace, step) if diff is not None else _VIEWS[view or ""](trace, step)
+    with output.progress(f"analysing the trace of {path}"):
+        trace = _read(path, ranks)
+        if diff is not None:
+            found = _compare(_read(diff, ranks), trace, step)
+        else:
+            found = _VIEWS[view or ""](trace, step)
     if output.format == "csv":
         output.write(found.table.to_csv(index=False, lineterminator="\n"))
     elif output.format == "json":

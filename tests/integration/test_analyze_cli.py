@@ -217,6 +217,7 @@ class TestViews:
         call(capfd, *path, "--diff", traces).refused("exclude each other", code=2)
         call(capfd, *path, "--steps", "3,4").refused("one step", code=2)
         call(capfd, *path, "-o", tmp_path / "a.html").refused("no HTML form", code=2)
+        call(capfd, *path, "--fail-on", "idle_frac>1").refused("run them apart", code=2)
 
 
 class TestOutputFiles:
