@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 
 __all__ = ["Root", "Roots", "param_groups"]
@@ -102,6 +103,7 @@ class Roots:
             hook.remove()
         self._hooks.clear()
 
+    @_disable_dynamo
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if _state(module)._is_root is False:
             self._hooks[module].remove()
@@ -121,6 +123,7 @@ class Roots:
             root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def _close_after_forward(self, root: Root) -> None:
+        @_disable_dynamo
         def close(*_: Any) -> None:
             if root.ranges:
                 root.ranges.pop().__exit__(None, None, None)

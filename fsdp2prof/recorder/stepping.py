@@ -8,6 +8,7 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
@@ -111,10 +112,14 @@ class OptimizerWatch:
             finally:
                 self._depth -= 1
             if not self._depth:
-                self._on_step(torch._C._current_graph_task_id() != -1)
+                self._tell()
             return result
 
         return watched
+
+    @_disable_dynamo
+    def _tell(self) -> None:
+        self._on_step(torch._C._current_graph_task_id() != -1)
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

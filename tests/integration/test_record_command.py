@@ -56,6 +56,26 @@ def test_death_by_a_signal_is_128_plus_n(tmp_path, signal_name):
     assert done.returncode == 128 + number
 
 
+def test_ctrl_c_reaches_the_command_once(tmp_path):
+    code = (
+        "import signal, time; seen = []; signal.signal(signal.SIGINT, lambda *_: seen.append(1));"
+        "print('ready', flush=True); deadline = time.monotonic() + 2\n"
+        "while time.monotonic() < deadline: time.sleep(0.05)\n"
+        "print(len(seen), flush=True)"
+    )
+    terminal, tty = os.openpty()
+    command = [*RECORD, "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
+    session = subprocess.Popen(
+        ["setsid", "--ctty", *command], stdin=tty, stdout=subprocess.PIPE, stderr=tty, text=True
+    )
+    assert session.stdout.readline() == "ready\n"
+    os.write(terminal, b"\x03")
+    output, _ = session.communicate(timeout=60)
+    os.close(terminal)
+    os.close(tty)
+    assert (output, session.returncode) == ("1\n", 0)
+
+
 def test_signal_dispositions_and_process_group_are_inherited(tmp_path):
     code = (
         "import os, signal; blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []);"

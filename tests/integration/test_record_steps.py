@@ -116,6 +116,17 @@ def test_micro_batches_make_one_step(start):
     assert len(steps) == 3
 
 
+def test_a_compiled_model_is_traced_around_the_recorders_hooks(start):
+    model = wrapped()
+    steps = start(model)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss(compiled).backward()  # a hook that dynamo traced would warn here, which is an error in tests
+        optimizer.step()
+    assert len(steps) == 3
+
+
 def test_a_step_the_scaler_skips_is_a_step(start):
     model = wrapped()
     steps = start(model)
