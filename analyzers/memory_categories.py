@@ -15,7 +15,8 @@ in the optimizer                            optimizer_state if it outlives the s
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
                                             accumulated or outliving the backward; else temporary
 in forward                                  activation if alive when the backward begins, else temporary
-outside of everything                       input if a forward begins in its life, else temporary
+outside of everything                       input if a forward begins in its life; activation if a backward
+                                            does (no label tells its forward); else temporary
 no time known, no address known             unattributed, unless sizes prove what it is
                                             (:mod:`fsdp2prof.analyzers.memory_shards`)
 ==========================================  ==========================================================
@@ -141,6 +142,7 @@ def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
     rules.put("temporary", phase["forward"] | phase["backward"])
     if len(attributed.phases):
         rules.put("input", known & _outlives(allocations, phase["forward"]))
+        rules.put("activation", known & _outlives(allocations, phase["backward"]))
         rules.put("temporary", known & (allocations.free_order != NEVER))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fsdp2prof.analyzers.memory import RankRecording, analyze_memory
 from fsdp2prof.analyzers.memory_compare import compare_memory
+from fsdp2prof.analyzers.memory_kineto import kineto_recordings
 from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.analyzers.steps import Window
@@ -21,13 +22,14 @@ from fsdp2prof.analyzers.trace import RankAnalysis, References, analyze_rank, me
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.readers.memory_files import MemoryFile, find_memory, is_memory_file
+from fsdp2prof.readers.memory_files import MemoryFile, find_memory, is_memory_file, is_trace_file
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.processes import map_in_processes, usable_cores
 from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_directory, open_run
 from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
 from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
+from fsdp2prof.tables import MemoryRecording
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,8 +101,8 @@ def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = Non
     unreadable: list[str] = []
     for file in _selected(found.files, ranks, path):
         try:
-            recordings += [(file.rank, one, manifests.get(file.rank)) for one in read_memory(file.path)]
-        except SnapshotError as error:
+            recordings += [(file.rank, one, manifests.get(file.rank)) for one in _recordings(file.path)]
+        except (SnapshotError, TraceError) as error:
             unreadable.append(str(error))
     if not recordings:
         raise SnapshotError(unreadable[0])
@@ -120,7 +122,17 @@ def compare_memory_paths(
 
 def _memory_view(path: str | Path, ranks: Collection[int] | None) -> MemoryView:
     file = _selected(find_memory(path).files, ranks, path)[0]
-    return memory_view(read_memory(file.path)[0], _manifests(path).get(file.rank))
+    return memory_view(_recordings(file.path)[0], _manifests(path).get(file.rank))
+
+
+def _recordings(path: Path) -> list[MemoryRecording]:
+    """Read a snapshot, a storage count, or the memory events of a trace."""
+    if not is_trace_file(path):
+        return read_memory(path)
+    recordings = kineto_recordings(read_trace(path))
+    if not recordings:
+        raise SnapshotError(f"{path}: no memory events in this trace; record it with profile_memory=True")
+    return recordings
 
 
 def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAnalysis:

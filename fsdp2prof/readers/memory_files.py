@@ -1,4 +1,4 @@
-"""Which memory file belongs to which rank: of one file, a folder of snapshots, or a recorded run."""
+"""Which memory file belongs to which rank: one file, a folder of snapshots or traces, a recorded run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.readers.trace_files import rank_in_name
 
-__all__ = ["MemoryFile", "MemorySet", "find_memory", "is_memory_file"]
+__all__ = ["MemoryFile", "MemorySet", "find_memory", "is_memory_file", "is_trace_file"]
 
 _SUFFIXES = (".pickle", ".pkl", ".npz")
 
@@ -43,15 +43,22 @@ def find_memory(path: str | Path) -> MemorySet:
         return MemorySet(files=(MemoryFile(rank=rank_in_name(root.name) or 0, path=root),), warnings=())
     if not root.exists():
         raise SnapshotError(f"{root}: no such file or folder")
-    found = sorted(filter(is_memory_file, root.iterdir()))
+    found = sorted(filter(is_memory_file, root.iterdir())) or sorted(filter(is_trace_file, root.iterdir()))
     if not found:
-        raise SnapshotError(f"{root}: no memory snapshots: no *.pickle, *.pkl or *.npz file in it")
+        raise SnapshotError(
+            f"{root}: no memory snapshots: no *.pickle, *.pkl or *.npz file in it, and no trace"
+        )
     return _numbered(found)
 
 
 def is_memory_file(path: Path) -> bool:
     """Whether a file is a memory recording by its name."""
     return path.suffix in _SUFFIXES and path.is_file()
+
+
+def is_trace_file(path: Path) -> bool:
+    """Whether a file is a Kineto trace by its name: its memory events are a recording too."""
+    return path.name.endswith((".json", ".json.gz")) and path.is_file()
 
 
 def _run_recordings(root: Path) -> MemorySet:

@@ -1,0 +1,102 @@
+"""Kineto's memory events: pairs and totals by hand, and the allocator's own totals in a real trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp2prof.analyzers.memory_kineto import kineto_recordings
+from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
+from fsdp2prof.analyzers.pipeline import analyze_memory_path
+from fsdp2prof.errors import SnapshotError
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.tables import MemoryRecording
+
+
+def trace(
+    path: Path, memory: list[tuple[int, int, int, int, int]], ranges: list[tuple[str, str, int, int]] = ()
+) -> Path:
+    """A trace of (ts, device, address, bytes, reserved) instants and (cat, name, ts, dur) ranges."""
+    held: dict[int, int] = {}
+    events: list[dict[str, object]] = []
+    for ts, device, address, size, reserved in memory:
+        held[device] = held.get(device, 1000) + size
+        args = {
+            "Device Type": int(device >= 0),
+            "Device Id": device,
+            "Addr": address,
+            "Bytes": size,
+            "Total Allocated": held[device],
+            "Total Reserved": reserved,
+        }
+        events.append({"ph": "i", "name": "[memory]", "pid": 1, "tid": 1, "ts": ts, "args": args})
+    for cat, name, ts, dur in ranges:
+        events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur, "args": {}}
+        )
+    path.write_bytes(gzip.compress(json.dumps({"schemaVersion": 1, "traceEvents": events}).encode()))
+    return path
+
+
+def totals(recording: MemoryRecording) -> list[int]:
+    return allocated_totals(recording.allocations, recording.events).tolist()
+
+
+def test_pairs_and_what_was_there_before(tmp_path: Path):
+    memory = [
+        (10, 0, 64, 100, 4096),
+        (11, 0, 999, -300, 4096),
+        (12, 0, 128, 50, 8192),
+        (13, 0, 64, -100, 8192),
+    ]
+    memory += [(14, 0, 64, 70, 6144), (15, -1, 5, 8, 0)]
+    ranges = [
+        ("cpu_op", "aten::linear", 9, 4),
+        ("cpu_op", "aten::addmm", 10, 1),
+        ("user_annotation", "FSDP::all_gather (a)", 14, 1),
+    ]
+    device, host = kineto_recordings(read_trace(trace(tmp_path / "t.json.gz", memory, ranges)))
+    assert totals(device) == [1100, 800, 850, 750, 820]  # 1000 before: 300 freed in sight, 700 never
+    assert sorted(device.allocations.size.tolist()) == [50, 70, 100, 300, 700]
+    assert device.allocations.op.to_list() == [None, None, "aten::addmm", "aten::linear", None]
+    reserved = reserved_totals(device.segments, device.events)
+    assert reserved is not None
+    assert reserved.tolist() == [4096, 4096, 8192, 8192, 6144]
+    assert device.labels.name.to_list() == ["FSDP::all_gather (a)"]
+    assert device.warnings == ()
+    assert (device.source, host.device) == ("kineto", "cpu")
+    assert "approximate" in host.warnings[0]
+
+
+def test_missing_free_is_put_before_the_address_is_used_again(tmp_path: Path):
+    memory = [(10, -1, 64, 100, 0), (11, -1, 64, 30, 0), (12, -1, 64, -30, 0)]
+    (recording,) = kineto_recordings(
+        read_trace(trace(tmp_path / "t.json.gz", memory, [("cpu_op", "a", 1, 1)]))
+    )
+    assert totals(recording) == [1100, 1030, 1000]
+    assert "(1 put back" in recording.warnings[0]
+
+
+def test_trace_without_memory_events_is_one_clear_line(tmp_path: Path):
+    path = trace(tmp_path / "t.json.gz", [], [("cpu_op", "aten::mm", 1, 1)])
+    with pytest.raises(
+        SnapshotError, match="no memory events in this trace; record it with profile_memory=True"
+    ):
+        analyze_memory_path(path)
+
+
+@pytest.mark.real_data
+def test_totals_of_a_real_trace_are_the_allocators_own(real_data: Path):
+    """28,010 events of a V100: after each one, what is held equals Kineto's Total Allocated and Reserved."""
+    source = read_trace(real_data / "traces" / "ddp2-v100-rank1-memory" / "df_index_resolver.json.gz")
+    device, host = kineto_recordings(source)
+    events = source.memory.take(source.memory.device == 1)
+    assert np.array_equal(allocated_totals(device.allocations, device.events), events.allocated_bytes)
+    reserved = reserved_totals(device.segments, device.events)
+    assert reserved is not None
+    assert np.array_equal(reserved, events.reserved_bytes)
+    assert len(host.allocations) == 620
