@@ -68,6 +68,8 @@ class Interception(TorchDispatchMode):
                 return "reduce_scatter", args[1]
             case "reduce_scatter_tensor":
                 return "reduce_scatter", args[0]
+            case "all_to_all_single":
+                return "all_to_all", args[0]
             case "allreduce":
                 return "all_reduce", args[0][0]
             case "all_reduce":
@@ -222,6 +224,7 @@ def test_padding_and_shared_parameters(config, shards):
     ("config", "options"),
     [
         (tiny(), {}),
+        (tiny(), {"dp_replicate": 2}),
         (tiny(), {"loss_parallel": False}),
         (tiny(), {"ac": "full"}),
         (tiny(), {"ac": "every:2"}),
@@ -232,7 +235,8 @@ def test_padding_and_shared_parameters(config, shards):
     ],
 )
 def test_tensor_parallelism(config, options):
-    mesh = MeshSpec(dp_shard=2, tp=2)
+    mesh = MeshSpec(dp_replicate=options.get("dp_replicate", 1), dp_shard=2, tp=2)
+    options = {name: value for name, value in options.items() if name != "dp_replicate"}
     policy = PolicySpec(**{"seq_len": 16, "batch_size": 2, **options})
     sums = {}
     for (phase, op, dtype, payload), count in executed(config, mesh, policy).items():
@@ -243,6 +247,50 @@ def test_tensor_parallelism(config, options):
         known = rows.get((row.phase, row.op, row.dtype), (0, 0))
         rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
     assert rows == sums
+
+
+def test_context_parallelism_is_torchs_ring_attention():
+    """One layer's K and V, and their gradients, through the ring that torch runs around any attention."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    mesh, policy = MeshSpec(dp_shard=1, cp=4), PolicySpec(seq_len=64, batch_size=2)
+    config = tiny(layers=1)
+
+    def attend(query, key, value, is_causal, **_):
+        return torch.zeros_like(query), torch.zeros(query.shape[:3])
+
+    def attend_backward(query, key, value, **_):
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+    query, key, value = torch.zeros(3, 2, config.kv_heads, 64 // mesh.cp, config.head_dim).bfloat16()
+    mode = Interception()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=mesh.cp)
+    try:
+        with mode:
+            out, normaliser = _attention._templated_ring_attention(
+                dist.group.WORLD, 2, attend, query, key, value, is_causal=True
+            )
+            mode.phase = "backward"
+            _attention._templated_ring_attention_backward(
+                dist.group.WORLD,
+                2,
+                attend_backward,
+                query,
+                "grad_out",
+                query,
+                key,
+                value,
+                out,
+                normaliser,
+                True,
+            )
+    finally:
+        dist.destroy_process_group()
+    rows = [row for row in estimate(config, mesh, policy).groups if row.mesh_dim == "cp"]
+    sums = Counter()
+    for row in rows:
+        sums[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
+    assert sums == mode.counts
 
 
 RECORDED = [
