@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers.collective_names import op_of
+from fsdp2prof.analyzers.phases import transfer_rows
 from fsdp2prof.tables import IntArray, Trace
 
 __all__ = ["gloo_ranges", "match_issuers"]
@@ -14,8 +15,14 @@ _TITLES = {"reduce_scatter": "all_reduce"}
 
 
 def gloo_ranges(trace: Trace) -> IntArray:
-    """Return the event rows of gloo's worker ranges, in order of their start."""
-    return np.flatnonzero(trace.events.name.matches(lambda name: name.startswith("gloo:")))
+    """Return the event rows of gloo's worker ranges, in order of their start.
+
+    They are called ``gloo:all_gather``, or as FSDP wishes (``FSDP::all_gather (layers.0)``) in newer torch.
+    """
+    events = trace.events
+    label = np.flatnonzero(events.category.equals("user_annotation") & (events.thread >= 0))
+    named = label[transfer_rows(trace.labels)]
+    return np.union1d(np.flatnonzero(events.name.matches(lambda name: name.startswith("gloo:"))), named)
 
 
 def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
@@ -30,7 +37,7 @@ def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
     matched = np.full(len(ranges), -1, dtype=np.int64)
     size = np.full(len(events), -1, dtype=np.int64)
     size[trace.collective_args.event] = trace.collective_args.in_nelems
-    title, titles = _titles(trace)
+    title, titles = _titles(trace, ranges)
     for sized in (True, False):
         left = np.flatnonzero(matched < 0)
         free = np.setdiff1d(issuers, matched)
@@ -46,17 +53,19 @@ def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
     return matched
 
 
-def _titles(trace: Trace) -> tuple[IntArray, list[str]]:
+def _titles(trace: Trace, ranges: IntArray) -> tuple[IntArray, list[str]]:
     """Code of the range title under which each event's collective would show; -1 for other events."""
+    names = trace.events.name
+    by_fsdp = names.take(ranges).matches(lambda name: name.startswith("FSDP::")).any()
     titles: dict[str, int] = {}
     codes = []
-    for name in trace.events.name.values:
+    for name in names.values:
         prefix, _, verb = name.partition(":")
-        if prefix not in ("gloo", "c10d"):
+        if prefix not in ("gloo", "c10d", "FSDP"):
             codes.append(-1)
             continue
         kind = op_of(verb) or verb.strip(":_")
-        if prefix == "c10d":
+        if prefix == "c10d" and not by_fsdp:
             kind = _TITLES.get(kind, kind)
         codes.append(titles.setdefault(kind, len(titles)))
     return np.array([*codes, -1], dtype=np.int64)[trace.events.name.codes], list(titles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fsdp2prof.analyzers.gloo import gloo_ranges
 from fsdp2prof.tables import IntArray, Trace
 
 __all__ = ["leaf_operators"]
@@ -21,7 +22,7 @@ def leaf_operators(trace: Trace) -> IntArray:
     is_operator = events.category.equals("cpu_op") & events.name.matches(
         lambda name: "::" in name and not name.startswith(_NOT_WORK)
     )
-    workers = np.unique(events.thread[events.name.matches(lambda name: name.startswith("gloo:"))])
+    workers = np.unique(events.thread[gloo_ranges(trace)])
     rows = np.flatnonzero(is_operator & ~np.isin(events.thread, workers))
     rows = rows[np.argsort(events.thread[rows], kind="stable")]
     leaf = np.ones(len(rows), dtype=np.bool_)

@@ -37,7 +37,15 @@ from fsdp2prof.tables import (
     concat_tables,
 )
 
-__all__ = ["AUTOGRAD_NODE", "FsdpLabel", "build_phases", "find_rows", "parse_label", "qualified_fqn"]
+__all__ = [
+    "AUTOGRAD_NODE",
+    "FsdpLabel",
+    "build_phases",
+    "find_rows",
+    "parse_label",
+    "qualified_fqn",
+    "transfer_rows",
+]
 
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
@@ -58,8 +66,12 @@ _ACTIVITY = {
     "post_backward_reshard": "reshard",
     "post_backward_rs_wait": "reduce_wait",
     "post_backward_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
     "root_post_backward_callback": "final_wait",
 }
+_TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Labels that a collective itself may carry, on the thread of the backend that carries it out."""
 _BEFORE_FORWARD = frozenset({"root_pre_forward", "inputs_to_device", "cast_forward_inputs"})
 _NAMELESS = _BEFORE_FORWARD | {"cast_forward_outputs"}
 
@@ -110,6 +122,7 @@ def build_phases(labels: LabelTable, steps: StepTable) -> PhaseTable:
     other ranges too; the ranges of autograd nodes (:data:`AUTOGRAD_NODE`), if there, mark backward work
     that no FSDP label covers (the loss's own backward; all of it without FSDP).
     """
+    labels = labels.take(~transfer_rows(labels))
     parsed = [parse_label(name) for name in labels.name.values]
     rows = _Replay(labels, parsed, steps).run()
     thread = np.array([row.thread for row in rows], dtype=np.int64)
@@ -129,6 +142,15 @@ def build_phases(labels: LabelTable, steps: StepTable) -> PhaseTable:
         activity=activity,
     )
     return _with_steps(_with_autograd(table, weak, labels), steps)
+
+
+def transfer_rows(labels: LabelTable) -> BoolArray:
+    """Mask of the labels that name a transfer on a backend's own thread: FSDP's hooks run on other ones."""
+    parsed = [parse_label(name) for name in labels.name.values]
+    kinds = [None if label is None or label.kind == "root" else label.kind in _TRANSFERS for label in parsed]
+    transfer = np.array([kind is True for kind in kinds] + [False], dtype=np.bool_)[labels.name.codes]
+    hook = np.array([kind is False for kind in kinds] + [False], dtype=np.bool_)[labels.name.codes]
+    return transfer & hook.any() & ~np.isin(labels.thread, labels.thread[hook])
 
 
 def find_rows(phases: PhaseTable, thread: IntArray, time_ns: IntArray) -> IntArray:

@@ -320,3 +320,26 @@ def test_a_collective_of_another_step_is_not_counted_in_a_chosen_one() -> None:
     assert rank_tables(built).collectives.table.step.tolist() == [1, 1, 2, 3]
     assert rank_tables(built, chosen=[2]).collectives.table.step.tolist() == [-1, -1, 2, -1]
     assert rank_tables(built, window="trace").collectives.table.step.tolist() == [0, 0, 0, 0]
+
+
+def test_gloo_ranges_may_carry_fsdps_own_names() -> None:
+    trace = labelled()
+    trace.host("c10d::_allgather_base_", 15, 18, in_nelems=100, out_nelems=200, dtype="c10::BFloat16")
+    trace.label("FSDP::all_gather (layers.0)", 20, 39, WORKER)
+    trace.label("FSDP::pre_backward (layers.0)", 500, 510)
+    trace.label("FSDP::post_backward_reduce (layers.0)", 600, 700)
+    trace.host("c10d::_reduce_scatter_base_", 610, 612, in_nelems=200, out_nelems=100, dtype="float")
+    trace.label("FSDP::reduce_scatter (layers.0)", 620, 650, WORKER)
+    trace.host("c10d::allreduce_", 655, 656, in_nelems=100, out_nelems=100, dtype="float")
+    trace.label("FSDP::all_reduce (layers.0)", 660, 690, WORKER + 1)
+    trace.label("FSDP::root_post_backward_callback", 800, 820)
+    trace.host("aten::mul", 100, 110)
+    tables = rank_tables(trace.build())
+    table = tables.collectives.table
+    assert table.op.to_list() == ["all_gather", "reduce_scatter", "all_reduce"]
+    assert table.start_ns.tolist() == [20, 620, 660]
+    assert table.issue_ns.tolist() == [15, 610, 655]
+    assert table.payload_bytes.tolist() == [400, 800, 400]
+    assert table.phase.to_list() == ["forward", "backward", "backward"]
+    assert set(tables.phases.thread.tolist()) == {0}
+    assert tables.phases.fqn.lookup(tables.work.phase_row).to_list() == ["layers.0"]

@@ -335,13 +335,26 @@ def test_labels_of_coarse_clocks_may_have_no_length() -> None:
     assert at(phases, 18) == ("b", "forward", "compute")
 
 
+def test_a_backends_own_thread_is_none_of_fsdps() -> None:
+    phases = build_phases(
+        labels(
+            *forward(0, "a"),
+            ("FSDP::all_gather (a)", 4, 25, 9),
+            ("FSDP::reduce_scatter (a)", 80, 90, 9),
+        ),
+        steps(),
+    )
+    assert at(phases, 20) == ("a", "forward", "compute")
+    assert at(phases, 20, thread=9) is None
+
+
 KINDS = [
     "FSDP::pre_forward (m)",
     "FSDP::post_forward (m)",
     "FSDP::pre_backward (n)",
     "FSDP::post_backward_reduce (n)",
     "FSDP::root_post_backward_callback",
-    "FSDP::all_gather (m)",
+    "FSDP::all_gather_copy_out (m)",
     "Optimizer.step#A",
     "fsdp2prof::root (0)",
     AUTOGRAD_NODE + ": A",
@@ -367,7 +380,10 @@ def test_any_labels_give_disjoint_sorted_rows_with_the_innermost_label_first(
         others = [item for item in ranges if item[3] == thread and item != (name, start, end, thread)]
         if any(start < item[2] and item[1] < end for item in others):
             continue
-        expected = {"Optimizer.step#A": (None, "optimizer"), "FSDP::all_gather (m)": ("m", None)}.get(name)
+        expected = {
+            "Optimizer.step#A": (None, "optimizer"),
+            "FSDP::all_gather_copy_out (m)": ("m", None),
+        }.get(name)
         for time in range(start, end if expected else start):
             found = at(phases, time, thread)
             assert found is not None
