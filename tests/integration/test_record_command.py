@@ -58,10 +58,11 @@ def test_death_by_a_signal_is_128_plus_n(tmp_path, signal_name):
 
 def test_ctrl_c_reaches_the_command_once(tmp_path):
     code = (
-        "import signal, time; seen = []; signal.signal(signal.SIGINT, lambda *_: seen.append(1));"
+        "import os, signal, time; reader, writer = os.pipe(); os.set_blocking(writer, False);"
+        "signal.signal(signal.SIGINT, lambda *_: None); signal.set_wakeup_fd(writer);"
         "print('ready', flush=True); deadline = time.monotonic() + 2\n"
         "while time.monotonic() < deadline: time.sleep(0.05)\n"
-        "print(len(seen), flush=True)"
+        "print(len(os.read(reader, 99)), flush=True)"
     )
     terminal, tty = os.openpty()
     command = [*RECORD, "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
