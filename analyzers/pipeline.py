@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.memory_compare import compare_memory
 from fsdp2prof.analyzers.memory_kineto import kineto_recordings
 from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
 from fsdp2prof.analyzers.run_summary import summarize_run
-from fsdp2prof.analyzers.steps import Window
+from fsdp2prof.analyzers.steps import Window, host_steps
 from fsdp2prof.analyzers.trace import RankAnalysis, References, analyze_rank, merge
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
 from fsdp2prof.manifest import RankManifest
@@ -29,7 +29,7 @@ from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_dir
 from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
 from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables import MemoryRecording, Trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -198,13 +198,21 @@ def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
         trace = read(job.file.path, rank=job.file.rank, workers=job.workers)
     except TraceError as error:
         return str(error)
-    return analyze_rank(
-        trace,
-        job.manifest,
-        window=job.options.get("window", "steps"),
-        chosen=job.options.get("steps"),
-        default_rank=job.file.rank,
-    )
+    window, chosen = job.options.get("window", "steps"), job.options.get("steps")
+    cut_short = _cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
+    if cut_short and job.manifest is not None:
+        chosen = job.manifest.traced_steps
+    analysis = analyze_rank(trace, job.manifest, window=window, chosen=chosen, default_rank=job.file.rank)
+    rank = job.file.rank
+    told = [f"rank {rank}: step {n} was cut short and is left out; --steps {n} shows it" for n in cut_short]
+    return replace(analysis, warnings=[*analysis.warnings, *told])
+
+
+def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
+    """Steps whose label is in the trace and that the recorder did not see end; none if it saw no step end."""
+    if manifest is None or not manifest.traced_steps:
+        return []
+    return [step for step in host_steps(trace.labels).step.tolist() if step not in manifest.traced_steps]
 
 
 def _with_peak(options: TraceOptions, analyses: Sequence[RankAnalysis]) -> References:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp2prof.commands.options import numbers_option
+from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.pipeline import TraceOptions
@@ -79,6 +80,8 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         from fsdp2prof.analyzers.trace import References
         from fsdp2prof.estimators.hardware import HardwareSpec
 
+        if window == "trace" and steps is not None:
+            raise UsageError("--window trace takes the whole trace as one step: leave out --steps")
         device = HardwareSpec.parse(hardware) if hardware else None
         options: TraceOptions = {
             "window": window,

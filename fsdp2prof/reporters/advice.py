@@ -21,16 +21,6 @@ _NAMED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
     """Name the largest losses of the step, largest first."""
-    lines = _losses(analysis)
-    if {rank.device_type for rank in analysis.ranks} == {"cpu"} and any("exposed" in line for line in lines):
-        lines.append(
-            "These ranks ran on CPU, where FSDP2 waits for each collective in line: how much is exposed here "
-            "says nothing about a GPU, the bytes and counts do."
-        )
-    return lines
-
-
-def _losses(analysis: TraceAnalysis) -> list[str]:
     totals: dict[str, int] = defaultdict(int)
     windows = 0
     for rank in analysis.ranks:

@@ -146,6 +146,20 @@ class TestGoodInput:
         assert everything["trace"]["groups"] == document["groups"]
         assert everything["memory"] is None
 
+    def test_a_step_cut_short_is_left_out_unless_asked_for(
+        self, capfd: pytest.CaptureFixture[str], run: Path
+    ) -> None:
+        """The recorder of rank 1 saw step 3 end, but not step 4."""
+        manifest = RankManifest(rank=1, world_size=3, state="crashed", traced_steps=[3])
+        (run / rank_folder(1) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+        ranks = trace_json(capfd, run)["ranks"]
+        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[3, 4], [3]]  # type: ignore[attr-defined]
+        warnings = trace_json(capfd, run)["warnings"]
+        assert "rank 1: step 4 was cut short and is left out; --steps 4 shows it" in warnings  # type: ignore[operator]
+        ranks = trace_json(capfd, run, "--steps", "4")["ranks"]
+        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[4], [4]]  # type: ignore[attr-defined]
+        call(capfd, "analyze", "run", run, "--window", "trace", "--steps", "4").refused("whole trace", code=2)
+
     def test_one_broken_rank_does_not_stop_the_others(
         self, capfd: pytest.CaptureFixture[str], run: Path
     ) -> None:

@@ -85,7 +85,6 @@ def test_advice_leads_to_the_largest_loss_first() -> None:
     lines = trace_advice(trace_analysis(blocks=8))
     assert lines[0].startswith("22.0% of the step is exposed all-gather (11.0 ms)")
     assert "layers.0 in forward, 4.00 ms of 4.00 ms exposed" in lines[0]
-    assert any("says nothing about a GPU" in line for line in lines)
     assert "sharded parameters (40.0 MiB, 40.0%)" in memory_advice(memory_analysis())[0]
 
 
