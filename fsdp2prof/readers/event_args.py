@@ -6,6 +6,7 @@ element counts come from the recorded inputs of ``c10d::*`` and ``gloo:*``, whos
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import lru_cache
@@ -169,7 +170,7 @@ def _text(values: Iterable[Any]) -> Strings:
 
 
 def _compact(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode(errors="replace").replace(" ", "")
+    return sys.intern(bytes(raw).decode(errors="replace").replace(" ", ""))
 
 
 def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | None:

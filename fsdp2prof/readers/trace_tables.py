@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from fsdp2prof.tables import EventTable, IntArray, LabelTable, MemoryEventTable,
 
 __all__ = ["assemble", "header_integer"]
 
+_WORTH_RETURNING_BYTES = 8 << 20
 _DEVICE_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 
 
@@ -35,9 +37,18 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
     metadata = [(row + first, *rest) for piece, first in placed for row, *rest in piece.metadata]
     shapes = [(row + first, *rest) for piece, first in placed for row, *rest in piece.shapes]
     syncs = [(row + first, *rest) for piece, first in placed for row, *rest in piece.syncs]
-    memory = [piece.memory for piece in pieces if piece.memory]
     threads = _Threads(share.pids, share.tids)
-    events, position = _event_table([piece.events for piece in pieces], share, threads, source, warnings)
+    memory = _memory_table([piece.memory for piece in pieces if piece.memory], threads)
+    columns = [piece.events for piece in pieces]
+    start, end = _times(columns, source, warnings)
+    order = _outer_first(start, end)
+    position = _inverse(order)
+    collectives = collective_args(metadata, shapes, position)
+    shaped, waits = shape_table(shapes, position), sync_table(syncs, position)
+    del position, metadata, shapes, syncs
+    start = start[order]
+    end = end[order]
+    events = _event_table(columns, start, end, order, share, threads)
     is_label = events.category.equals("user_annotation") & (events.thread >= 0)
     distributed = header.distributed_info
     return Trace(
@@ -48,55 +59,71 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
         process_groups=_process_groups(distributed),
         base_time_ns=int(int_column([header.base_time_ns])[0]),
         events=events,
-        collective_args=collective_args(metadata, shapes, position),
+        collective_args=collectives,
         labels=LabelTable(
             thread=events.thread[is_label],
             start_ns=events.start_ns[is_label],
             end_ns=events.end_ns[is_label],
             name=events.name.take(is_label),
         ),
-        shapes=shape_table(shapes, position),
-        memory=_memory_table(memory, threads),
+        shapes=shaped,
+        memory=memory,
         threads=tuple(threads.names),
         warnings=tuple(warnings),
-        syncs=sync_table(syncs, position),
+        syncs=waits,
     )
 
 
-def _event_table(
-    pieces: list[Columns], share: Share, threads: _Threads, source: str, warnings: list[str]
-) -> tuple[EventTable, IntArray]:
-    """Return the sorted table and the position of every row as read in it."""
-    start, duration = _join(pieces, "start_ns"), _join(pieces, "duration_ns")
+def _times(pieces: list[Columns], source: str, warnings: list[str]) -> tuple[IntArray, IntArray]:
+    """Start and end of every event; a negative duration is taken as none, and said."""
+    start, duration = _join(pieces, "start_ns").astype(np.int64), _join(pieces, "duration_ns")
     negative = int(np.count_nonzero(duration < 0))
     if negative:
         warnings.append(f"{source}: {negative} events end before they start; taken as empty")
-    end = start + np.maximum(duration, 0)
-    order = _outer_first(start, end)
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.arange(len(order))
-    start, end = start[order], end[order]
+    return start, start + np.maximum(duration, 0)
+
+
+def _event_table(
+    pieces: list[Columns], start: IntArray, end: IntArray, order: IntArray, share: Share, threads: _Threads
+) -> EventTable:
+    """The columns, put in order one after the other: each is some 100 MB of a 5 GB trace."""
     thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))[order]
     name = Strings(_join(pieces, "name")[order].astype(np.int32), tuple(share.names))
     category = Strings(_join(pieces, "category")[order].astype(np.int32), tuple(share.categories))
     integers = ("device", "stream", "correlation", "external_id", "bytes")
-    columns = {name: _join(pieces, name)[order] for name in integers}
-    table = EventTable(start_ns=start, end_ns=end, name=name, category=category, thread=thread, **columns)
-    return table, position
+    columns = {column: _join(pieces, column)[order].astype(np.int64) for column in integers}
+    return EventTable(start_ns=start, end_ns=end, name=name, category=category, thread=thread, **columns)
 
 
 def _memory_table(pieces: list[Columns], threads: _Threads) -> MemoryEventTable:
     names = ("time_ns", "device", "address", "bytes", "allocated_bytes", "reserved_bytes")
-    columns = {name: _join(pieces, name) for name in names}
+    columns = {name: _join(pieces, name).astype(np.int64) for name in names}
     thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))
     table = MemoryEventTable(thread=thread, **columns)
     return table.take(np.argsort(table.time_ns, kind="stable"))
 
 
-def _join(pieces: list[Columns], name: str) -> IntArray:
+def _join(pieces: list[Columns], name: str) -> npt.NDArray[Any]:
     """Join one column of the pieces, letting go of them."""
     parts = [piece.pop(name) for piece in pieces]
-    return np.concatenate(parts, dtype=np.int64) if parts else np.empty(0, dtype=np.int64)
+    joined = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    del parts
+    if joined.nbytes > _WORTH_RETURNING_BYTES:
+        _return_freed_pages()
+    return joined
+
+
+def _return_freed_pages() -> None:
+    """Give the pages of freed pieces back: glibc keeps them, and no whole column fits into the holes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _inverse(order: IntArray) -> IntArray:
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    return position
 
 
 def _outer_first(start: IntArray, end: IntArray) -> IntArray:
