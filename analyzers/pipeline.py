@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fsdp2prof.analyzers.memory import RankRecording, analyze_memory
 from fsdp2prof.analyzers.memory_compare import compare_memory
+from fsdp2prof.analyzers.memory_join import find_peak
 from fsdp2prof.analyzers.memory_kineto import kineto_recordings
 from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
+from fsdp2prof.analyzers.rank_tables import rank_tables
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.analyzers.steps import Window, host_steps
 from fsdp2prof.analyzers.trace import RankAnalysis, References, analyze_rank, merge
@@ -28,7 +30,7 @@ from fsdp2prof.readers.processes import map_in_processes, usable_cores
 from fsdp2prof.readers.run_directory import RankRecord, RunDirectory, is_run_directory, open_run
 from fsdp2prof.readers.trace_cache import read_trace_cached
 from fsdp2prof.readers.trace_files import TraceFile, find_traces
-from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.tables import MemoryRecording, Trace
 
 if TYPE_CHECKING:
@@ -107,7 +109,25 @@ def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = Non
     if not recordings:
         raise SnapshotError(unreadable[0])
     result = analyze_memory(recordings)
-    return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
+    joined, missing = _with_trace(path, recordings, result.ranks)
+    return replace(result, ranks=joined, warnings=[*found.warnings, *unreadable, *result.warnings, *missing])
+
+
+def _with_trace(
+    path: str | Path, recordings: list[RankRecording], results: list[RankMemory]
+) -> tuple[list[RankMemory], list[str]]:
+    """Look the highest peak up in its rank's trace, if the run has one; return the ranks and warnings."""
+    fullest = max(range(len(results)), key=lambda index: results[index].peak.allocated_bytes)
+    rank, recording, manifest = recordings[fullest]
+    traces = [one.trace for one in open_run(path).ranks if one.rank == rank] if is_run_directory(path) else []
+    if not traces or traces[0] is None:
+        return results, []
+    try:
+        tables = rank_tables(read_trace(traces[0]), manifest)
+    except TraceError as error:
+        return results, [str(error)]
+    looked_up = replace(results[fullest], at_peak=find_peak(memory_view(recording, manifest), tables))
+    return [*results[:fullest], looked_up, *results[fullest + 1 :]], []
 
 
 def compare_memory_paths(
@@ -167,17 +187,19 @@ def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAn
     )
 
 
-def analyze_any_path(path: str | Path) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
+def analyze_any_path(
+    path: str | Path, **options: Unpack[TraceOptions]
+) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
     """Analyse whatever is at ``path``: a run, traces, or memory recordings.
 
     Raises the errors of the three.
     """
     path = Path(path)
     if is_run_directory(path) or not path.exists():
-        return analyze_run_path(path)
+        return analyze_run_path(path, **options)
     if _holds_memory(path):
-        return analyze_memory_path(path)
-    return analyze_trace_path(path)
+        return analyze_memory_path(path, ranks=options.get("ranks"))
+    return analyze_trace_path(path, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from fsdp2prof.commands.options import Output, output_options
+from fsdp2prof.commands.trace_options import trace_options
+
+if TYPE_CHECKING:
+    from fsdp2prof.analyzers.pipeline import TraceOptions
 
 __all__ = ["report"]
 
 
 @click.command()
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@trace_options
 @output_options("html")
-def report(path: Path, *, output: Output) -> None:
+def report(path: Path, *, options: TraceOptions, output: Output) -> None:
     """Write a run's report as one offline HTML file.
 
     RUN is a run directory; a trace, a memory snapshot or a folder of either gives the part it has.
@@ -22,7 +28,7 @@ def report(path: Path, *, output: Output) -> None:
     with output.progress(f"analysing {path}"):
         from fsdp2prof.analyzers.pipeline import analyze_any_path
 
-        analysis = analyze_any_path(path)
+        analysis = analyze_any_path(path, **options)
     from fsdp2prof.reporters import html
 
     output.write(html.render(str(path), analysis))
