@@ -1,9 +1,9 @@
-"""One rank reduced to what a comparison over ranks needs: its collectives, and the work before each.
+"""One rank reduced to what a comparison over ranks needs: its collectives, and the work between them.
 
-Ranks meet in their collectives. Between two meetings of one process group a rank computes, waits for its
-host, or waits for other communication; what a late rank did more of than its peers is what made it late.
-:func:`summarise` keeps that per collective and layer, a few hundred bytes a collective, so that thousands of
-ranks can be compared without ever holding their events together.
+All ranks run one program, so the work that a rank launches between two collectives is the same work on every
+rank, whenever it runs. What took longer there than on its peers is what made a rank late. :func:`summarise`
+keeps that per collective and layer, a few hundred bytes a collective, so that thousands of ranks can be
+compared without ever holding their events together.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class DeviceWork(Table):
 
     start_ns: IntArray
     end_ns: IntArray
+    launch_ns: IntArray
+    """Host time of its launch; -1 unknown."""
     name: Strings
     fqn: Strings
     """Module it was launched for; null unknown."""
@@ -33,13 +35,15 @@ class DeviceWork(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentWork(Table):
-    """Work before collectives: one row per (collective, layer)."""
+    """Work launched between a collective and the one before it: one row per (collective, layer)."""
 
     collective: IntArray
-    """Row of the collective; ascending."""
+    """Row of the collective that ends the segment; ascending."""
     fqn: Strings
     duration_ns: IntArray
-    """Kernel time of this layer between the group's previous collective and this one."""
+    """Kernel time of this layer in the segment."""
+    end_ns: IntArray
+    """When the last of it ended."""
     longest: Strings
     """Name of the longest kernel among them."""
 
@@ -58,11 +62,11 @@ class RankSummary:
     """Process group name -> its ranks as written; may be truncated or missing."""
     work: SegmentWork
     gap_ns: IntArray
-    """Per collective: time before it with nothing on the device, i.e. nothing launched in time."""
+    """Per collective: time in its segment with nothing left to run, because nothing was launched in time."""
+    gap_end_ns: IntArray
+    """Per collective: when the longest such gap ended; -1 without one."""
     gap_fqn: Strings
     """Per collective: layer whose work ended the longest such gap."""
-    comm_ns: IntArray
-    """Per collective: time before it in which only other collectives ran."""
 
 
 def summarise(
@@ -75,81 +79,65 @@ def summarise(
     group_ranks: Mapping[str, str] | None = None,
 ) -> RankSummary:
     """Reduce one rank's tables to a summary. ``clock`` is its host's name where known."""
-    start, end = _segments(collectives)
-    plain = device.take(~device.is_comm)
-    gap_ns, gap_fqn, comm_ns = _gaps(start, end, plain, device.take(device.is_comm), collectives.fqn)
+    work = device.take(~device.is_comm)
+    gap_ns, gap_end_ns, gap_fqn = _gaps(collectives, device)
     return RankSummary(
         rank=rank,
         clock=f"rank {rank}" if clock is None else clock,
         base_ns=base_ns,
         collectives=collectives,
         group_ranks=group_ranks or {},
-        work=_work(start, end, plain, collectives.process_group),
+        work=_work(work, _segments(collectives, work.launch_ns)),
         gap_ns=gap_ns,
+        gap_end_ns=gap_end_ns,
         gap_fqn=gap_fqn,
-        comm_ns=comm_ns,
     )
 
 
-def _segments(collectives: CollectiveTable) -> tuple[IntArray, IntArray]:
-    """From the end of the group's previous collective to this one's start; empty for the first."""
-    start = collectives.start_ns.copy()
-    for code in np.unique(collectives.process_group.codes):
-        rows = np.flatnonzero(collectives.process_group.codes == code)
-        reach = np.maximum.accumulate(collectives.end_ns[rows])
-        start[rows[1:]] = np.minimum(reach[:-1], collectives.start_ns[rows[1:]])
-    return start, collectives.start_ns
+def _segments(collectives: CollectiveTable, launch_ns: IntArray) -> IntArray:
+    """Row of the collective issued next after each launch; -1 if none, or if the launch is unknown."""
+    row = np.argsort(collectives.issue_ns, kind="stable")
+    following = np.searchsorted(collectives.issue_ns[row], launch_ns, side="left")
+    return np.where(launch_ns >= 0, np.append(row, -1)[following], -1)
 
 
-def _work(start: IntArray, end: IntArray, plain: DeviceWork, groups: Strings) -> SegmentWork:
-    parts = []
-    for code in np.unique(groups.codes):
-        rows = np.flatnonzero((groups.codes == code) & (end > start))
-        piece, piece_start, piece_end = intervals.cut(
-            plain.start_ns, plain.end_ns, np.concatenate([start[rows], end[rows]])
-        )
-        segment = intervals.containing(start[rows], end[rows], piece_start)
-        inside = segment >= 0
-        parts.append((rows[segment[inside]], piece[inside], (piece_end - piece_start)[inside]))
-    row, piece, length = (
-        (np.concatenate(columns) for columns in zip(*parts, strict=True))
-        if parts
-        else (np.empty(0, dtype=np.int64),) * 3
-    )
-    fqn = plain.fqn.codes[piece]
-    order = np.lexsort((length, fqn, row))
-    row, fqn, piece, length = row[order], fqn[order], piece[order], length[order]
+def _work(work: DeviceWork, segment: IntArray) -> SegmentWork:
+    inside = np.flatnonzero(segment >= 0)
+    duration = (work.end_ns - work.start_ns)[inside]
+    row, fqn = segment[inside], work.fqn.codes[inside]
+    order = np.lexsort((duration, fqn, row))
+    row, fqn, duration, inside = row[order], fqn[order], duration[order], inside[order]
     opens = np.ones(len(row), dtype=np.bool_)
     opens[1:] = (row[1:] != row[:-1]) | (fqn[1:] != fqn[:-1])
     first = np.flatnonzero(opens)
-    last = np.append(first[1:], len(row)) - 1 if len(row) else first
+    last = np.append(first[1:], len(row))[: len(first)] - 1
     return SegmentWork(
         collective=row[first],
-        fqn=Strings(fqn[first], plain.fqn.values),
-        duration_ns=np.add.reduceat(length, first) if len(first) else length,
-        longest=plain.name.take(piece[last]),
+        fqn=Strings(fqn[first], work.fqn.values),
+        duration_ns=np.add.reduceat(duration, first) if len(first) else duration,
+        end_ns=np.maximum.reduceat(work.end_ns[inside], first) if len(first) else duration,
+        longest=work.name.take(inside[last]),
     )
 
 
-def _gaps(
-    start: IntArray, end: IntArray, plain: DeviceWork, comm: DeviceWork, own: Strings
-) -> tuple[IntArray, Strings, IntArray]:
-    """Return per segment: idle time, the layer that ended its longest gap, time under other collectives."""
-    busy = intervals.union(plain.start_ns, plain.end_ns)
-    either = intervals.union(
-        np.concatenate([plain.start_ns, comm.start_ns]), np.concatenate([plain.end_ns, comm.end_ns])
-    )
-    busy_ns = intervals.covered(busy, start, end)
-    either_ns = intervals.covered(either, start, end)
-    known = plain.take(plain.fqn.codes >= 0)
-    known = known.take(np.argsort(known.start_ns, kind="stable"))
-    layers = own.to_list()
-    for row in np.flatnonzero(end - start > either_ns):
-        low = np.searchsorted(either.end, start[row], side="right")
-        high = np.searchsorted(either.start, end[row], side="left")
-        opens = np.concatenate([[start[row]], either.end[low:high]])
-        closes = np.concatenate([either.start[low:high], [end[row]]])
-        after = int(np.searchsorted(known.start_ns, closes[np.argmax(closes - opens)], side="left"))
-        if after < len(known) and known.start_ns[after] < end[row]:
-            layers[row] = known.fqn[after]
-    return end - start - either_ns, Strings.intern(layers), either_ns - busy_ns
+def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, IntArray, Strings]:
+    """Return per segment: time with an empty queue, end of its longest gap, and the layer that ended it."""
+    gap_ns = np.zeros(len(collectives), dtype=np.int64)
+    longest = np.zeros(len(collectives), dtype=np.int64)
+    ended = np.full(len(collectives), -1, dtype=np.int64)
+    layers = collectives.fqn.to_list()
+    busy = intervals.union(device.start_ns, device.end_ns)
+    by_start = np.argsort(device.start_ns, kind="stable")
+    start, end = busy.end[:-1], busy.start[1:]
+    next_row = by_start[np.searchsorted(device.start_ns[by_start], end, side="left")]
+    launch = device.launch_ns[next_row]
+    segment = _segments(collectives, launch)
+    empty = np.where(segment >= 0, np.clip(launch, start, end) - start, 0)
+    for i in np.flatnonzero(empty > 0).tolist():
+        row, length = int(segment[i]), int(empty[i])
+        gap_ns[row] += length
+        if length > longest[row]:
+            longest[row], ended[row] = length, end[i]
+            fqn = device.fqn[int(next_row[i])]
+            layers[row] = collectives.fqn[row] if fqn is None else fqn
+    return gap_ns, ended, Strings.intern(layers)

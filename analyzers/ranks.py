@@ -82,7 +82,7 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
         unmatched=sum(matched.unmatched.values()),
         clock_offset_ns={name: int(offset[i]) for name, i in clocks.items()} if timed else {},
         wait_ns={str(rank): int(wait.sum()) for rank, wait in timed.items()},
-        stragglers=stragglers.explain(summaries, matched, caused),
+        stragglers=stragglers.explain(summaries, matched, meeting.start, meeting.wait, caused),
         matched_by=matched.keys,
         unmatched_reasons=matched.unmatched,
         wait_caused_ns={

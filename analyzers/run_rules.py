@@ -45,8 +45,8 @@ def _stragglers(evidence: Evidence) -> list[Finding]:
         worst = causes[0]
         where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
         message = (
-            f"Rank {rank} comes last to {sum(c.collectives for c in causes)} collectives; the others wait "
-            f"{format_frac(share)} of their time for it. Mostly: {worst.cause}{where}. "
+            f"Rank {rank} keeps the others waiting for {format_frac(share)} of their time. Mostly: "
+            f"{worst.cause}{where}. "
             f"{_REMEDY[worst.kind or 'unknown']}."
         )
         found.append(

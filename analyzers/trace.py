@@ -181,6 +181,7 @@ def _summary(tables: RankTables, rank: int) -> RankSummary:
     device = DeviceWork(
         start_ns=np.concatenate([work.start_ns, table.start_ns]),
         end_ns=np.concatenate([work.end_ns, table.end_ns]),
+        launch_ns=np.concatenate([work.launch_ns, table.issue_ns]),
         name=concat_strings([tables.trace.events.name.take(work.event), table.op]),
         fqn=concat_strings([tables.phases.fqn.lookup(work.phase_row), table.fqn]),
         is_comm=np.concatenate([np.zeros(len(work), dtype=np.bool_), np.ones(len(table), dtype=np.bool_)]),

@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.rank_summary import DeviceWork, RankSummary, summarise
 from fsdp2prof.tables import CollectiveTable, IntArray, Strings
+from synthetic.kineto import EPOCH_NS
 from synthetic.timeline import Collective
 from synthetic.world import Recording
 
@@ -17,7 +18,7 @@ TORCH_DTYPE = {"BFloat16": "bfloat16", "Float": "float32"}
 def collective_table(
     collectives: Iterable[Collective],
     *,
-    skew_ns: int = 0,
+    offset_ns: int = 0,
     seq: bool = True,
     comms: bool = True,
     groups: bool = True,
@@ -29,9 +30,9 @@ def collective_table(
         return np.asarray([value(c) for c in rows], dtype=np.int64)
 
     return CollectiveTable(
-        start_ns=column(lambda c: c.start + skew_ns),
-        end_ns=column(lambda c: c.end + skew_ns),
-        issue_ns=column(lambda c: c.issue + skew_ns),
+        start_ns=column(lambda c: c.start + offset_ns),
+        end_ns=column(lambda c: c.end + offset_ns),
+        issue_ns=column(lambda c: c.issue + offset_ns),
         step=column(lambda c: c.step),
         fqn=Strings.intern(c.fqn for c in rows),
         phase=Strings.intern(c.phase for c in rows),
@@ -58,17 +59,19 @@ def summary_of(
     groups: bool = True,
 ) -> RankSummary:
     """Summarise a simulated rank; ``keep`` drops collectives its trace lost."""
+    offset = EPOCH_NS + recording.skew_ns
     device = recording.timeline.device
     work = DeviceWork(
-        start_ns=np.asarray([a.start + recording.skew_ns for a in device], dtype=np.int64),
-        end_ns=np.asarray([a.end + recording.skew_ns for a in device], dtype=np.int64),
+        start_ns=np.asarray([a.start + offset for a in device], dtype=np.int64),
+        end_ns=np.asarray([a.end + offset for a in device], dtype=np.int64),
+        launch_ns=np.asarray([a.launch + offset for a in device], dtype=np.int64),
         name=Strings.intern(a.name for a in device),
         fqn=Strings.intern(a.fqn for a in device),
         is_comm=np.asarray([a.kind == "comm" for a in device], dtype=np.bool_),
     )
     table = collective_table(
         filter(keep, recording.timeline.collectives),
-        skew_ns=recording.skew_ns,
+        offset_ns=offset,
         seq=seq,
         comms=comms,
         groups=groups,

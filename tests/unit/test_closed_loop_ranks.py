@@ -49,6 +49,7 @@ def test_stragglers_are_named_with_layer_and_work(
     found = compared(record(BASE, BASE, slow, BASE, skews=SKEWS), tmp_path / "run")
     worst = found.stragglers[0]
     assert (worst.rank, worst.fqn, worst.kind) == (2, fqn, kind)
+    assert worst.wait_caused_ns > 0.98 * found.wait_caused_ns["2"], "and nothing else is blamed"
 
 
 def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> None:
@@ -57,7 +58,7 @@ def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> No
     found = compared(record(BASE, BASE, late, BASE, skews=SKEWS), tmp_path / "run")
     causes = {(worst.rank, worst.fqn, worst.kind): worst.cause for worst in found.stragglers[:2]}
     assert causes == {
-        (2, "", "unknown"): "late since before the recording began",
+        (2, "", "unknown"): "it was late already when the recording began",
         (2, "", "host"): "a gap on the host: nothing was launched in time",
     }
 
@@ -69,6 +70,17 @@ def test_hsdp_ranks_meet_in_two_kinds_of_groups(tmp_path: Path) -> None:
     assert (found.unmatched, found.matched_by) == (0, {"comms_id": 2 * 22})
     assert found.wait_ns == waits_of(recordings)
     assert found.stragglers[0].rank == 2
+
+
+def test_a_rank_late_because_it_waited_elsewhere_is_not_blamed_for_work(tmp_path: Path) -> None:
+    """Rank 3 shards with slow rank 2 and replicates with rank 1: it makes rank 1 wait in turn."""
+    hsdp = Schedule(roots=(transformer(3),), shard=2, replicas=2)
+    found = compared(record(hsdp, hsdp, hsdp.scaled(1.5, "layers.1"), hsdp, skews=SKEWS), tmp_path / "run")
+    kinds = {(s.rank, s.kind) for s in found.stragglers if s.wait_caused_ns > 100_000}
+    assert (2, "kernel") in kinds
+    assert (3, "communication") in kinds
+    assert (3, "kernel") not in kinds
+    assert (3, "host") not in kinds
 
 
 def test_a_collective_lost_by_one_rank_is_reported_and_shifts_nothing(tmp_path: Path) -> None:
