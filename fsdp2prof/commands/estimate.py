@@ -141,16 +141,28 @@ def _first_manifest(path: Path) -> RankManifest:
 @_input_options
 @_policy("--allocator", "allocator", help="CUDA caching allocator: expandable or classic. [expandable]")
 @click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@click.option(
+    "--save-run",
+    type=click.Path(path_type=Path),
+    help="Also write the predicted allocations as a run directory for analyze, report and compare.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
 @output_options("text", "json")
 def memory(
-    values: dict[str, Any], manifest: RankManifest | None, hardware: str | None, verbose: bool, output: Output
+    values: dict[str, Any],
+    manifest: RankManifest | None,
+    hardware: str | None,
+    save_run: Path | None,
+    verbose: bool,
+    output: Output,
 ) -> None:
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
-    from fsdp2prof.estimators.memory import estimate_memory
+    from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.specs import make_spec
-    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
+    from fsdp2prof.reporters import estimate_run, estimate_text, jsonreport, terminal
 
+    if save_run is not None:
+        estimate_run.refuse_existing_run(save_run)
     if manifest is not None and "model" not in values:
         raise UsageError("estimate memory --from-run needs the model too: add --model")
     if hardware is not None:
@@ -158,7 +170,10 @@ def memory(
     spec = make_spec(values)
     device_bytes = None if spec.hardware is None else spec.hardware.memory_bytes
     with output.progress(f"executing {spec.model.source} on fake tensors"):
-        result = estimate_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
+        prediction = predict_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
+    if save_run is not None:
+        estimate_run.save_run(save_run, prediction)
+    result = prediction.estimate
     if output.format == "json":
         output.write(jsonreport.render(result))
     else:

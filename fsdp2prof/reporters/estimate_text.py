@@ -146,9 +146,13 @@ def _layer_rows(name: str, rows: list[CommRow], scale: int) -> list[list[Cell]]:
     ]
 
 
+def _module(fqn: str | None) -> str:
+    return "(no layer)" if fqn is None else layer_name(fqn)
+
+
 def _peak_facts(estimate: MemoryEstimate) -> dict[str, str]:
     peak, outside = estimate.peak, estimate.outside_allocator_bytes
-    where = f"in {peak.phase} of {layer_name(peak.fqn)}, step {peak.step}"
+    where = f"in {peak.phase} of {_module(peak.fqn)}, step {peak.step}"
     facts = {
         "reserved": f"{format_bytes(peak.reserved_bytes)} by the caching allocator",
         "active": f"{format_bytes(peak.active_bytes)} {where}",
@@ -207,7 +211,7 @@ def _layer_peak_grid(estimate: MemoryEstimate, every: bool) -> Grid | None:
         columns=[Col("layer", "name"), Col("phase"), Col("peak", "number"), Col("growth", "number")],
         rows=[
             [
-                layer_name(layer.fqn),
+                _module(layer.fqn),
                 layer.phase,
                 format_bytes(layer.peak_bytes),
                 format_bytes(layer.delta_bytes),

@@ -76,6 +76,36 @@ def test_checkpoint(run):
     assert "full state dict" in run("checkpoint", *SMALL)[1]
 
 
+def test_memory_saved_as_a_run_is_analysed_like_one(run, tmp_path):
+    folder = tmp_path / "estimated"
+    code, out, _ = run("memory", *SMALL, "--hardware", "80GiB", "--save-run", str(folder), "--format", "json")
+    estimate = json.loads(out)
+    assert (code, estimate["schema"]) == (0, "fsdp2prof.estimate.memory/1")
+    assert estimate["fits"] is True
+    assert estimate["assumptions"]
+    peak = estimate["peak"]
+    assert sum(peak["categories"].values()) == sum(row["bytes"] for row in peak["by_layer"])
+    assert sum(peak["categories"].values()) == peak["active_bytes"]
+    command = [sys.executable, "-m", "fsdp2prof", "analyze", "memory", str(folder), "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    analysed = json.loads(done.stdout)["ranks"][0]
+    assert analysed["source"] == "estimate"
+    assert analysed["peak"]["allocated_bytes"] == peak["active_bytes"]
+    assert analysed["peak"]["reserved_bytes"] == peak["reserved_bytes"]
+    assert analysed["peak"]["categories"] == peak["categories"]
+    code, _, err = run("memory", *SMALL, "--save-run", str(folder))
+    assert (code, err.count("\n")) == (1, 1)
+    assert "exists already" in err
+
+
+def test_memory_as_text(run):
+    code, out, _ = run("memory", *SMALL)
+    assert code == 0
+    for expected in ("reserved", "outside the allocator", "What fills the active peak", "optimizer state"):
+        assert expected in out
+
+
 def test_the_command_line_wins_over_the_configuration_file(run, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(

@@ -1,0 +1,59 @@
+"""A memory estimate as a run directory, so that every view of a recorded run reads it too."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.estimators.memory import MemoryPrediction
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    STORAGE_COUNT_FILE,
+    RecordOptions,
+    RunInfo,
+    rank_folder,
+)
+from fsdp2prof.readers.memory_recording import write_recording
+
+__all__ = ["refuse_existing_run", "save_run"]
+
+
+def refuse_existing_run(path: Path) -> None:
+    """Raise ``RunDirectoryError`` if something is at ``path`` already, before any work is done."""
+    if path.exists():
+        raise RunDirectoryError(f"{path}: exists already; name a new folder for the estimated run")
+
+
+def save_run(path: Path, prediction: MemoryPrediction) -> None:
+    """Write ``prediction`` as a run directory of one rank, which stands for all.
+
+    Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
+    """
+    refuse_existing_run(path)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    info = RunInfo(
+        command=list(sys.argv),
+        state="complete",
+        started_at=now,
+        finished_at=now,
+        world_size=1,
+        options=RecordOptions(active=0, ranks="0"),
+        messages=[f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all"],
+    )
+    folder = path / rank_folder(0)
+    try:
+        folder.mkdir(parents=True)
+        (path / RUN_FILE).write_bytes(_json(info))
+        (folder / MANIFEST_FILE).write_bytes(_json(prediction.manifest))
+        write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _json(document: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
