@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, parse_label
+from fsdp2prof.analyzers.rank_tables import phase_labels
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.tables import (
     NEVER,
@@ -24,10 +25,9 @@ from fsdp2prof.tables import (
     Stacks,
     Strings,
     Trace,
-    concat_tables,
 )
 
-__all__ = ["kineto_recordings"]
+__all__ = ["innermost_operators", "kineto_recordings"]
 
 _HOST = -1
 
@@ -105,7 +105,9 @@ def _allocations(trace: Trace, events: MemoryEventTable) -> tuple[AllocationTabl
         activity=Strings.full(rows, None),
         category=Strings.full(rows, "unattributed"),
         op=trace.events.name.select(
-            np.concatenate([np.full(early, -1), _operators(trace, events.thread[new], events.time_ns[new])])
+            np.concatenate(
+                [np.full(early, -1), innermost_operators(trace, events.thread[new], events.time_ns[new])]
+            )
         ),
         stack=np.full(rows, -1, dtype=np.int64),
         tag=Strings.full(rows, None),
@@ -113,7 +115,7 @@ def _allocations(trace: Trace, events: MemoryEventTable) -> tuple[AllocationTabl
     ), int(missing.sum())
 
 
-def _operators(trace: Trace, thread: IntArray, time_ns: IntArray) -> IntArray:
+def innermost_operators(trace: Trace, thread: IntArray, time_ns: IntArray) -> IntArray:
     """Row of the innermost operator that runs on each thread at each time; -1 where none does.
 
     Operators of a thread nest and are sorted by start: the last one that began and has not ended.
@@ -182,23 +184,13 @@ def _segments(events: MemoryEventTable) -> SegmentTable:
 
 
 def _labels(trace: Trace) -> LabelTable:
-    """Return FSDP's and the optimizer's ranges and autograd's nodes of all threads as those of one.
+    """Return the labels that tell phases, of all threads as those of one.
 
     Only one thread of a training loop works at a time: the loop's own waits while autograd's runs.
     """
-    known = trace.labels.name.matches(lambda name: parse_label(name) is not None)
-    nodes = trace.events.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
-    nodes &= trace.events.thread >= 0
-    labels = concat_tables(
-        [
-            trace.labels.take(known),
-            LabelTable(
-                thread=trace.events.thread[nodes],
-                start_ns=trace.events.start_ns[nodes],
-                end_ns=trace.events.end_ns[nodes],
-                name=trace.events.name.take(nodes),
-            ),
-        ]
+    labels = phase_labels(trace)
+    labels = labels.take(
+        labels.name.matches(lambda name: name.startswith(AUTOGRAD_NODE) or parse_label(name) is not None)
     )
     labels = labels.with_columns(thread=np.zeros(len(labels), dtype=np.int64))
     return labels.take(np.lexsort((-labels.end_ns, labels.start_ns)))

@@ -119,7 +119,11 @@ def _with_trace(
     """Look the highest peak up in its rank's trace, if the run has one; return the ranks and warnings."""
     fullest = max(range(len(results)), key=lambda index: results[index].peak.allocated_bytes)
     rank, recording, manifest = recordings[fullest]
-    traces = [one.trace for one in open_run(path).ranks if one.rank == rank] if is_run_directory(path) else []
+    traces = (
+        [one.trace for one in open_run(path).ranks if one.rank == rank]
+        if is_run_directory(Path(path))
+        else []
+    )
     if not traces or traces[0] is None:
         return results, []
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "AtPeak",
     "Attribution",
     "BandwidthRow",
     "BreakdownNs",
@@ -376,6 +377,22 @@ class Peak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AtPeak:
+    """What the trace of the same run shows at the peak."""
+
+    match: Literal["clock", "place"]
+    """``clock``: the trace covers that instant; ``place``: the same place of a traced step stands for it."""
+    step: int | None
+    """Traced step that was looked at."""
+    operator: str | None
+    """Innermost operator on the host."""
+    launched: str | None
+    """Device activity whose launch came last; null on a CPU."""
+    running: list[str]
+    """Device activities and collectives in flight: a kernel's name, or ``all_gather layers.3``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBlock:
     """One allocation alive at an instant."""
 
@@ -430,6 +447,9 @@ class RankMemory:
     """Down-sampled allocated bytes by category over time, for plots: ``time_ns`` plus one list a category."""
     phase_spans: list[PhaseSpan] = field(default_factory=list)
     """When forward, backward and optimizer ran, on the clock of ``timeline``."""
+    at_peak: AtPeak | None = None
+    """From the rank's trace; null where there is none that has the peak's place, and for all but the fullest
+    rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
