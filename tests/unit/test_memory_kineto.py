@@ -1,4 +1,4 @@
-"""Kineto's memory events: pairs and totals by hand, and the allocator's own totals in a real trace."""
+"""Memory and traces: Kineto's memory events by hand and in a real trace, and the peak found in a trace."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.snapshots import SnapshotBuilder
 
+from fsdp2prof.analyzers.memory_join import find_peak
 from fsdp2prof.analyzers.memory_kineto import kineto_recordings
 from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
+from fsdp2prof.analyzers.memory_view import memory_view
 from fsdp2prof.analyzers.pipeline import analyze_memory_path
+from fsdp2prof.analyzers.rank_tables import rank_tables
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.results import AtPeak
 from fsdp2prof.tables import MemoryRecording
 
 
@@ -100,3 +106,40 @@ def test_totals_of_a_real_trace_are_the_allocators_own(real_data: Path):
     assert reserved is not None
     assert np.array_equal(reserved, events.reserved_bytes)
     assert len(host.allocations) == 620
+
+
+@pytest.mark.real_data
+def test_peak_in_its_own_trace_names_operator_and_collective(real_data: Path):
+    """The V100's peak: its last launch before is the gradient's all-reduce, which is still running."""
+    source = read_trace(real_data / "traces" / "ddp2-v100-rank1-memory" / "df_index_resolver.json.gz")
+    recording = kineto_recordings(source)[0]
+    found = find_peak(memory_view(recording, None), rank_tables(source))
+    assert found is not None
+    assert (found.match, found.step, found.operator) == ("clock", 2, "aten::empty")
+    peak = source.memory.time_ns[np.argmax(source.memory.allocated_bytes)]
+    device = source.events.device >= 0
+    running = device & (source.events.start_ns <= peak) & (peak < source.events.end_ns)
+    kernels = {source.events.name[int(row)] for row in np.flatnonzero(running)}
+    assert found.running[0] in kernels
+    assert found.running[1] == "all_reduce"
+
+
+def test_peak_of_another_step_is_looked_up_at_the_same_place(tmp_path: Path):
+    """Memory of step 5, trace of step 4: three quarters into the second forward of ``a``."""
+    ranges = [("user_annotation", "ProfilerStep#4", 1000, 1000), ("cpu_op", "aten::mm", 1575, 10)]
+    for start in (1100, 1500):
+        ranges += [("user_annotation", "FSDP::pre_forward (a)", start - 50, 50)]
+        ranges += [("user_annotation", "FSDP::post_forward (a)", start + 100, 50)]
+    source = read_trace(trace(tmp_path / "t.json.gz", [], ranges))
+    builder = SnapshotBuilder().label("START", "ProfilerStep#5")
+    for _ in range(2):
+        builder.label("START", "FSDP::pre_forward (a)").label("END", "FSDP::pre_forward (a)")
+        builder.event("user_defined", 0, 0).event("user_defined", 0, 0).alloc(100, 10)
+        builder.label("START", "FSDP::post_forward (a)").label("END", "FSDP::post_forward (a)")
+        builder.free(100, 10)
+    builder.trace[-3]["size"] = builder.trace[-1]["size"] = 20
+    builder.label("END", "ProfilerStep#5")
+    (recording,) = read_memory(builder.write(tmp_path / "s.pickle"))
+    found = find_peak(memory_view(recording, None), rank_tables(source))
+    # the layer computes for 4 us and allocates after 3; in the trace for 100 us, so after 75
+    assert found == AtPeak(match="place", step=4, operator="aten::mm", launched=None, running=[])
