@@ -40,9 +40,9 @@ def resolve(
     """Return the process group of each collective.
 
     By its metadata's name; without one (gloo), by the manifest's parameter group of its layer, told apart by
-    payload where a module has several; without a manifest, by its size if only one group has it. A group
-    that cannot be told is null. The mesh dimension is the manifest's, else the one in the group's
-    description (``mesh_dp_shard``).
+    payload where a module has several; without a manifest, by its size if only one group has it, or if there
+    is only one group. A group that cannot be told is null. The mesh dimension is the manifest's, else the one
+    in the group's description (``mesh_dp_shard``).
     """
     groups = {group.name: group for group in [*known, *(manifest.process_groups if manifest else ())]}
     by_layer = _layer_groups(manifest)
@@ -61,7 +61,7 @@ def resolve(
         if key not in answers:
             written, described, ranks, kind, layer, when, moved = key
             chosen = written or _from_manifest(by_layer, kind, layer, when, moved)
-            chosen = chosen or _only(group.name for group in groups.values() if len(group.ranks) == ranks > 1)
+            chosen = chosen or _only(_of_size(groups.values(), ranks))
             group = groups.get(chosen) if chosen is not None else None
             dim = (group.mesh_dim or _mesh_dim(group.desc) if group else None) or _mesh_dim(described)
             answers[key] = (
@@ -75,6 +75,11 @@ def resolve(
         mesh_dim=Strings.intern(row[1] for row in rows),
         size=np.array([row[2] for row in rows], dtype=np.int64),
     )
+
+
+def _of_size(groups: Iterable[ProcessGroupInfo], ranks: int) -> Iterable[str]:
+    """Names of the groups of so many ranks (below 0: unknown, any) that need to communicate at all."""
+    return (group.name for group in groups if len(group.ranks) > 1 and ranks in (len(group.ranks), -1))
 
 
 def _layer_groups(manifest: RankManifest | None) -> dict[str, list[ParamGroupInfo]]:

@@ -282,7 +282,8 @@ def test_a_group_that_cannot_be_told_is_null() -> None:
     assert table.process_group.to_list() == [None, None, None], "three groups have two ranks"
     trace.process_groups = tuple(GROUPS[1:2])
     table = rank_tables(trace.build()).collectives.table
-    assert table.process_group.to_list() == ["8", "8", None]
+    assert table.process_group.to_list() == ["8", "8", "8"], "there is no other"
+    assert table.wire_bytes.tolist() == [200, 400, 400]
 
 
 def test_gloo_work_issued_before_the_recording_is_not_given_to_a_later_operator() -> None:
