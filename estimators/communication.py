@@ -43,7 +43,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     groups = parameter_groups(built, mesh, policy)
     ledger = Ledger()
     walk_step(
-        group_traffic(groups, mesh, policy),
+        group_traffic(groups, built, mesh, policy),
         ledger,
         micro_batches=policy.grad_accum,
         sync=policy.sync,
@@ -54,7 +54,9 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
         extra_policy = replace(policy, trainable=None, extra_model=None)
         extra = _build(ModelSpec(source=policy.extra_model), extra_policy)
         extra.module.requires_grad_(False)
-        extra_groups = group_traffic(parameter_groups(extra, mesh, extra_policy), mesh, extra_policy, root=1)
+        extra_groups = group_traffic(
+            parameter_groups(extra, mesh, extra_policy), extra, mesh, extra_policy, root=1
+        )
         walk_step(extra_groups, ledger, micro_batches=policy.grad_accum, sync="last", trains=False)
         notes.append(
             f"the extra model {extra.name} runs forward once a micro-batch without gradients; what its "
@@ -75,7 +77,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
 
 
 def group_traffic(
-    groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, root: int = 0
+    groups: Sequence[ParameterGroup], model: Model, mesh: MeshSpec, policy: PolicySpec, root: int = 0
 ) -> list[GroupTraffic]:
     """Describe parameter groups for :func:`walk_step`, in post-forward order."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
@@ -103,7 +105,7 @@ def group_traffic(
         for index, group in enumerate(groups)
     ]
     ordered = [traffic[index] for index in post_forward_order([group.fqn for group in groups], ends)]
-    return _with_explicit_prefetch(ordered, policy.backward_prefetch)
+    return _with_explicit_prefetch(ordered, model.blocks, policy.backward_prefetch)
 
 
 def nested_ends(fqns: Sequence[str], positions: Sequence[Sequence[int]]) -> list[int]:
@@ -156,13 +158,12 @@ def _one_dtype(dtypes: Iterable[str]) -> str:
     return distinct.pop() if len(distinct) == 1 else "uint8"
 
 
-def _with_explicit_prefetch(ordered: list[GroupTraffic], depth: int) -> list[GroupTraffic]:
-    if depth == 0:
-        return ordered
-    return [
-        replace(group, backward_prefetch=tuple(other.fqn for other in ordered[max(0, i - depth) : i]))
-        for i, group in enumerate(ordered)
-    ]
+def _with_explicit_prefetch(
+    ordered: list[GroupTraffic], blocks: Sequence[str], depth: int
+) -> list[GroupTraffic]:
+    """Let each block name the ones before it; the first names none, which leaves it FSDP's own choice."""
+    before = {fqn: tuple(blocks[max(index - depth, 0) : index]) for index, fqn in enumerate(blocks)}
+    return [replace(group, backward_prefetch=before.get(group.fqn) or None) for group in ordered]
 
 
 def _add_step_end(

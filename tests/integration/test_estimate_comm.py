@@ -10,28 +10,26 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.builtin_models import TransformerConfig
 from fsdp2prof.estimators.builtin_models_build import build_builtin
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
+from fsdp2prof.estimators.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.recorded import estimate_comm_of_run
-from fsdp2prof.estimators.sharding import freeze, wrap_units
 from fsdp2prof.estimators.specs import make_spec, values_of_run
+from fsdp2prof.estimators.training import shard
 from fsdp2prof.readers.run_directory import open_run
 
 from .conftest import SCRIPTS
@@ -77,19 +75,6 @@ class Interception(TorchDispatchMode):
         return None, None
 
 
-@contextmanager
-def fake_world(mesh: MeshSpec):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.world_size)
-    try:
-        yield init_device_mesh(
-            "cpu",
-            (mesh.dp_replicate, mesh.dp_shard, mesh.tp),
-            mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
-        )
-    finally:
-        dist.destroy_process_group()
-
-
 def tiny(family="llama", **changes):
     options = {
         "name": "tiny",
@@ -110,34 +95,15 @@ def tiny(family="llama", **changes):
 def executed(config, mesh, policy):
     """Train a real model for two steps over a fake process group and count the second one's collectives."""
     model = build_builtin(config, policy.seq_len, policy.orig_dtype)
-    model.module.to_empty(device="cpu")
-    model.module.tie_weights()
-    freeze(model.module, policy)
     mode = Interception()
-    with fake_world(mesh) as device_mesh:
-        if mesh.tp > 1:
-            parallelize_module(model.module, device_mesh["tp"], model.tensor_parallel(policy.loss_parallel))
-        shard_model(model, device_mesh, mesh, policy)
+    with fake_process_group(mesh) as device_mesh:
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        model.module.to_empty(device="cpu")
         for _ in range(2):
             mode.counts.clear()
             with mode, loss_parallel() if mesh.tp > 1 and policy.loss_parallel else nullcontext():
                 train_step(model, policy, mode)
     return mode.counts
-
-
-def shard_model(model, device_mesh, mesh, policy):
-    checkpoint_blocks(model.module, model.blocks, policy)
-    dtypes = [getattr(torch, name) if name else None for name in (policy.param_dtype, policy.reduce_dtype)]
-    precision = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1])
-    data_mesh = device_mesh["dp_replicate", "dp_shard"] if mesh.dp_replicate > 1 else device_mesh["dp_shard"]
-    for unit in wrap_units(model, policy):
-        modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
-        fully_shard(
-            modules if len(modules) > 1 else modules[0],
-            mesh=data_mesh,
-            reshard_after_forward=unit.reshard_after_forward,
-            mp_policy=precision,
-        )
 
 
 def train_step(model, policy, mode):
@@ -193,6 +159,8 @@ CASES = {
         {"trainable": r"layers|norm|output", "wrap": ("block", "tok_embeddings")},
     ),
     "head trained": ({}, {"trainable": "output", "reshard": "never"}),
+    "frozen blocks prefetched": ({}, {"trainable": r"layers\.2\.|output", "backward_prefetch": 2}),
+    "separate communicator": ({}, {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2}),
 }
 
 
