@@ -137,7 +137,7 @@ def course_chart(rank: RankMemory) -> Figure | None:
                 "hovertemplate": f"%{{y:.3f}} {unit}",
             }
         )
-    axis = "ms since the recording began" if timed else "points of the recording, which has no times"
+    axis = "ms since the recording began" if timed else "events (no times recorded)"
     figure = _figure(data, height=420, x=axis, y=unit)
     figure["layout"]["hovermode"] = "x unified"
     if timed:
