@@ -106,7 +106,22 @@ def category_grid(rank: RankMemory) -> Grid:
             for name, size in sizes
         ],
         totals=[["allocated", format_bytes(total), "100.0" if total else "-", 0.0]],
+        remarks=_running_then(rank),
     )
+
+
+def _running_then(rank: RankMemory) -> list[str]:
+    """Say what the trace of the same run shows at the peak."""
+    seen = rank.at_peak
+    if seen is None:
+        return []
+    parts = [
+        f"the host was in {seen.operator}" if seen.operator else "",
+        f"the last launch was {seen.launched}" if seen.launched else "",
+        f"in flight: {', '.join(seen.running)}" if seen.running else "nothing was in flight",
+    ]
+    when = "At that instant" if seen.match == "clock" else f"At that place of the traced step {seen.step}"
+    return [f"{when}: {'; '.join(part for part in parts if part)}."]
 
 
 def layer_cells(rank: RankMemory) -> dict[str | None, dict[str, int]]:

@@ -12,6 +12,7 @@ from fsdp2prof.reporters.advice import memory_advice, trace_advice
 from fsdp2prof.reporters.comparison_grids import comparison_grids
 from fsdp2prof.reporters.terminal import PLAIN_WIDTH, memory_view, render, run_view, trace_view
 from fsdp2prof.reporters.trace_grids import step_rows
+from fsdp2prof.results import AtPeak
 
 
 def plain(view: object) -> str:
@@ -143,3 +144,13 @@ def test_two_recordings_compared() -> None:
     ]
     for grid in grids.values():
         assert grid.totals == [["all", "90.0 MiB", "100.0 MiB", "+10.0 MiB"]]
+
+
+def test_what_ran_at_the_peak_is_told_from_the_trace() -> None:
+    analysis = memory_analysis()
+    seen = AtPeak(match="place", step=3, operator="aten::mm", launched=None, running=["all_gather layers.1"])
+    text = plain(memory_view(replace(analysis, ranks=[replace(analysis.ranks[0], at_peak=seen)])))
+    assert (
+        "At that place of the traced step 3: the host was in aten::mm; in flight: all_gather layers.1."
+        in text
+    )
