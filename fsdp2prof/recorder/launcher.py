@@ -63,7 +63,7 @@ def prepare_run(path: Path, options: RecordOptions, command: list[str], *, force
         if not is_run_directory(path):
             raise RunDirectoryError(f"{path}: exists and is not a run directory; -f does not remove it")
         (path / RUN_FILE).unlink(missing_ok=True)
-        for folder in path.glob("rank-*"):
+        for folder in path.glob("rank-[0-9]*/"):
             shutil.rmtree(folder)
     info = RunInfo(
         command=command,

@@ -119,8 +119,9 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
     assert forced.stderr == f"error: {run}: exists and is not a run directory; -f does not remove it\n"
     (run / "run.json").write_text("{}")
     (run / "rank-00000").mkdir()
+    (run / "rank-notes.txt").touch()
     assert record(run, sys.executable, "-c", "pass", options=["-f"]).returncode == 0
-    assert sorted(file.name for file in run.iterdir()) == ["run.json", "thesis.txt"]
+    assert sorted(file.name for file in run.iterdir()) == ["rank-notes.txt", "run.json", "thesis.txt"]
 
 
 def test_a_command_that_is_not_there(tmp_path):
