@@ -7,13 +7,13 @@ from collections import defaultdict
 
 from fsdp2prof.analyzers.finding_evidence import Evidence, layer_name
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results import Finding, Straggler
+from fsdp2prof.results import Finding, Severity, Straggler
 from fsdp2prof.units import format_frac
 
 __all__ = ["find"]
 
 _NAMED = 3
-"""Stragglers worth a finding each; the result lists more."""
+"""Findings about late ranks; the result lists more."""
 
 _REMEDY = {
     "kernel": "Compare its clocks, temperature and input sizes with the others'",
@@ -32,39 +32,54 @@ def find(evidence: Evidence) -> list[Finding]:
 
 
 def _stragglers(evidence: Evidence) -> list[Finding]:
-    by_rank: dict[int, list[Straggler]] = defaultdict(list)
-    for straggler in evidence.analysis.cross_rank.stragglers:
-        by_rank[straggler.rank].append(straggler)
-    found = []
-    for rank, causes in list(by_rank.items())[:_NAMED]:
-        caused = evidence.analysis.cross_rank.wait_caused_ns.get(str(rank), 0)
-        waiting = evidence.total_ns * (len(evidence.analysis.ranks) - 1) / len(evidence.analysis.ranks)
-        share = caused / waiting if waiting else 0.0
+    """Ranks that the others wait for more than they wait themselves; the rest is ranks taking turns."""
+    cross = evidence.analysis.cross_rank
+    causes: dict[int, list[Straggler]] = defaultdict(list)
+    for straggler in cross.stragglers:
+        causes[straggler.rank].append(straggler)
+    peers = max(len(cross.wait_ns) - 1, 1)
+    found, explained = [], 0
+    for rank, its in causes.items():
+        caused = cross.wait_caused_ns.get(str(rank), 0)
+        net = caused - cross.wait_ns.get(str(rank), 0) * peers
+        share = evidence.frac(net) * len(evidence.analysis.ranks) / peers
         if share < evidence.thresholds.straggler_frac:
             continue
-        worst = causes[0]
-        where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
+        explained += caused
+        found.append(_straggler(evidence, rank, its[0], share, caused))
+    found.sort(key=lambda one: -float(one.evidence["cost_frac"]))
+    rest = sum(cross.wait_ns.values()) - explained
+    if evidence.frac(rest) >= evidence.thresholds.straggler_frac:
         message = (
-            f"Rank {rank} keeps the others waiting for {format_frac(share)} of their time. Mostly: "
-            f"{worst.cause}{where}. "
-            f"{_REMEDY[worst.kind or 'unknown']}."
+            f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no "
+            "single one is "
+            "to blame. Even out their inputs (sequence lengths), and keep other work off their hosts."
         )
-        found.append(
-            Finding(
-                id="straggler",
-                severity=evidence.severity(share),
-                fqn=worst.fqn,
-                message=message,
-                evidence={
-                    "cost_frac": share,
-                    "rank": rank,
-                    "wait_caused_ns": caused,
-                    "kind": worst.kind,
-                    "cause": worst.cause,
-                },
-            )
-        )
-    return found
+        calm: Severity | None = None if evidence.on_device else "info"
+        found += evidence.finding("ranks_take_turns", None, rest, message, severity=calm)
+    return found[:_NAMED]
+
+
+def _straggler(evidence: Evidence, rank: int, worst: Straggler, share: float, caused: int) -> Finding:
+    where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
+    message = (
+        f"Rank {rank} keeps the others waiting for {format_frac(share)} of their time. Mostly: "
+        f"{worst.cause}{where}. "
+        f"{_REMEDY[worst.kind or 'unknown']}."
+    )
+    return Finding(
+        id="straggler",
+        severity=evidence.severity(share),
+        fqn=worst.fqn,
+        message=message,
+        evidence={
+            "cost_frac": share,
+            "rank": rank,
+            "wait_caused_ns": caused,
+            "kind": worst.kind,
+            "cause": worst.cause,
+        },
+    )
 
 
 def _host_bound(evidence: Evidence) -> list[Finding]:
@@ -136,7 +151,7 @@ def _padding(evidence: Evidence) -> list[Finding]:
     return [
         Finding(
             id="uneven_shards",
-            severity=evidence.severity(share),
+            severity="medium" if share >= evidence.thresholds.high_cost_frac else "low",
             fqn=worst.split(":")[0] if worst.split(":")[0] != "root" else "",
             message=message,
             evidence={"padding_frac": share, "parameter": worst, "padding_elements": padding[worst]},

@@ -65,8 +65,8 @@ class _Excess:
     """Code of the process group it waited in; what a group waits for together makes nobody late to it."""
 
 
-_HOST = "a gap on the host: nothing was launched in time"
-_BEFORE = "it was late already when the recording began"
+_HOST = "its host launched nothing for a while"
+_BEFORE = "it was late when the recording began"
 _UNSEEN = "nothing in the trace took longer than on its peers"
 
 
@@ -202,7 +202,7 @@ def _excesses(
     found = [_Excess(host, gap, int(own.gap_end_ns[row]))]
     for fqn, duration, end, kernel in _layers(own, row):
         usual = _median([*durations[fqn], *[0] * (len(peers) - len(durations[fqn]))])
-        cause = _Cause(fqn, "kernel", f"kernels, the longest of them {kernel}")
+        cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel}")
         found.append(_Excess(cause, duration - usual, end))
     return sorted((one for one in found if one.amount_ns > 0), key=lambda one: one.end_ns)
 

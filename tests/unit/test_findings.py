@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.findings import FindingThresholds, find, parse_threshol
 from fsdp2prof.analyzers.pipeline import analyze_trace_path
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.results import Finding, TraceAnalysis
+from fsdp2prof.results import CrossRank, Finding, Straggler, TraceAnalysis
 
 MS = 1_000_000
 LAYERS = 6
@@ -145,6 +145,45 @@ def test_a_straggler_is_named_with_rank_layer_and_work(tmp_path: Path) -> None:
     assert "sm90_xmma_gemm" in straggler.message
 
 
+def test_ranks_that_take_turns_are_no_stragglers() -> None:
+    """Two ranks, four steps of 50 ms in all: each waits some 10 ms for the other, a tenth of its time."""
+    turns = CrossRank(
+        match_key="seq",
+        matched=40,
+        unmatched=0,
+        wait_ns={"0": 10 * MS, "1": 11 * MS},
+        wait_caused_ns={"0": 11 * MS, "1": 10 * MS},
+        stragglers=[
+            Straggler(rank=0, fqn="layers.0", wait_caused_ns=11 * MS, cause="slower work", kind="kernel"),
+            Straggler(rank=1, fqn="layers.1", wait_caused_ns=10 * MS, cause="slower work", kind="kernel"),
+        ],
+    )
+    (found,) = [
+        f for f in find(replace(trace_analysis(), cross_rank=turns)) if f.id != "cpu_collectives_in_line"
+    ]
+    assert (found.id, found.severity) == ("ranks_take_turns", "info"), "calm on a CPU"
+    assert found.evidence["cost_frac"] == pytest.approx(21 / 200)
+
+
+def test_a_rank_that_waits_less_than_it_is_waited_for_is_one() -> None:
+    """Rank 1 is waited for 30 ms and waits 10 ms itself: net 20 of the 100 ms of its peer."""
+    late = CrossRank(
+        match_key="seq",
+        matched=40,
+        unmatched=0,
+        wait_ns={"0": 30 * MS, "1": 10 * MS},
+        wait_caused_ns={"0": 10 * MS, "1": 30 * MS},
+        stragglers=[
+            Straggler(rank=1, fqn="layers.1", wait_caused_ns=30 * MS, cause="slower work", kind="kernel"),
+            Straggler(rank=0, fqn="layers.0", wait_caused_ns=10 * MS, cause="slower work", kind="kernel"),
+        ],
+    )
+    found = {f.id: f for f in find(replace(trace_analysis(), cross_rank=late))}
+    assert (found["straggler"].evidence["rank"], found["straggler"].fqn) == (1, "layers.1")
+    assert found["straggler"].evidence["cost_frac"] == pytest.approx(0.2)
+    assert found["ranks_take_turns"].evidence["cost_frac"] == pytest.approx(10 / 200)
+
+
 def test_costs_order_the_findings(tmp_path: Path) -> None:
     schedule = Schedule(roots=(healthy_layers(all_gather_ns=5 * MS, reduce_scatter_ns=7 * MS),))
     found = analyse(tmp_path / "run", schedule).findings
@@ -169,7 +208,8 @@ def test_on_a_cpu_only_the_plain_truth_is_told() -> None:
     assert {rank.device_type for rank in analysis.ranks} == {"cpu"}
     found = {finding.id: finding for finding in find(replace(analysis, findings=[]))}
     assert found["cpu_collectives_in_line"].severity == "info"
-    assert set(found) <= {"cpu_collectives_in_line", "straggler"}
+    assert {finding.severity for finding in found.values()} <= {"info", "low"}
+    assert set(found) <= {"cpu_collectives_in_line", "straggler", "ranks_take_turns"}
 
 
 def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
@@ -223,7 +263,7 @@ def test_padding_of_uneven_shards_by_hand() -> None:
     """3 rows on 4 ranks are held as 4: a quarter is padding; 64 rows on 4 ranks need none."""
     analysis = replace(trace_analysis(), findings=[])
     (found,) = [f for f in find(analysis, [manifest(3, 4)]) if f.id == "uneven_shards"]
-    assert found.evidence["padding_frac"] == 0.25
+    assert (found.evidence["padding_frac"], found.severity) == (0.25, "medium")
     assert found.fqn == "head"
     assert "uneven_shards" not in {f.id for f in find(analysis, [manifest(64, 4)])}
 
