@@ -20,7 +20,16 @@ from fsdp2prof.analyzers.gloo import gloo_ranges, match_issuers
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, PhaseTable, StepTable, Strings, Trace
+from fsdp2prof.tables import (
+    BoolArray,
+    CollectiveTable,
+    IntArray,
+    PhaseTable,
+    StepTable,
+    Strings,
+    Trace,
+    concat_strings,
+)
 
 __all__ = ["Collectives", "collect"]
 
@@ -63,6 +72,7 @@ class _Sources:
     issue_ns: IntArray
     issue_end_ns: IntArray
     thread: IntArray
+    in_graph: BoolArray
     activity: IntArray
     owner: IntArray
 
@@ -86,7 +96,8 @@ def collect(
     sources = _in_order(sources)
     row = find_rows(phases, sources.thread, sources.issue_ns)
     facts = _Facts(trace, sources)
-    op = facts.op(phases.activity.lookup(row))
+    activity = phases.activity.lookup(row)
+    op = facts.op(activity)
     fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
     size = facts.number("group_size")
     dtype = facts.text("dtype")
@@ -99,11 +110,14 @@ def collect(
         desc=facts.text("process_group_desc"),
         size=np.where(size > 0, size, _size_from_shapes(op, in_nelems, out_nelems)),
         op=op,
-        fqn=fqn,
+        # The user's own collectives inside a module are not its parameter group's.
+        fqn=Strings(np.where(activity.equals("compute"), np.int32(-1), fqn.codes), fqn.values),
         phase=phase,
         payload=payload_bytes(op, dtype, in_nelems, out_nelems, size),
     )
     payload = payload_bytes(op, dtype, in_nelems, out_nelems, groups.size)
+    dtype = _first_known(dtype, groups.dtype)
+    payload = np.where(payload >= 0, payload, groups.payload)
     table = CollectiveTable(
         start_ns=sources.start,
         end_ns=sources.end,
@@ -126,7 +140,7 @@ def collect(
     served = np.intersect1d(sources.operator, np.flatnonzero(issuers))
     return Collectives(
         table=table,
-        reason=_reasons(table, sources.issue_ns, phases),
+        reason=_reasons(table, sources, phases),
         thread=sources.thread,
         issue_end_ns=sources.issue_end_ns,
         activity=sources.activity,
@@ -165,6 +179,7 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
         issue_ns=device.launch_ns[leader],
         issue_end_ns=np.where(outer >= 0, events.end_ns[outer], device.launch_ns[leader]),
         thread=device.thread[leader],
+        in_graph=device.in_graph[leader],
         activity=activity,
         owner=owner.astype(np.int64),
     )
@@ -186,6 +201,7 @@ def _gloo_sources(trace: Trace) -> _Sources:
         issue_ns=np.where(known, events.start_ns[issuer], -1),
         issue_end_ns=np.where(known, events.end_ns[issuer], -1),
         thread=np.where(known, events.thread[issuer], -1),
+        in_graph=np.zeros(len(ranges), dtype=np.bool_),
         activity=none[:0],
         owner=none[:0],
     )
@@ -238,20 +254,26 @@ def _size_from_shapes(op: Strings, in_nelems: IntArray, out_nelems: IntArray) ->
     return np.where(known & (ratio * small == large), ratio, -1)
 
 
-def _reasons(table: CollectiveTable, issue_ns: IntArray, phases: PhaseTable) -> Strings:
+def _first_known(column: Strings, other: Strings) -> Strings:
+    both = concat_strings([column, other])
+    return Strings(
+        np.where(column.codes >= 0, both.codes[: len(column)], both.codes[len(column) :]), both.values
+    )
+
+
+def _reasons(table: CollectiveTable, sources: _Sources, phases: PhaseTable) -> Strings:
+    """Say why each collective without a layer has none: the first of these that holds."""
     labelled = bool((phases.fqn.codes >= 0).any())
-    optimizer = table.phase.equals("optimizer")
-    reasons: list[str | None] = []
-    for null, issued, in_optimizer in zip(table.fqn.codes < 0, issue_ns >= 0, optimizer, strict=True):
-        if not null:
-            reasons.append(None)
-        elif not labelled:
-            reasons.append("no FSDP labels in the trace")
-        elif not issued:
-            reasons.append("its launch is not in the file")
-        else:
-            reasons.append("issued by the optimizer" if in_optimizer else "issued outside every FSDP module")
-    return Strings.intern(reasons)
+    reasons = (
+        ("launched by a CUDA graph, inside which no label is recorded", sources.in_graph),
+        ("no FSDP labels in the trace", np.full(len(table), not labelled)),
+        ("its launch is not in the file", sources.issue_ns < 0),
+        ("issued by the optimizer", table.phase.equals("optimizer")),
+        ("issued outside every FSDP module", np.ones(len(table), dtype=np.bool_)),
+    )
+    code = np.argmax([holds for _, holds in reasons], axis=0).astype(np.int32)
+    code[table.fqn.codes >= 0] = -1
+    return Strings(code, tuple(reason for reason, _ in reasons))
 
 
 class _Facts:

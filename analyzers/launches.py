@@ -33,6 +33,8 @@ class DeviceTable(Table):
     """Host time at which its launch began; -1 when the launch is not in the file."""
     thread: IntArray
     """Thread of its launch; -1 unknown."""
+    in_graph: BoolArray
+    """Launched by the one call that launched its whole graph."""
 
 
 def device_activities(trace: Trace) -> DeviceTable:
@@ -47,6 +49,7 @@ def device_activities(trace: Trace) -> DeviceTable:
         on_device &= events.device == trace.device.index
     event = np.flatnonzero(on_device)
     launch = host_launches(events, event)
+    graph = events.name.lookup(launch).matches(lambda name: "GraphLaunch" in name)
     return DeviceTable(
         event=event,
         start_ns=events.start_ns[event],
@@ -56,6 +59,7 @@ def device_activities(trace: Trace) -> DeviceTable:
         is_set=events.category.equals("gpu_memset")[event],
         launch_ns=np.where(launch >= 0, events.start_ns[launch], -1),
         thread=np.where(launch >= 0, events.thread[launch], -1),
+        in_graph=graph,
     )
 
 

@@ -23,6 +23,10 @@ class Groups:
     mesh_dim: Strings
     size: IntArray
     """Ranks; -1 unknown."""
+    dtype: Strings
+    """Element type that the manifest knows; null unknown."""
+    payload: IntArray
+    """Bytes that the manifest knows; -1 unknown."""
 
 
 def resolve(
@@ -37,7 +41,7 @@ def resolve(
     phase: Strings,
     payload: IntArray,
 ) -> Groups:
-    """Return the process group of each collective.
+    """Return the process group of each collective, and what the manifest says it moves.
 
     By its metadata's name; without one (gloo), by the manifest's parameter group of its layer, told apart by
     payload where a module has several; without a manifest, by its size if only one group has it, or if there
@@ -46,7 +50,7 @@ def resolve(
     """
     groups = {group.name: group for group in [*known, *(manifest.process_groups if manifest else ())]}
     by_layer = _layer_groups(manifest)
-    answers: dict[tuple[object, ...], tuple[str | None, str | None, int]] = {}
+    answers: dict[tuple[object, ...], tuple[str | None, str | None, int, str | None, int]] = {}
     rows = []
     columns = (
         name.to_list(),
@@ -60,20 +64,29 @@ def resolve(
     for key in zip(*columns, strict=True):
         if key not in answers:
             written, described, ranks, kind, layer, when, moved = key
-            chosen = written or _from_manifest(by_layer, kind, layer, when, moved)
+            candidates = _candidates(by_layer.get(layer, []) if layer is not None else [], kind, moved)
+            chosen = written or _only(_group_of(group, kind, when) for group in candidates)
             chosen = chosen or _only(_of_size(groups.values(), ranks))
             group = groups.get(chosen) if chosen is not None else None
             dim = (group.mesh_dim or _mesh_dim(group.desc) if group else None) or _mesh_dim(described)
+            known_ranks = ranks if ranks > 0 else len(group.ranks) if group and group.ranks else -1
+            # A collective that is not FSDP's own can share the layer and the kind, but not the group.
+            own = [group for group in candidates if _group_of(group, kind, when) == chosen]
+            sole = own[0] if len(own) == 1 else None
             answers[key] = (
                 chosen,
                 dim,
-                ranks if ranks > 0 else len(group.ranks) if group and group.ranks else -1,
+                known_ranks,
+                _dtype(sole, kind) if sole else None,
+                _payload(sole, kind) if sole else -1,
             )
         rows.append(answers[key])
     return Groups(
         name=Strings.intern(row[0] for row in rows),
         mesh_dim=Strings.intern(row[1] for row in rows),
         size=np.array([row[2] for row in rows], dtype=np.int64),
+        dtype=Strings.intern(row[3] for row in rows),
+        payload=np.array([row[4] for row in rows], dtype=np.int64),
     )
 
 
@@ -91,14 +104,11 @@ def _layer_groups(manifest: RankManifest | None) -> dict[str, list[ParamGroupInf
     return layers
 
 
-def _from_manifest(
-    layers: dict[str, list[ParamGroupInfo]], op: str | None, fqn: str | None, phase: str | None, payload: int
-) -> str | None:
-    candidates = layers.get(fqn, []) if fqn is not None else []
-    if len(candidates) > 1:
-        exact = [group for group in candidates if _payload(group, op) == payload]
-        candidates = exact or candidates
-    return _only(_group_of(group, op, phase) for group in candidates)
+def _candidates(groups: list[ParamGroupInfo], op: str | None, payload: int) -> list[ParamGroupInfo]:
+    """Parameter groups of a layer whose collective it may be: those of exactly its bytes, if any are."""
+    if len(groups) < 2:
+        return groups
+    return [group for group in groups if _payload(group, op) == payload] or groups
 
 
 def _group_of(group: ParamGroupInfo, op: str | None, phase: str | None) -> str | None:
@@ -110,20 +120,30 @@ def _group_of(group: ParamGroupInfo, op: str | None, phase: str | None) -> str |
 
 
 def _payload(group: ParamGroupInfo, op: str | None) -> int:
-    """Payload of a group's collective."""
+    """Payload of a group's collective; -1 for other kinds, or where a type is unknown."""
     if op == "all_gather":
-        shard = sum(
-            count * itemsize(dtype)
+        sizes = [
+            (count, itemsize(dtype))
             for parameter in group.parameters
             for count, dtype in zip(parameter.all_gather_numels, parameter.all_gather_dtypes, strict=True)
-        )
-        return shard * group.shard_world_size
-    shard = sum(
-        _numel(p.padded_local_shape) * itemsize(group.reduce_dtype or group.param_dtype or p.dtype)
-        for p in group.parameters
-        if p.requires_grad
-    )
-    return shard * group.shard_world_size if op == "reduce_scatter" else shard
+        ]
+    elif op in ("reduce_scatter", "all_reduce"):
+        dtype = _dtype(group, op)
+        reduced = [parameter for parameter in group.parameters if parameter.requires_grad]
+        sizes = [(_numel(p.padded_local_shape), itemsize(dtype) if dtype else -1) for p in reduced]
+    else:
+        sizes = []
+    if not sizes or any(size < 0 for _, size in sizes):
+        return -1
+    shard = sum(count * size for count, size in sizes)
+    return shard if op == "all_reduce" else shard * group.shard_world_size
+
+
+def _dtype(group: ParamGroupInfo, op: str | None) -> str | None:
+    """Element type of a group's collective; null where several types travel together."""
+    if op == "all_gather":
+        return _only(dtype for parameter in group.parameters for dtype in parameter.all_gather_dtypes)
+    return group.reduce_dtype or group.param_dtype or _only(p.dtype for p in group.parameters)
 
 
 def _numel(shape: Iterable[int]) -> int:

@@ -19,6 +19,7 @@ from fsdp2prof.analyzers.accounting import (
     timeline,
 )
 from fsdp2prof.analyzers.collectives import Collectives, collect
+from fsdp2prof.analyzers.gloo import gloo_ranges
 from fsdp2prof.analyzers.launches import DeviceTable, device_activities
 from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, build_phases
 from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
@@ -80,6 +81,11 @@ def rank_tables(
     collectives = collect(trace, device, phases, host, windows, manifest)
     if len(device):
         work = device_work(trace, device, phases, collectives)
+        if len(aside := gloo_ranges(trace)):
+            warnings.append(
+                f"{trace.source}: {len(aside)} collectives ran on the host (gloo); the device's account"
+                " leaves them out"
+            )
     else:
         work = host_work(trace, phases)
         if collectives.unserved:

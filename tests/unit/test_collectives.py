@@ -344,3 +344,58 @@ def test_gloo_ranges_may_carry_fsdps_own_names() -> None:
     assert table.phase.to_list() == ["forward", "backward", "backward"]
     assert set(tables.phases.thread.tolist()) == {0}
     assert tables.phases.fqn.lookup(tables.work.phase_row).to_list() == ["layers.0"]
+
+
+def test_without_recorded_shapes_the_manifest_knows_the_bytes() -> None:
+    trace = labelled()
+    trace.host("c10d::_allgather_base_", 15, 18)
+    trace.host("gloo:all_gather", 20, 39, "user_annotation", WORKER)
+    trace.label("FSDP::pre_backward (layers.0)", 500, 510)
+    trace.label("FSDP::post_backward_reduce (layers.0)", 600, 700)
+    trace.host("c10d::_reduce_scatter_base_", 610, 612)
+    trace.host("gloo:all_reduce", 620, 650, "user_annotation", WORKER)
+    trace.label("FSDP::root_post_backward_callback", 800, 820)
+    manifest = RankManifest(process_groups=GROUPS, param_groups=[param_group("layers.0", 100, "8")])
+    table = rank_tables(trace.build(), manifest).collectives.table
+    assert table.payload_bytes.tolist() == [2 * 100 * 2, 2 * 100 * 4]
+    assert table.dtype.to_list() == ["bfloat16", "float32"]
+    assert table.wire_bytes.tolist() == [200, 400]
+    several = [param_group("layers.0", 100, "8", 0, 2), param_group("layers.0", 64, "8", 1, 2)]
+    manifest = RankManifest(process_groups=GROUPS, param_groups=several)
+    table = rank_tables(trace.build(), manifest).collectives.table
+    assert table.payload_bytes.tolist() == [-1, -1], "either group's: not guessed"
+    assert table.process_group.to_list() == ["8", "8"]
+
+
+def test_a_graphs_collectives_have_no_layer_of_their_own() -> None:
+    trace = labelled()
+    trace.host("cudaGraphLaunch", 300, 310, "cuda_runtime")
+    trace.rows[-1]["correlation"] = 77
+    trace.device("ncclDevKernel_AllGather_RING_LL", 320, 330, None)
+    trace.rows[-1]["correlation"] = 77
+    tables = rank_tables(trace.build())
+    assert tables.collectives.table.issue_ns.tolist() == [300]
+    assert tables.collectives.reason.to_list() == [
+        "launched by a CUDA graph, inside which no label is recorded"
+    ]
+
+
+def test_host_collectives_beside_a_device_are_named() -> None:
+    trace = labelled()
+    trace.device("gemm", 100, 180, launch=30)
+    trace.host("gloo:barrier", 200, 210, "user_annotation", WORKER)
+    assert rank_tables(trace.build()).warnings == [
+        "hand.json: 1 collectives ran on the host (gloo); the device's account leaves them out"
+    ]
+
+
+def test_the_users_own_collective_in_a_module_is_not_its_parameter_groups() -> None:
+    trace = labelled()
+    trace.host("c10d::allreduce_", 100, 102, in_nelems=10, out_nelems=10, dtype="float")
+    trace.host(
+        "gloo:all_reduce", 110, 120, "user_annotation", WORKER, in_nelems=10, out_nelems=10, dtype="float"
+    )
+    manifest = RankManifest(process_groups=GROUPS, param_groups=[param_group("layers.0", 100, "8")])
+    found = only(rank_tables(trace.build(), manifest))
+    assert (found["fqn"], found["op"], found["payload_bytes"]) == ("layers.0", "all_reduce", 40)
+    assert found["process_group"] is None
