@@ -21,12 +21,21 @@ __all__ = ["load_containers"]
 
 _COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
 _INTEGER = rb"(?:K.|M..|J.{4})"
+_PAIR = _INTEGER + rb"\x86"  # the second integer of a tuple of two
 _PLAIN = re.compile(
     rb"(?s:(?:"
     rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items
-    rb"|" + _INTEGER + _INTEGER + rb"\x86"  # a tuple of two integers
-    rb"|" + _INTEGER + rb"|h.|q.|j.{4}|r.{3}\x00"  # integers; memo get and put
-    rb"|\x8c(?:" + _COUNTED + rb")|\x8a(?:" + _COUNTED + rb")"  # short strings, long integers
+    rb"|h.|j.{4}"  # memo get
+    rb"|K.(?:"
+    + _PAIR
+    + rb")?|M..(?:"
+    + _PAIR
+    + rb")?|J.{4}(?:"
+    + _PAIR
+    + rb")?"  # integers, alone or in pairs
+    rb"|q.|r.{3}\x00"  # memo put
+    rb"|\x8a(?:\x07.{7}|\x06.{6}|\x05.{5}|" + _COUNTED + rb")"  # long integers; addresses and times first
+    rb"|\x8c(?:" + _COUNTED + rb")"  # short strings
     rb"|G.{8}|\x95.{8}|\x80."  # floats, frames, protocol
     rb"){1,2000})"
 )

@@ -15,12 +15,12 @@ _OPERATOR = re.compile(r"at::_ops::(\w+)::call\b")
 class StackInterner:
     """Gives every distinct stack a row; ``-1`` is no stack.
 
-    Snapshots share frame dictionaries, and the frame lists of one allocation's events, so most lookups are by
-    identity; the objects must stay alive while the interner is in use.
+    Snapshots share frame dictionaries, so most lookups are by identity: the objects must stay alive while the
+    interner is in use.
     """
 
     def __init__(self) -> None:
-        self._rows_by_id: dict[int, int] = {}
+        self._rows_by_id: dict[tuple[int, ...], int] = {}
         self._rows: dict[tuple[int, ...], int] = {}
         self._frame_by_id: dict[int, int] = {}
         self._frames: dict[str, int] = {}
@@ -29,11 +29,11 @@ class StackInterner:
         """Return the row of a list of ``{filename, line, name}`` frames, innermost first."""
         if not frames:
             return -1
-        row = self._rows_by_id.get(id(frames))
+        identity = tuple(map(id, frames))
+        row = self._rows_by_id.get(identity)
         if row is None:
-            known = self._frame_by_id
-            codes = tuple([known[id(f)] if id(f) in known else self._frame(f) for f in frames])
-            row = self._rows_by_id[id(frames)] = self._rows.setdefault(codes, len(self._rows))
+            codes = tuple([self._frame(frame) for frame in frames])
+            row = self._rows_by_id[identity] = self._rows.setdefault(codes, len(self._rows))
         return row
 
     def table(self) -> Stacks:
@@ -59,6 +59,9 @@ class StackInterner:
         return Strings.intern(found)
 
     def _frame(self, frame: Any) -> int:
+        known = self._frame_by_id.get(id(frame))
+        if known is not None:
+            return known
         name, line = str(frame["name"]), int(frame["line"])
         text = f"{frame['filename']}:{line}:{name}" if line else name
         code = self._frame_by_id[id(frame)] = self._frames.setdefault(text, len(self._frames))
