@@ -110,6 +110,10 @@ GIVEN = "given to "
 """Begins the ``op`` of an allocation that no operator made in sight."""
 
 
+_FEW = 6
+"""Distinct values up to which a mask is made by comparing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Strings:
     """A column of interned strings: ``codes`` (int32, -1 is null) index into ``values``."""
@@ -151,8 +155,15 @@ class Strings:
 
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
+        hits = [code for code, value in enumerate(self.values) if predicate(value)]
+        if len(hits) <= _FEW:
+            # Comparing is several times faster than indexing, and needs no 64-bit copy of the codes.
+            mask = np.zeros(len(self.codes), dtype=np.bool_)
+            for code in hits:
+                mask |= self.codes == code
+            return mask
         hit = np.zeros(len(self.values) + 1, dtype=np.bool_)
-        hit[: len(self.values)] = [predicate(value) for value in self.values]
+        hit[hits] = True
         return hit[self.codes]
 
     def equals(self, value: str | None) -> BoolArray:
