@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,24 +38,37 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
         raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
     wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
     if policy.ac == "op":
-        wrap = partial(wrap, context_fn=_selective_contexts)
+        contexts = partial(_selective_contexts, _MatmulCount(), not policy.compile)
+        wrap = partial(wrap, context_fn=contexts)
     every = policy.ac_every or 1
     for fqn in blocks[every - 1 :: every]:
         parent, _, name = fqn.rpartition(".")
         root.get_submodule(parent).register_module(name, wrap(root.get_submodule(fqn)))
 
 
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_EverySecondMatmul())  # type: ignore[no-untyped-call]
+@dataclass(slots=True)
+class _MatmulCount:
+    """Matrix products in a block's forward, once one has run."""
+
+    total: int = 0
+
+
+def _selective_contexts(count: _MatmulCount, keep_last: bool) -> Any:
+    policy = _EverySecondMatmul(count, keep_last=keep_last)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 class _EverySecondMatmul:
     """Save attention, reduce-scatters and every other matrix product of one block; recompute the rest.
 
-    The operator-selective policy of torchtitan: the first, third, ... ``mm`` of the forward are kept.
+    The operator-selective policy of torchtitan: the first, third, ... ``mm`` of the forward are kept. In
+    eager mode that may include the last one, whose result is added to the residual and which no backward needs;
+    the compiler drops that one (``keep_last`` is false).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: _MatmulCount, *, keep_last: bool) -> None:
+        self._count = count
+        self._last = None if keep_last else count.total
         self._matmuls: Counter[bool] = Counter()
 
     def __call__(
@@ -62,7 +76,9 @@ class _EverySecondMatmul:
     ) -> CheckpointPolicy:
         if operator is _MATMUL:
             self._matmuls[context.is_recompute] += 1
-            keep = self._matmuls[context.is_recompute] % 2 == 1
+            index = self._matmuls[context.is_recompute]
+            self._count.total = max(self._count.total, index)
+            keep = index % 2 == 1 and index != self._last
         else:
             keep = operator in _SAVED
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

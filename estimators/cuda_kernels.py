@@ -14,9 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings, concat_tables
 
-__all__ = ["BLAS_WORKSPACE_BYTES", "as_on_cuda"]
+__all__ = ["BLAS_WORKSPACE_BYTES", "as_on_cuda", "with_fused_blocks"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """Default cuBLAS workspace of Hopper and newer (8,320 KiB before)."""
@@ -42,6 +43,20 @@ def as_on_cuda(recording: MemoryRecording, host: frozenset[int]) -> MemoryRecord
         allocations=merged.take(np.argsort(merged.alloc_order, kind="stable")),
         events=recording.events * _ORDERS,
     )
+
+
+def with_fused_blocks(recording: MemoryRecording, blocks: tuple[str, ...]) -> MemoryRecording:
+    """Return the recording without what ``torch.compile`` of each block keeps out of memory.
+
+    A compiled block fuses its pointwise operators and reductions: what lives only between two of FSDP's
+    labels inside one block, and is no result of a matrix product or of attention, stays in registers.
+    """
+    attributed = attribute(recording, recording.steps)
+    allocations = attributed.allocations
+    inside = allocations.fqn.matches(set(blocks).__contains__) & allocations.activity.equals("compute")
+    short = attributed.alloc_row == attributed.free_row
+    kernels = allocations.op.matches(lambda name: name.startswith((*_MATMULS, "aten::_scaled_dot_product")))
+    return replace(recording, allocations=recording.allocations.take(~(inside & short & ~kernels)))
 
 
 def _spread(allocations: AllocationTable) -> AllocationTable:

@@ -10,7 +10,7 @@ import numpy as np
 from fsdp2prof.analyzers.memory import analyze_memory
 from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
-from fsdp2prof.estimators.cuda_kernels import as_on_cuda
+from fsdp2prof.estimators.cuda_kernels import as_on_cuda, with_fused_blocks
 from fsdp2prof.estimators.execution import Execution
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
@@ -49,6 +49,8 @@ def predict_memory(
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     execution, how = execute_stitched(model, mesh, policy)
     on_device = as_on_cuda(execution.recording, execution.host)
+    if policy.compile:
+        on_device = with_fused_blocks(on_device, execution.blocks)
     recording = replay(on_device, allocator_settings(policy.allocator))
     manifest = RankManifest(
         state="complete",
