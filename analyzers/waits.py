@@ -37,8 +37,13 @@ class WaitTable(Table):
 
 
 def compute_stream(work: WorkTable) -> int:
-    """Return the stream (host-only: thread) that computed longest; -1 when nothing computed."""
+    """Return the stream (host-only: thread) that computed longest; -1 when nothing ran.
+
+    Without any compute, the one that FSDP's copies kept busy longest.
+    """
     rows = ~work.is_fsdp & ~work.is_memcpy
+    if not rows.any():
+        rows = ~work.is_memcpy
     if not rows.any():
         return -1
     streams, index = np.unique(work.stream[rows], return_inverse=True)

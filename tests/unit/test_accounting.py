@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.traces import WORKER, TraceBuilder
@@ -109,58 +108,6 @@ def test_on_cpu_only_leaf_operators_of_issuing_threads_compute() -> None:
     ]
 
 
-def two_gathers() -> TraceBuilder:
-    """Two all-gathers in flight at once; b's result is needed before a's, though a started first."""
-    trace = TraceBuilder()
-    trace.label("ProfilerStep#1", 0, 1000)
-    trace.label("FSDP::all_gather (a)", 10, 20)
-    trace.label("FSDP::all_gather (b)", 30, 40)
-    trace.label("FSDP::all_gather_copy_out (b)", 50, 60)
-    trace.label("FSDP::all_gather_copy_out (a)", 70, 80)
-    trace.device("gemm", 90, 100, launch=5)
-    trace.device(NCCL, 100, 160, launch=15, stream=24)
-    trace.device(NCCL, 110, 140, launch=35, stream=25)
-    trace.device("split_copy", 140, 145, launch=55)
-    trace.device("split_copy", 160, 165, launch=75)
-    return trace
-
-
-def test_an_exposed_instant_is_charged_to_the_collective_needed_next() -> None:
-    tables = rank_tables(two_gathers().build())
-    a, b = groups(tables)
-    assert (a.fqn, a.total_ns, a.exposed_ns, a.overlap_frac) == ("a", 60, 25, 1 - 25 / 60)
-    assert (b.fqn, b.total_ns, b.exposed_ns, b.overlap_frac) == ("b", 30, 30, 0.0)
-    assert parts(tables) == [{"compute": 10, "fsdp_copy": 10, "exposed_all_gather": 55}]
-
-
-def test_stall_is_the_gap_before_the_consumer() -> None:
-    a, b = groups(rank_tables(two_gathers().build()))
-    assert b.stall_ns == 40, "from the end of compute at 100 to its end at 140"
-    assert a.stall_ns == 15, "from b's copy-out at 145 to its end at 160"
-
-
-def test_unknown_consumers_are_charged_in_order_of_their_start() -> None:
-    trace = TraceBuilder()
-    trace.device("ncclDevKernel_AllReduce_Sum_f32", 100, 160, launch=15, stream=24)
-    trace.device("ncclDevKernel_ReduceScatter_Sum_f32", 110, 180, launch=35, stream=25)
-    tables = rank_tables(trace.build())
-    assert parts(tables) == [{"exposed_all_reduce": 60, "exposed_reduce_scatter": 20}]
-    assert [row.stall_ns for row in groups(tables)] == [None, None]
-
-
-def test_a_collective_over_a_step_boundary_is_counted_once_and_timed_where_it_ran() -> None:
-    trace = TraceBuilder()
-    trace.label("ProfilerStep#1", 0, 100)
-    trace.label("ProfilerStep#2", 100, 200)
-    trace.device("gemm", 10, 20, launch=5)
-    trace.device(NCCL, 90, 140, launch=50, stream=24)
-    trace.device("gemm", 120, 170, launch=110)
-    tables = rank_tables(trace.build())
-    first, second = groups(tables)
-    assert (first.step, first.count, first.total_ns, first.exposed_ns) == (1, 1, 30, 30)
-    assert (second.step, second.count, second.total_ns, second.exposed_ns) == (2, 0, 20, 0)
-
-
 KINDS = st.sampled_from(["gemm", "fsdp", NCCL, "ncclDevKernel_AllReduce_Sum", "Memcpy HtoD", "Memset"])
 ACTIVITY = st.tuples(KINDS, st.integers(0, 80), st.integers(0, 30), st.integers(0, 3), st.integers(-1, 99))
 """Kind, start, duration, stream, launch (-1: not in the file)."""
@@ -209,19 +156,3 @@ def test_any_timeline_is_accounted_for_like_its_raster(
         assert all(0 <= row.exposed_ns <= row.total_ns for row in rows)
     whole = overlap.communication(tables.run, tables.windows, tables.exposure)
     assert whole.exposed_ns == sum(row.exposed_ns for row in groups(tables)) <= whole.total_ns
-
-
-def test_attribution_counts_every_collective_once() -> None:
-    trace = two_gathers()
-    trace.device("ncclDevKernel_AllReduce_Sum_f32", 300, 320, launch=250)
-    found = overlap.attribution((tables := rank_tables(trace.build())).windows, tables.collectives)
-    assert (found.collectives, found.attributed) == (3, 2)
-    assert (found.comm_ns, found.attributed_ns) == (110, 90)
-    assert found.unattributed_reasons == {"issued outside every FSDP module": 1}
-
-
-@pytest.mark.parametrize(
-    ("exposed", "total", "expected"), [(0, 0, None), (0, 5, 1.0), (5, 5, 0.0), (1, 4, 0.75)]
-)
-def test_overlap_frac(exposed: int, total: int, expected: float | None) -> None:
-    assert overlap.overlap_frac(exposed, total) == expected
