@@ -55,7 +55,7 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
     Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
     """
     try:
-        distributed = schema.DOCUMENT.decode(read_head(Path(path))).distributed_info
+        distributed = schema.FLOAT_TIMES.document.decode(read_head(Path(path))).distributed_info
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     return header_integer(distributed, "rank"), header_integer(distributed, "world_size")
@@ -113,22 +113,20 @@ class _Reader:
     def __init__(self) -> None:
         self.share = Share()
         self.header = schema.Header()
-        self._text_times = False
+        self._kinds = schema.FLOAT_TIMES
 
     def add(self, text: bytes, number: int, is_last: bool) -> None:
         """Decode one piece; raises ``msgspec.DecodeError`` if it is not one."""
-        events = self._decode(text, is_last)
         try:
-            self.share.add(number, events)
+            self.share.add(number, self._decode(text, is_last), self._kinds)
         except TextTimeNeededError:
-            self._text_times = True
-            self.share.add(number, self._decode(text, is_last))
+            self._kinds = schema.TEXT_TIMES
+            self.share.add(number, self._decode(text, is_last), self._kinds)
 
     def _decode(self, text: bytes, is_last: bool) -> list[Any]:
         if not is_last:
-            decoder = schema.EXACT_EVENTS if self._text_times else schema.EVENTS
-            return decoder.decode(text)  # type: ignore[no-any-return]
-        document = (schema.EXACT_DOCUMENT if self._text_times else schema.DOCUMENT).decode(text)
+            return self._kinds.events.decode(text)  # type: ignore[no-any-return]
+        document = self._kinds.document.decode(text)
         events, document.events = document.events, []
         self.header = document
         return events  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from fsdp2prof.readers.event_args import (
     sync_waits,
 )
 from fsdp2prof.readers.json_values import Interner, int_column, narrow, to_ns
-from fsdp2prof.readers.kineto_schema import COMPLETE_TYPES, INSTANT_TYPES, Args, Complete, Instant
+from fsdp2prof.readers.kineto_schema import Args, Complete, EventKinds, Instant
 
 __all__ = ["Columns", "Piece", "Share"]
 
@@ -51,10 +51,13 @@ class Share:
     pids: Interner = field(default_factory=Interner)
     tids: Interner = field(default_factory=Interner)
 
-    def add(self, number: int, events: list[Any]) -> None:
-        """Turn a decoded piece into columns. May raise ``TextTimeNeededError``, having added nothing."""
-        complete = [e for e in events if type(e) in COMPLETE_TYPES and e.cat != "Trace"]
-        memory = [e for e in events if type(e) in INSTANT_TYPES and e.name == "[memory]"]
+    def add(self, number: int, events: list[Any], kinds: EventKinds) -> None:
+        """Turn a piece, decoded into events of these kinds, into columns.
+
+        May raise ``TextTimeNeededError``, having added nothing.
+        """
+        complete = [e for e in events if type(e) is kinds.complete and e.cat != "Trace"]
+        memory = [e for e in events if type(e) is kinds.instant and e.name == "[memory]"]
         args = [e.args for e in complete]
         self.pieces[number] = Piece(
             events=_narrowed(self._event_columns(complete, args)),

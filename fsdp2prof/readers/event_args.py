@@ -80,39 +80,44 @@ def _has_shapes(name: str) -> bool:
 
 def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
     """Recorded inputs of the events whose operator is of interest, by row."""
-    rows = [i for i, a in enumerate(args) if a.input_dims is not NO_TEXT and _has_shapes(events[i].name)]
+    rows = _rows_with([a.input_dims for a in args], NO_TEXT)
+    rows = [row for row in rows if _has_shapes(events[row].name)]
     return [(i, events[i].name, _compact(args[i].input_dims), _compact(args[i].input_types)) for i in rows]
+
+
+def _rows_with(values: list[Any], absent: Any) -> list[int]:
+    """Positions of the values that are there; most pieces have none, and counting tells it fastest."""
+    if values.count(absent) == len(values):
+        return []
+    return [row for row, value in enumerate(values) if value is not absent]
 
 
 def collective_metadata(args: list[Args]) -> list[Metadata]:
     """Collective metadata by row, in the order of :data:`Metadata`."""
-    return [
-        (
-            row,
-            a.collective,
-            a.dtype,
-            a.in_nelems,
-            a.out_nelems,
-            a.group_size,
-            a.process_group,
-            a.process_group_desc,
-            a.ranks,
-            a.seq,
-            a.comms_id,
-            a.is_async,
-        )
-        for row, a in enumerate(args)
-        if a.collective is not None
-    ]
+    return [_metadata(row, args[row]) for row in _rows_with([a.collective for a in args], None)]
+
+
+def _metadata(row: int, args: Args) -> Metadata:
+    return (
+        row,
+        args.collective,
+        args.dtype,
+        args.in_nelems,
+        args.out_nelems,
+        args.group_size,
+        args.process_group,
+        args.process_group_desc,
+        args.ranks,
+        args.seq,
+        args.comms_id,
+        args.is_async,
+    )
 
 
 def sync_waits(args: list[Args]) -> list[Sync]:
     """What synchronisation events wait for, by row."""
-    return [
-        (row, a.wait_on_stream, a.record_correlation)
-        for row, a in enumerate(args)
-        if a.wait_on_stream is not None
-    ]
+    rows = _rows_with([a.wait_on_stream for a in args], None)
+    return [(row, args[row].wait_on_stream, args[row].record_correlation) for row in rows]
 
 
 def sync_table(syncs: list[Sync], position: IntArray) -> SyncTable:

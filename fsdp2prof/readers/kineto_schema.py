@@ -8,20 +8,18 @@ gives as text or leaves out are ``Any`` here and become integers when columns ar
 from __future__ import annotations
 
 import string
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 __all__ = [
-    "COMPLETE_TYPES",
-    "DOCUMENT",
-    "EVENTS",
-    "EXACT_DOCUMENT",
-    "EXACT_EVENTS",
-    "INSTANT_TYPES",
+    "FLOAT_TIMES",
     "NO_TEXT",
+    "TEXT_TIMES",
     "Args",
     "Complete",
+    "EventKinds",
     "Header",
     "Instant",
     "MemoryArgs",
@@ -119,17 +117,25 @@ class Header(msgspec.Struct):
     base_time_ns: Any = msgspec.field(default=0, name="baseTimeNanoseconds")
 
 
-COMPLETE_TYPES = frozenset({Complete, ExactComplete})
-INSTANT_TYPES = frozenset({Instant, ExactInstant})
+@dataclass(frozen=True, slots=True)
+class EventKinds:
+    """Event types and the decoders that make them."""
+
+    complete: type[Complete]
+    instant: type[Instant]
+    events: Any
+    """Decoder of a list of events."""
+    document: Any
+    """Decoder of a whole trace object: a :class:`Header` with ``events``."""
 
 
-def _document(complete: type, instant: type) -> tuple[Any, Any]:
-    """Decoders of a list of events and of a whole trace object, for one pair of event types."""
+def _kinds(complete: type[Complete], instant: type[Instant]) -> EventKinds:
     events: Any = list[complete | instant | _union(_OTHER)]  # type: ignore[misc]
     document = msgspec.defstruct(
         "Document", [("events", events, msgspec.field(name="traceEvents"))], bases=(Header,), kw_only=True
     )
-    return msgspec.json.Decoder(events), msgspec.json.Decoder(document)
+    decoders = msgspec.json.Decoder(events), msgspec.json.Decoder(document)
+    return EventKinds(complete, instant, *decoders)
 
 
 def _union(types: tuple[type, ...]) -> Any:
@@ -139,5 +145,5 @@ def _union(types: tuple[type, ...]) -> Any:
     return union
 
 
-EVENTS, DOCUMENT = _document(Complete, Instant)
-EXACT_EVENTS, EXACT_DOCUMENT = _document(ExactComplete, ExactInstant)
+FLOAT_TIMES = _kinds(Complete, Instant)
+TEXT_TIMES = _kinds(ExactComplete, ExactInstant)
