@@ -86,7 +86,10 @@ def build_allocations(
     # Frees of blocks whose allocation the history does not hold. One that was only completed here had been
     # freed before, unless the file knows no requests at all.
     kind = "free_requested" if len(history.orders("free_requested")) else "free_completed"
-    old = np.setdiff1d(history.orders(kind), freed)
+    claimed = np.zeros(len(events) + 1, dtype=np.bool_)
+    claimed[np.minimum(freed, len(events))] = True
+    old = history.orders(kind)
+    old = old[~claimed[old]]
     old_released = _if_before(history.following(old, "free_completed"), history.following(old, "alloc"))
 
     alive = set(events.address[born[freed == NEVER]].tolist())
