@@ -69,6 +69,8 @@ class _Sources:
     """What else describes it: ``record_param_comms`` around the launch, gloo's range."""
     operator: IntArray
     """``c10d::*`` operator around the launch."""
+    range: IntArray
+    """``nccl:*`` range around the launch: old traces record the tensors of a list only there."""
     issue_ns: IntArray
     issue_end_ns: IntArray
     thread: IntArray
@@ -157,6 +159,7 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
     kernel = ~device.is_copy & ~device.is_set & (name.matches(is_collective_kernel) | described)
     params = _around(trace, device, events.name.equals("record_param_comms"))
     operator = _around(trace, device, events.name.matches(lambda text: text.startswith("c10d::")))
+    ranges = _around(trace, device, events.name.matches(lambda text: text.startswith("nccl:")))
     with_kernel = np.unique(params[kernel])
     copy = device.is_copy & name.matches(is_device_copy) & (params >= 0) & ~np.isin(params, with_kernel)
     activity = np.flatnonzero(kernel | copy)
@@ -176,6 +179,7 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
         named=device.event[leader],
         params=params[leader],
         operator=operator[leader],
+        range=ranges[leader],
         issue_ns=device.launch_ns[leader],
         issue_end_ns=np.where(outer >= 0, events.end_ns[outer], device.launch_ns[leader]),
         thread=device.thread[leader],
@@ -198,6 +202,7 @@ def _gloo_sources(trace: Trace) -> _Sources:
         named=np.where(known, issuer, ranges),
         params=ranges,
         operator=issuer,
+        range=none,
         issue_ns=np.where(known, events.start_ns[issuer], -1),
         issue_end_ns=np.where(known, events.end_ns[issuer], -1),
         thread=np.where(known, events.thread[issuer], -1),
@@ -283,7 +288,8 @@ class _Facts:
         self._events = trace.events
         self._args = trace.collective_args
         self._sources = sources
-        self._rows = [self._described(source) for source in (sources.named, sources.params, sources.operator)]
+        described = (sources.named, sources.params, sources.operator, sources.range)
+        self._rows = [self._described(source) for source in described]
 
     def _described(self, source: IntArray) -> IntArray:
         """Row of each event's metadata; -1 where it has none."""

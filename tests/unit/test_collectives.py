@@ -399,3 +399,15 @@ def test_the_users_own_collective_in_a_module_is_not_its_parameter_groups() -> N
     found = only(rank_tables(trace.build(), manifest))
     assert (found["fqn"], found["op"], found["payload_bytes"]) == ("layers.0", "all_reduce", 40)
     assert found["process_group"] is None
+
+
+def test_the_range_around_an_old_kernel_knows_its_tensors() -> None:
+    trace = TraceBuilder()
+    trace.host("c10d::allreduce_", 10, 40)
+    trace.host("record_param_comms", 12, 38)
+    trace.host(
+        "nccl:all_reduce", 15, 35, "user_annotation", in_nelems=394_241, out_nelems=394_241, dtype="float"
+    )
+    trace.device("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", 50, 90, launch=20)
+    found = only(rank_tables(trace.build()))
+    assert (found["op"], found["payload_bytes"], found["dtype"]) == ("all_reduce", 4 * 394_241, "float32")
