@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.overrides import TorchFunctionMode
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.builtin_models import TransformerConfig
@@ -24,10 +18,40 @@ from fsdp2prof.estimators.builtin_models_gpt import GptTransformer
 from fsdp2prof.estimators.builtin_models_llama import LlamaTransformer
 from fsdp2prof.estimators.model import Batch, Model
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
 __all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
 
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 _ROWS = ("wo", "w2")
+
+
+_RANDOM = {
+    *(getattr(Tensor, name) for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")),
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.kaiming_uniform_,
+}
+
+
+class _NoRandomness(TorchFunctionMode):
+    """Leave tensors as they are where they would be filled at random: on meta there is nothing to fill.
+
+    torch's meta kernels of these are Python and import the compiler, which takes seconds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -36,7 +60,7 @@ def meta_construction(orig_dtype: str) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, orig_dtype))
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoRandomness():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -82,6 +106,14 @@ def token_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
 
 def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dict[str, ParallelStyle]:
     """Megatron-style tensor parallelism with sequence-parallel norms and residuals."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
     plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

@@ -124,6 +124,9 @@ class TransformerBlock(nn.Module):
 class LlamaTransformer(nn.Module):
     """Embedding, blocks, norm and head. Build it under ``torch.device("meta")``."""
 
+    rotary: Tensor
+    """Rotary positions: (S, E/2) complex64 for ``llama``, cos and sin (2, S, E) fp32 otherwise."""
+
     def __init__(self, config: TransformerConfig, seq_len: int) -> None:
         super().__init__()
         self.config = config
@@ -132,21 +135,29 @@ class LlamaTransformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
-        self.register_buffer("rotary", self._rotary_table(seq_len), persistent=False)
+        pairs = config.head_dim // 2
+        if config.family == "llama":
+            table = torch.empty(seq_len, pairs, dtype=torch.complex64)
+        else:
+            table = torch.empty(2, seq_len, 2 * pairs, dtype=torch.float32)
+        self.register_buffer("rotary", table, persistent=False)
 
     def tie_weights(self) -> None:
         """Share the head's weight with the embedding if the model ties them; again after ``to_empty``."""
         if self.config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def _rotary_table(self, seq_len: int) -> Tensor:
-        width = self.config.head_dim
-        steps = torch.arange(0, width, 2, dtype=torch.float32) / width
-        angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
-        if self.config.family == "llama":
-            return torch.polar(torch.ones_like(angles), angles)
-        angles = torch.cat((angles, angles), dim=-1)
-        return torch.stack((angles.cos(), angles.sin()))
+    def init_buffers(self) -> None:
+        """Fill the rotary table, which construction and ``to_empty`` leave empty."""
+        seq_len, width = self.rotary.shape[-2], self.config.head_dim
+        with torch.device(self.rotary.device):
+            steps = torch.arange(0, width, 2, dtype=torch.float32) / width
+            angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
+            if self.config.family == "llama":
+                self.rotary.copy_(torch.polar(torch.ones_like(angles), angles))
+            else:
+                angles = torch.cat((angles, angles), dim=-1)
+                self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
         """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""

@@ -84,9 +84,8 @@ def materialise(model):
     model.module.tie_weights()
     for parameter in model.module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    for name, buffer in model.module.named_buffers():
-        with torch.device("cpu"):
-            buffer.copy_(model.module._rotary_table(buffer.shape[-2]) if name == "rotary" else buffer)
+    if model.config.family != "gpt":
+        model.module.init_buffers()
     return model
 
 
