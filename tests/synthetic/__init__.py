@@ -9,6 +9,8 @@
     world.py      several ranks meeting in their collectives
     truth.py      the answers, counted naively from the simulated timeline
     kineto.py     the timeline as the JSON torch writes
+    tables.py     the truth as the analyzers' own tables
+    strategies.py any schedule, for hypothesis
 """
 
 from synthetic.kineto import write, write_run

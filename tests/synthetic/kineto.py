@@ -57,7 +57,7 @@ def write(
         add("M", origin, name="process_name", pid=pid, tid=0, args={"name": name})
         add("M", origin, name="process_labels", pid=pid, tid=0, args={"labels": label})
     for event in timeline.host:
-        if event.correlation in dropped and event.category == "cuda_runtime":
+        if event.correlation in dropped and event.category.startswith("cuda_"):
             continue
         add(
             "X",
@@ -159,7 +159,7 @@ def _header(recording: Recording, device: int) -> dict[str, Any]:
 
 def _host_args(event: HostEvent, hidden: set[str]) -> dict[str, Any]:
     args: dict[str, Any] = {"External id": event.external_id}
-    if event.category == "cuda_runtime":
+    if event.category.startswith("cuda_"):
         args |= {"cbid": 211, "correlation": event.correlation}
     elif event.category == "user_annotation":
         args |= {"Record function id": 0}

@@ -20,6 +20,7 @@ from synthetic.timeline import (
 )
 
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_execute_kernel"
+TRITON = "triton_poi_fused_add_mm_relu_0"
 ADAM = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>"
 COPY_IN_KERNEL = "void at::native::multi_tensor_apply_kernel<CopyFunctor<float, bfloat16>>"
 COPY_OUT_KERNEL = "void at::native::split_with_sizes_copy_out_contiguous_no_cast_kernel"
@@ -125,6 +126,11 @@ class Launcher:
 
     def compute(self, layer: Layer, duration: int, backward: bool) -> None:
         """Launch a module's kernels; their durations differ a little and sum to ``duration``."""
+        if self.s.compiled:
+            with self.t.range("Torch-Compiled Region: 0/0", "cpu_op"), self._owned_by(layer):
+                self.t.now += layer.host_ns
+                self.t.launch(COMPUTE, duration, TRITON, "compute", self.t.call("cuLaunchKernel"))
+            return
         share = duration // layer.kernels
         for i in range(layer.kernels):
             length = share if i else duration - share * (layer.kernels - 1)
@@ -136,6 +142,9 @@ class Launcher:
             with outer, self.t.range("aten::mm", "cpu_op"), self._owned_by(layer):
                 self.t.now += layer.host_ns
                 self.t.launch(COMPUTE, length, GEMM, "compute")
+
+    def user_range(self, name: str) -> AbstractContextManager[object]:
+        return self.t.range(name) if self.s.user_ranges else nullcontext()
 
     # -- collectives
 

@@ -70,6 +70,12 @@ class Schedule:
     """The whole step is one replayed CUDA graph: one launch, no hooks, no labels, no metadata."""
     mark_roots: bool = False
     """Each root's forward and backward inside a range of its own, as the recorder does with several roots."""
+    user_ranges: bool = False
+    """The user's own annotations around the model, around each layer, and around the loss's backward."""
+    compiled: bool = False
+    """Layers are compiled: one region and one generated kernel each, launched through the driver."""
+    input_stream: bool = False
+    """Inputs are copied on a stream of their own, which nothing holds back: steps overlap on the device."""
     optimizer_ns: int = 800_003
     input_ns: int = 40_009
     slow_transfer: frozenset[tuple[str, str]] = frozenset()

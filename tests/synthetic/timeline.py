@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 MAIN, AUTOGRAD = 4242, 4343
-COMPUTE, COPY_IN, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, PG_INTERNAL = 7, 20, 24, 28, 32, 40
+COMPUTE, COPY_IN, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, PG_INTERNAL, INPUT = 7, 20, 24, 28, 32, 40, 44
 LAUNCH_LATENCY_NS = 3_001
 CALL_NS = 2_203
 ENTER_NS, LEAVE_NS = 907, 611
@@ -104,6 +104,8 @@ class Timeline:
         self.collectives: list[Collective] = []
         self.tail: dict[int, int] = defaultdict(int)
         """Per stream: when everything enqueued so far, waits included, is done."""
+        self.done: dict[int, int] = defaultdict(int)
+        """Per stream: the same without waits that a trace does not explain (the user's own)."""
         self.communicator: dict[str, int] = defaultdict(int)
         """Per process group: end of its last collective; one communicator runs one at a time."""
         self.waits = 0
@@ -129,10 +131,10 @@ class Timeline:
         self._open.pop()
 
     def call(self, name: str, cost: int = CALL_NS) -> HostEvent:
-        """Make a runtime call that takes ``cost`` on the host."""
+        """Make a runtime (or, by its name, driver) call that takes ``cost`` on the host."""
         event = HostEvent(
             name,
-            "cuda_runtime",
+            "cuda_driver" if name.startswith("cuLaunch") else "cuda_runtime",
             self.thread,
             self.now,
             external_id=self._operator(),
@@ -169,7 +171,7 @@ class Timeline:
             fqn=self.owner,
         )
         self.device.append(activity)
-        self.tail[stream] = activity.end
+        self.tail[stream] = self.done[stream] = activity.end
         return activity
 
     def kernel(self, stream: int, duration: int, name: str, kind: Kind, op: str) -> Activity:
@@ -192,11 +194,12 @@ class Timeline:
         for collective in sorted(collectives, key=lambda c: c.end):
             if collective.stall is not None:
                 collective.consumer = self.waits
-                collective.needed = max(self.tail[stream], self.now)
+                collective.needed = max(self.done[stream], self.now)
                 collective.stall = max(0, collective.end - collective.needed)
                 self.waits += 1
-            self.tail[stream] = max(self.tail[stream], collective.end)
-        self.tail[stream] = max(self.tail[stream], until)
+            self.done[stream] = max(self.done[stream], collective.end)
+        self.done[stream] = max(self.done[stream], until)
+        self.tail[stream] = max(self.tail[stream], self.done[stream])
 
     def synchronize(self, stream: int) -> None:
         """Block the host until ``stream`` is done."""

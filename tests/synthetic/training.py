@@ -24,6 +24,7 @@ from synthetic.timeline import (
     AUTOGRAD,
     COMPUTE,
     COPY_IN,
+    INPUT,
     PG_INTERNAL,
     REDUCE_SCATTER,
     Collective,
@@ -58,16 +59,19 @@ class Trainer(Launcher):
     def _step(self, roots: list[list[Group]]) -> Program:
         self.phase = "other"
         with self.t.range("aten::to", "cpu_op"), self.t.range("aten::copy_", "cpu_op"):
-            self.t.launch(COMPUTE, self.s.input_ns, "Memcpy HtoD (Pinned -> Device)", "memcpy")
+            stream = INPUT if self.s.input_stream else COMPUTE
+            self.t.launch(stream, self.s.input_ns, "Memcpy HtoD (Pinned -> Device)", "memcpy")
+            if self.s.input_stream:
+                self.t.wait_stream(COMPUTE, self.t.tail[INPUT])
         for micro in range(self.s.microbatches):
             last = micro == self.s.microbatches - 1
             reduce = last or self.s.sync_every_microbatch
             models = [Model(self, root) for root in roots]
             for i, model in enumerate(models):
-                with self._root_range(i):
+                with self._root_range(i), self.user_range("## forward ##"):
                     yield from model.forward()
             for i, model in reversed([*enumerate(models)]):
-                with self.on(AUTOGRAD), self._root_range(i):
+                with self.user_range("## backward ##"), self.on(AUTOGRAD), self._root_range(i):
                     yield from model.backward(reduce=reduce, first=micro == 0)
         self.phase = "optimizer"
         self.root_index = 0
@@ -127,11 +131,13 @@ class Model:
         self.x.compute(self.root.layer, self.root.layer.forward_ns - head, backward=False)
         for child in self.children:
             self.t.now += child.layer.late_ns
-            yield from self._pre_forward(child)
-            self.x.compute(child.layer, child.layer.forward_ns, backward=False)
-            if child.layer.sync:
-                self._item()
-            self._post_forward(child)
+            with self.x.user_range(f"block {child.layer.fqn}"):
+                yield from self._pre_forward(child)
+                with self.x.user_range("attention"):
+                    self.x.compute(child.layer, child.layer.forward_ns, backward=False)
+                if child.layer.sync:
+                    self._item()
+                self._post_forward(child)
         self.x.compute(self.root.layer, head, backward=False)
         self._post_forward(self.root)
         if self.copy_out_done is not None:

@@ -29,7 +29,9 @@ PARTS = (
 
 @dataclass
 class GroupTruth:
-    """Collectives of one (step, fqn, phase, op), summed."""
+    """Collectives of one (step, fqn, phase, op), summed: counts by the step that issued them, times by the
+    window in which they ran.
+    """
 
     count: int = 0
     payload_bytes: int | None = 0
@@ -69,7 +71,6 @@ def truth_of(recording: Recording) -> Truth:
     for c in timeline.collectives:
         row = groups[c.step, c.fqn, c.phase, c.op]
         row.count += 1
-        row.total_ns += c.end - c.start
         described = c.payload_bytes >= 0
         row.payload_bytes = _plus(row.payload_bytes, c.payload_bytes if described else None)
         row.wire_bytes = _plus(row.wire_bytes, c.wire_bytes if described else None)
@@ -81,16 +82,19 @@ def truth_of(recording: Recording) -> Truth:
         if step is None:
             continue
         kinds = {activity.kind for activity in running}
+        flying = [activity.collective for activity in running if activity.collective is not None]
+        for c in flying:
+            groups[step, c.fqn, c.phase, c.op].total_ns += end - start
         union += (end - start) * ("comm" in kinds)
         if "compute" in kinds:
             part = "compute"
         elif "fsdp_copy" in kinds:
             part = "fsdp_copy"
         elif "comm" in kinds:
-            charged = _next_needed([a.collective for a in running if a.collective is not None])
+            charged = _next_needed(flying)
             part = f"exposed_{charged.op}"
             exposed += end - start
-            groups[charged.step, charged.fqn, charged.phase, charged.op].exposed_ns += end - start
+            groups[step, charged.fqn, charged.phase, charged.op].exposed_ns += end - start
         elif "memcpy" in kinds:
             part = "exposed_memcpy"
         else:

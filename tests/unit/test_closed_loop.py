@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from synthetic import Layer, Recording, Schedule, record, transformer, truth_of, write, write_run
+from synthetic.strategies import schedules
 from synthetic.truth import GroupKey, GroupTruth
 
 from fsdp2prof.analyzers.pipeline import analyze_trace_path
@@ -101,6 +101,10 @@ VARIANTS = {
         roots=(T(reduce_scatter_ns=900_011),), separate_reduce_scatter_group=True
     ),
     "slow_transfer": Schedule(roots=(T(),), slow_transfer=frozenset({("all_gather", "layers.1")})),
+    "user_annotations_that_nest": Schedule(roots=(T(),), user_ranges=True),
+    "compiled_blocks": Schedule(roots=(T(),), compiled=True),
+    "steps_that_overlap": Schedule(roots=(T(),), input_stream=True, steps=3),
+    "steps_that_overlap_under_load": Schedule(roots=(T(**COMM_BOUND),), input_stream=True, steps=3),
     "copy_engine": Schedule(roots=(T(),), flavour="copy_engine"),
     "rccl_generic_kernels": Schedule(roots=(T(),), flavour="rccl"),
     "rccl_without_metadata": Schedule(roots=(T(),), flavour="rccl", metadata=False),
@@ -148,64 +152,6 @@ def test_work_whose_launches_are_missing_is_still_in_the_whole_window(tmp_path: 
     assert found.rank.communication.total_ns == truth_of(recording).communication_ns
     assert found.attribution.collectives == len(recording.timeline.collectives)
     assert found.attribution.attributed == 0
-
-
-def names(indices: range) -> tuple[str, ...]:
-    return tuple(f"layers.{i}" for i in indices)
-
-
-def layer(index: int, count: int) -> st.SearchStrategy[Layer]:
-    duration = st.integers(1, 1_500_000)
-    late = st.one_of(st.just(0), st.integers(0, 3_000_000))
-    ahead = st.integers(0, 2)
-    return st.builds(
-        lambda forwards, backwards, **fields: Layer(
-            fqn=f"layers.{index}",
-            forward_prefetch=tuple(f"layers.{i}" for i in range(index + 1, min(count, index + 1 + forwards))),
-            backward_prefetch=tuple(
-                f"layers.{i}" for i in range(index - 1, max(-1, index - 1 - backwards), -1)
-            ),
-            **fields,
-        ),
-        forwards=ahead,
-        backwards=ahead,
-        numel=st.sampled_from([4, 4_000, 4_000_000]),
-        forward_ns=st.integers(3, 900_000),
-        backward_ns=st.integers(3, 1_500_000),
-        all_gather_ns=duration,
-        reduce_scatter_ns=duration,
-        all_reduce_ns=duration,
-        copy_ns=st.integers(1, 30_000),
-        kernels=st.integers(1, 3),
-        host_ns=st.one_of(st.just(0), st.just(12_003), st.integers(0, 300_000)),
-        late_ns=late,
-        late_backward_ns=late,
-        reshard=st.sampled_from([None, None, True, False]),
-        sync=st.sampled_from([False, False, False, False, True]),
-    )
-
-
-def schedules() -> st.SearchStrategy[Schedule]:
-    roots = st.integers(1, 4).flatmap(
-        lambda count: st.tuples(*(layer(i, count) for i in range(count))).map(lambda c: ((*T(1)[:1], *c),))
-    )
-    return st.builds(
-        Schedule,
-        roots=roots,
-        steps=st.integers(1, 3),
-        microbatches=st.integers(1, 3),
-        sync_every_microbatch=st.booleans(),
-        shard=st.sampled_from([2, 4]),
-        replicas=st.sampled_from([1, 1, 2]),
-        reduce_dtype=st.sampled_from(["Float", "BFloat16"]),
-        unshard_async_op=st.booleans(),
-        separate_reduce_scatter_group=st.booleans(),
-        checkpoint=st.sampled_from(["none", "inside", "outside"]),
-        flavour=st.sampled_from(["nccl", "rccl", "copy_engine", "symmetric_memory"]),
-        labels=st.sampled_from(["host", "launch"]),
-        optimizer_ns=st.integers(1, 900_000),
-        input_ns=st.integers(1, 90_000),
-    )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from synthetic import Activity, Recording, Schedule, record, transformer, write, write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import Activity, Recording, Schedule, record, transformer, truth_of, write, write_run
+from synthetic.strategies import schedules
 
 from fsdp2prof.analyzers.pipeline import analyze_trace_path
 from fsdp2prof.results import CrossRank
@@ -103,3 +108,27 @@ def test_a_collective_lost_by_one_rank_is_reported_and_shifts_nothing(tmp_path: 
 def test_processes_give_the_same_answer(tmp_path: Path) -> None:
     folder = write_run(record(BASE, BASE, skews=SKEWS[:2]), tmp_path / "run")
     assert analyze_trace_path(folder, workers=2) == analyze_trace_path(folder, workers=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    schedule=schedules(),
+    factors=st.lists(st.sampled_from([1.0, 1.3]), min_size=2, max_size=4),
+    skew=st.integers(-(10**12), 10**12),
+)
+def test_any_ranks_are_recovered(schedule: Schedule, factors: list[float], skew: int) -> None:
+    """However slow they are: their steps, their waits, and every wait charged to a rank exactly once."""
+    ranks = [schedule.scaled(factor) for factor in factors[: schedule.shard * schedule.replicas]]
+    recordings = record(*ranks, skews=[skew * rank for rank in range(len(ranks))])
+    with tempfile.TemporaryDirectory() as folder:
+        found = analyze_trace_path(write_run(recordings, Path(folder) / "run"), workers=1)
+    for recording, rank in zip(recordings, found.ranks, strict=True):
+        truth = {step: answer.breakdown_ns for step, answer in truth_of(recording).steps.items()}
+        assert {step.step: asdict(step.breakdown_ns) for step in rank.steps} == truth
+        met = [c for c in recording.timeline.collectives if sum(r < len(ranks) for r in c.ranks) > 1]
+        assert found.cross_rank.wait_ns.get(str(rank.rank), 0) == sum(c.latest_start - c.start for c in met)
+    cross = found.cross_rank
+    assert sum(cross.wait_caused_ns.values()) == sum(cross.wait_ns.values())
+    for rank_number, caused in cross.wait_caused_ns.items():
+        assert sum(s.wait_caused_ns for s in cross.stragglers if str(s.rank) == rank_number) <= caused
+    assert found.attribution.attributed == found.attribution.collectives
