@@ -42,7 +42,14 @@ Sync: TypeAlias = tuple[int, Any, Any]
 
 _FIELDS = len(fields(CollectiveArgs))
 
-_SHAPED_PREFIXES = ("c10d::", "_c10d_functional::", "gloo:", "aten::_scaled_dot_product_", "flash_attn::")
+_SHAPED_PREFIXES = (
+    "c10d::",
+    "_c10d_functional::",
+    "gloo:",
+    "nccl:",
+    "aten::_scaled_dot_product_",
+    "flash_attn::",
+)
 _SHAPED_NAMES = frozenset(
     f"aten::{op}"
     for op in (
@@ -64,7 +71,15 @@ _SHAPED_NAMES = frozenset(
 
 _OUTPUT_FIRST = frozenset({"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"})
 """Take (output, input, ...)."""
-_IN_PLACE = frozenset({"c10d::allreduce_", "c10d::broadcast_", "gloo:all_reduce", "gloo:broadcast"})
+_IN_PLACE = frozenset(
+    f"{prefix}{op}"
+    for prefix, ops in (
+        ("c10d::", ("allreduce_", "broadcast_")),
+        ("gloo:", ("all_reduce", "broadcast")),
+        ("nccl:", ("all_reduce", "broadcast")),
+    )
+    for op in ops
+)
 """Take the tensors they overwrite."""
 _INPUT_ONLY = frozenset({"gloo:all_gather", "gloo:all_to_all", "gloo:reduce", "gloo:gather"})
 """Name the input alone."""
@@ -184,7 +199,8 @@ def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | No
         return None
     shapes = msgspec.json.decode(dims)
     dtypes = msgspec.json.decode(types) if types else []
-    if not shapes:
+    # Old traces write a list of tensors as an empty shape, which would read as one element.
+    if not shapes or (shapes[0] == [] and dtypes[:1] == ["TensorList"]):
         return None
     first = _elements(shapes[0])
     dtype = dtypes[0] if dtypes and isinstance(dtypes[0], str) and dtypes[0] not in _NO_DTYPE else None

@@ -24,6 +24,8 @@ MI300 = [f"ddp4-mi300/rank{rank}.json.gz" for rank in range(4)]
 DLRM = [f"dlrm8-v100/worker{rank}_*.json.gz" for rank in range(8)]
 A100 = "ddp2-a100-rank0/nccl_data.json.gz"
 V100 = "ddp2-v100-rank1-memory/df_index_resolver.json.gz"
+DLRM_GRADIENTS = (394_241, 226_960, 112)
+"""Elements of its three gradient buckets, which only the ``nccl:all_reduce`` ranges record."""
 FLOAT_CLOCK = 10_000
 """What half microseconds, all that float64 resolves on the simulated clock, may add up to."""
 RESNET = "resnet-mi300-memory/train_resnet18.json.gz"
@@ -104,6 +106,8 @@ def test_without_metadata_kinds_come_from_operators(real_data: Path) -> None:
     for name in DLRM:
         table = tables(real_data, name).collectives.table
         assert Counter(table.op.to_list()) == {"all_to_all": 5, "all_reduce": 3}
+        reduced = table.payload_bytes[table.op.equals("all_reduce")]
+        assert sorted(reduced.tolist()) == sorted(4 * numel for numel in DLRM_GRADIENTS)
     assert analysis(real_data, V100).attribution.collectives == 2020
     steps = Counter(tables(real_data, V100).collectives.table.step.tolist())
     assert steps == dict.fromkeys(range(2, 7), 404)
