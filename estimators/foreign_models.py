@@ -6,7 +6,8 @@ import importlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from fsdp2prof.estimators.builtin_models_build import meta_construction, token_b
 from fsdp2prof.estimators.model import Batch, Model
 
 __all__ = ["build_factory", "build_huggingface"]
+
+
+_LONGEST = 300
+"""Characters of another library's message that are shown."""
 
 
 def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
@@ -37,7 +42,7 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
     if not isinstance(values, dict) or "model_type" not in values:
         raise ModelError(f"model {path}: no architecture: a Hugging Face config.json has a model_type")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
     if layers is not None:
@@ -45,10 +50,10 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
     for name in ("torch_dtype", "dtype"):  # else it wins over the default dtype
         values.pop(name, None)
     try:
-        config = AutoConfig.for_model(**values)
+        config = transformers.AutoConfig.for_model(**values)
         with meta_construction(orig_dtype):
-            module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except Exception as error:  # a wrong value fails wherever transformers first uses it
         raise ModelError(f"model {path}: transformers cannot build it: {_one_line(error)}") from None
     module.config.use_cache = False
     return Model(
@@ -68,16 +73,15 @@ def build_factory(source: str, orig_dtype: str) -> Model:
     fails, returns something else, or allocates real memory.
     """
     module_name, _, attribute = source.partition(":")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"model {source}: {_one_line(error)}") from None
-    with meta_construction(orig_dtype):
+    with _current_directory_importable():
         try:
-            made = factory()
+            factory = getattr(importlib.import_module(module_name), attribute)
         except Exception as error:  # the user's own code may raise anything
+            raise ModelError(f"model {source}: cannot be imported: {_one_line(error)}") from None
+        try:
+            with meta_construction(orig_dtype):
+                made = factory()
+        except Exception as error:  # as above
             raise ModelError(f"model {source}: the factory failed: {_one_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
     module, loss, batch = (*parts, None, None, None)[:3]
@@ -99,6 +103,17 @@ def build_factory(source: str, orig_dtype: str) -> Model:
         make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
         loss=partial(_own_loss, loss) if loss else _logits_loss,
     )
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    """Search modules in the current directory, too, as ``python -m`` does."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -158,6 +173,7 @@ def _logits_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -50,7 +50,7 @@ def test_public_names_are_frozen() -> None:
 
 
 def test_every_verb_has_help(capfd: pytest.CaptureFixture[str]) -> None:
-    for verb in ("record", "analyze", "report"):
+    for verb in ("record", "analyze", "estimate", "report"):
         ended = call(capfd, verb, "--help")
         assert ended.code == 0
         assert ended.out.startswith(f"Usage: fsdp2prof {verb}")

@@ -152,6 +152,8 @@ def test_layers_can_be_changed():
         ("factories:fails", "the factory failed: ValueError: no weights here"),
         ("factories:real", "weight has real memory"),
         ("factories:text", "returned str, not a module"),
+        ("broken:factory", "cannot be imported: ZeroDivisionError"),
+        (":factory", "cannot be imported: ValueError: Empty module name"),
         ("/no/such/config.json", "No such file"),
     ],
 )
@@ -162,6 +164,7 @@ def test_bad_sources_are_one_clear_line(source, message, tmp_path, monkeypatch):
         "def real():\n    return nn.Linear(2, 2, device='cpu')\n"
         "def text():\n    return 'module'\n"
     )
+    (tmp_path / "broken.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     with pytest.raises(ModelError, match=message) as error:
@@ -200,6 +203,18 @@ def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch)
     assert model.blocks == ("body.0", "body.1", "body.2")
     with pytest.raises(ModelError, match="no token embedding to feed"):
         model.make_batch(1, 4, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "values", [{"model_type": "no-such-type"}, {"model_type": "llama", "hidden_size": "x"}]
+)
+def test_a_configuration_that_transformers_refuses(values, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelError, match="transformers cannot build it") as error:
+        ModelSpec(source=str(tmp_path)).build(seq_len=16)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_hugging_face_configuration(tmp_path):

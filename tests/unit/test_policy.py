@@ -116,6 +116,11 @@ def test_hardware_is_known_or_refused():
         HardwareSpec.parse("h1000")
 
 
+def test_a_mesh_table_has_known_dimensions():
+    with pytest.raises(ModelError, match="no dimension 'ep'"):
+        make_spec({"model": "gpt2", "mesh": {"ep": 8}})
+
+
 def test_a_model_is_asked_for():
     with pytest.raises(ModelError, match="no model"):
         make_spec({"mesh": "dp_shard=2"})
