@@ -62,7 +62,7 @@ class _EverySecondMatmul:
     """Save attention, reduce-scatters and every other matrix product of one block; recompute the rest.
 
     The operator-selective policy of torchtitan: the first, third, ... ``mm`` of the forward are kept. In
-    eager mode that may include the last one, whose result is added to the residual and which no backward needs;
+    eager mode that may include the last one, whose result is added to the residual and needed by no backward;
     the compiler drops that one (``keep_last`` is false).
     """
 

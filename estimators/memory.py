@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -12,8 +12,10 @@ from fsdp2prof.analyzers.memory_attribution import attribute
 from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
 from fsdp2prof.estimators.cuda_kernels import as_on_cuda, with_fused_blocks
 from fsdp2prof.estimators.execution import Execution
+from fsdp2prof.estimators.memory_notes import advice, assumptions, check_modelled, outside_allocator_bytes
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.parallel_traffic import check_parallelism
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.reserved import allocator_settings, replay
 from fsdp2prof.estimators.stitching import execute_stitched
@@ -47,7 +49,10 @@ def predict_memory(
     model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
-    execution, how = execute_stitched(model, mesh, policy)
+    check_modelled(mesh, policy)
+    check_parallelism(model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    local = replace(policy, seq_len=policy.seq_len // mesh.cp)
+    execution, how = execute_stitched(model, mesh, local)
     on_device = as_on_cuda(execution.recording, execution.host)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
@@ -75,6 +80,16 @@ def _estimate(
     rank = analyze_memory([(0, recording, manifest)]).ranks[0]
     peak = rank.peak
     assert peak.reserved_bytes is not None
+    predicted = PredictedPeak(
+        reserved_bytes=peak.reserved_bytes,
+        active_bytes=peak.allocated_bytes,
+        step=peak.step,
+        phase=peak.phase,
+        fqn=peak.fqn,
+        categories=peak.categories,
+        by_layer=peak.by_layer,
+        streams=_reserved_by_stream(recording),
+    )
     outside = outside_allocator_bytes(mesh, policy)
     headroom = None if device_bytes is None else device_bytes - peak.reserved_bytes - outside["high"]
     return MemoryEstimate(
@@ -85,16 +100,7 @@ def _estimate(
         },
         mesh={**asdict(mesh), "world_size": mesh.world_size},
         policy=asdict(policy),
-        peak=PredictedPeak(
-            reserved_bytes=peak.reserved_bytes,
-            active_bytes=peak.allocated_bytes,
-            step=peak.step,
-            phase=peak.phase,
-            fqn=peak.fqn,
-            categories=peak.categories,
-            by_layer=peak.by_layer,
-            streams=_reserved_by_stream(recording),
-        ),
+        peak=predicted,
         steps=_steps(recording),
         layers=rank.layers,
         host_bytes=_host_bytes(execution),
@@ -102,8 +108,8 @@ def _estimate(
         device_total_bytes=device_bytes,
         fits=None if headroom is None else headroom >= 0,
         headroom_bytes=headroom,
-        advice=[],
-        assumptions=_assumptions(how, policy),
+        advice=advice(predicted, -headroom, mesh, policy) if headroom is not None and headroom < 0 else [],
+        assumptions=assumptions(how, mesh, policy),
     )
 
 
@@ -112,17 +118,6 @@ def _host_bytes(execution: Execution) -> int:
     allocations = execution.recording.allocations
     on_host = allocations.take(np.isin(allocations.address, list(execution.host)))
     return int(allocated_totals(on_host, execution.recording.events).max())
-
-
-def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:
-    """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
-
-    The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
-    of channels and peers.
-    """
-    communicators = 1 + policy.separate_reduce_scatter_group
-    communicators += sum(size > 1 for size in (mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp))
-    return {"low": (400 + 50 * communicators) << 20, "high": (900 + 400 * communicators) << 20}
 
 
 def _at_replayed_addresses(
@@ -197,7 +192,3 @@ def _stream_names(recording: MemoryRecording) -> dict[int, str]:
         reduces = "all_reduce" if "reduce_scatter" in names.values() else "reduce_scatter"
         names[stream] = "all_gather_copy_in" if activity == "all_gather" else reduces
     return names
-
-
-def _assumptions(how: str, policy: PolicySpec) -> list[str]:
-    return [how]

@@ -1,0 +1,119 @@
+"""What a memory estimate refuses, what it assumes, and what it advises when the run does not fit."""
+
+from __future__ import annotations
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.results import PredictedPeak
+from fsdp2prof.units import format_bytes
+
+__all__ = ["advice", "assumptions", "check_modelled", "outside_allocator_bytes"]
+
+_CONTEXT_BYTES = (400 << 20, 900 << 20)
+_COMMUNICATOR_BYTES = (50 << 20, 400 << 20)
+
+
+def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
+    """Raise ``ModelError`` for what cannot be executed."""
+    if mesh.pp > 1:
+        raise ModelError(
+            f"mesh: pp={mesh.pp}: how many micro-batches a stage keeps depends on the pipeline schedule, "
+            "which is not modelled; estimate one stage as a model of its own with layers"
+        )
+    if policy.float8 is not None and not policy.compile:
+        raise ModelError(
+            "float8 without compile: the casts that eager float8 keeps are not modelled; add compile"
+        )
+
+
+def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:
+    """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
+
+    The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
+    of channels and peers.
+    """
+    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp)
+    communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
+    low, high = (
+        context + communicators * each
+        for context, each in zip(_CONTEXT_BYTES, _COMMUNICATOR_BYTES, strict=True)
+    )
+    return {"low": low, "high": high}
+
+
+def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    """Everything the numbers rest on, one sentence each."""
+    workspace = format_bytes(BLAS_WORKSPACE_BYTES)
+    notes = [
+        how,
+        "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
+        f"reserved: the caching allocator with {policy.allocator} segments, replayed over two steps, "
+        "the second with optimizer state",
+        f"attention runs as flash attention; a cuBLAS workspace of {workspace} each for forward and backward",
+        "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
+    ]
+    if policy.reshard_root is True or policy.reshard == "always":
+        notes.append("the root reshards after forward as told, which torch does from 2.8 on")
+    if policy.compile:
+        notes.append(
+            "compile: pointwise work between two FSDP labels of a block is fused away, which is approximate: "
+            "published runs with op-selective checkpointing were met within 1%, others differ more"
+        )
+        if policy.ac == "none":
+            notes.append(
+                "compile without checkpointing: the compiler saves less than eager does: an upper bound"
+            )
+    if policy.float8 is not None:
+        notes.append(
+            "float8: memory as of the same compiled bf16 run; published pairs differ by less than 1%"
+        )
+    if mesh.tp > 1:
+        notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
+    if mesh.cp > 1:
+        notes.append(
+            f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
+            f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
+        )
+    if policy.offload:
+        notes.append(
+            "offload: host bytes are those of the tensors; pinned memory is rounded up to powers of two"
+        )
+    if policy.extra_model is not None:
+        notes.append(f"{policy.extra_model} runs forward only, without gradients, before each micro-batch")
+    return notes
+
+
+def advice(peak: PredictedPeak, missing_bytes: int, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+    """What would make a run fit that misses ``missing_bytes``, by what fills its peak."""
+    lines = [f"{format_bytes(missing_bytes)} too much"]
+    held = peak.categories
+    activations = held["activation"] + held["temporary"]
+    states = sum(held[name] for name in ("sharded_parameter", "sharded_gradient", "optimizer_state"))
+    if policy.ac != "full":
+        lines.append(
+            f"activations and temporaries hold {format_bytes(activations)} at the peak: checkpoint (ac=full)"
+        )
+    if policy.loss_chunks is None and peak.phase in ("forward", "backward") and peak.fqn is None:
+        lines.append("the peak is in the loss: compute it in chunks (loss=chunked:8)")
+    if policy.batch_size > 1:
+        lines.append(f"halve the batch size of {policy.batch_size} and accumulate gradients instead")
+    if mesh.dp_shard < 8 or states > missing_bytes:
+        lines.append(
+            f"parameters, gradients and optimizer state hold {format_bytes(states)} "
+            f"on {mesh.fsdp_size} ranks: shard over more"
+        )
+    if not policy.offload and states > 0:
+        lines.append("offload them to the host (offload)")
+    if policy.optimizer_impl == "foreach" and peak.phase == "optimizer":
+        lines.append("the peak is in the optimizer: its fused implementation makes no temporaries")
+    if policy.allocator == "classic":
+        fragmented = peak.reserved_bytes - peak.active_bytes
+        lines.append(
+            f"{format_bytes(fragmented)} is reserved and not active: "
+            "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+    if dtype_bytes(policy.orig_dtype) == 4 and states > missing_bytes:
+        lines.append("optimizer state in bf16 (orig_dtype=bf16) halves it, at the price of precision")
+    return lines
