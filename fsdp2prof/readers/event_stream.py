@@ -60,10 +60,7 @@ def decode_pieces(
     index, turns = turn
     ends_early: list[str] = []
     chunks = _chunks(path, piece_bytes, ends_early)
-    buffer = next(chunks, b"")
-    if not buffer.strip(_SPACE):
-        reason = ends_early[0] if ends_early else "the file is empty"
-        raise TraceError(f"{path}: {reason}; copy or record it again")
+    buffer = _first(path, chunks, ends_early)
     head, buffer, tail = _open_list(path, b"".join([buffer, *_until_events(buffer, chunks)]))
     number = 0
     try:
@@ -104,7 +101,8 @@ def read_head(path: Path) -> bytes:
 
     Reads at most the first MiB. Raises ``TraceError`` for a file that does not begin like a trace.
     """
-    head, _, tail = _open_list(path, next(_chunks(path, _READ_BYTES, []), b""))
+    ends_early: list[str] = []
+    head, _, tail = _open_list(path, _first(path, _chunks(path, _READ_BYTES, ends_early), ends_early))
     if not head:
         raise TraceError(f"{path}: not a trace: no traceEvents in it")
     return head + b"]" + (tail or b"}")
@@ -138,6 +136,15 @@ def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
                 member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
         if not member.eof:
             ends_early.append("truncated: the compressed file ends early")
+
+
+def _first(path: Path, chunks: Iterator[bytes], ends_early: list[str]) -> bytes:
+    """The first chunk; raises ``TraceError`` if there is nothing in it."""
+    chunk = next(chunks, b"")
+    if not chunk.strip(_SPACE):
+        reason = ends_early[0] if ends_early else "the file is empty"
+        raise TraceError(f"{path}: {reason}; copy or record it again")
+    return chunk
 
 
 def _until_events(buffer: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:

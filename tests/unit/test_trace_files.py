@@ -112,6 +112,9 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert named(find_traces(trace(tmp_path / "y.json")), tmp_path) == {0: "y.json"}
     with pytest.raises(TraceError, match="no such file"):
         find_traces(tmp_path / "nothing")
+    (tmp_path / "empty.json").write_text("")
+    with pytest.raises(TraceError, match=r"empty\.json: the file is empty"):
+        find_traces(tmp_path / "empty.json")
 
 
 def run_directory(root: Path, ranks: dict[int, bool], world_size: int) -> Path:
