@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from fsdp2prof.analyzers.memory_leaks import Leak, find_leaks
 from fsdp2prof.analyzers.memory_oom import in_loss
-from fsdp2prof.analyzers.memory_usage import running_total
+from fsdp2prof.analyzers.memory_usage import live_at, running_total
 from fsdp2prof.analyzers.memory_view import MemoryView
 from fsdp2prof.results import Finding, Peak, RankMemory, Severity
 from fsdp2prof.tables import NEVER
@@ -25,7 +27,7 @@ def rank_findings(view: MemoryView, result: RankMemory) -> list[Finding]:
     found = [
         _out_of_memory(result),
         *_unsharded_together(result.peak),
-        _unsharded_gradients(result.peak),
+        _unsharded_gradients(view),
         _fp32_logits(view),
         _optimizer_first_step(view),
         _held_across_streams(view),
@@ -107,13 +109,13 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
         why = (
             "prefetch gathers the next group while this one is in use"
             if len(held) == 2
-            else "reshard_after_forward=False keeps groups from forward to backward"
+            else "several roots, or groups that reshard_after_forward=False keeps until the backward"
         )
         found.append(
             Finding(
                 id="groups_unsharded_together",
                 severity=_severity(total, peak.allocated_bytes),
-                fqn=peak.fqn,
+                fqn=None,
                 message=f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): "
                 f"{why}. Smaller groups, or resharding, lower it.",
                 evidence={"bytes": {str(name): size for name, size in held.items()}},
@@ -122,20 +124,23 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
     return found
 
 
-def _unsharded_gradients(peak: Peak) -> Finding | None:
-    """More than the two groups in flight hold unsharded gradients: no_sync keeps them all."""
-    held = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_gradient"}
-    total = sum(held.values())
-    if len(held) <= 2 or total <= _NOTABLE * peak.allocated_bytes:
+def _unsharded_gradients(view: MemoryView) -> Finding | None:
+    """Unsharded gradients that outlive their backward: the next forward begins, and they are still there."""
+    rows, whole = view.allocations, int(view.totals[view.peak_order])
+    forward = np.append(np.sort(rows.alloc_order[rows.phase.equals("forward")]), NEVER - 1)
+    following = forward[np.searchsorted(forward[:-1], rows.alloc_order, side="right")]
+    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > following)
+    kept &= live_at(rows, view.peak_order)
+    size = int(rows.size[kept].sum())
+    if size <= _NOTABLE * whole:
         return None
     return Finding(
         id="unsharded_gradients",
-        severity=_severity(total, peak.allocated_bytes),
+        severity=_severity(size, whole),
         fqn=None,
-        message=f"{len(held)} groups hold unsharded gradients at the peak ({format_bytes(total)}): "
-        "micro-batches without gradient sync keep them for the whole model. Sync every micro-batch, "
-        "or use fewer of them.",
-        evidence={"bytes": total, "groups": len(held)},
+        message=f"{format_bytes(size)} of unsharded gradients at the peak live on into the next micro-batch: "
+        "without gradient sync they stay for the whole model. Sync every micro-batch, or use fewer of them.",
+        evidence={"bytes": size, "groups": len(np.unique(rows.fqn.codes[kept]))},
     )
 
 

@@ -3,6 +3,7 @@
 ::
 
     RUN/run.json                       RunInfo
+    RUN/run-node-00001.json            RunInfo of a further node's launcher
     RUN/rank-00000/manifest.json       RankManifest
     RUN/rank-00000/trace.json.gz       Kineto trace of the recorded steps
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
@@ -21,6 +22,8 @@ import msgspec
 __all__ = [
     "MANIFEST_FILE",
     "MANIFEST_SCHEMA",
+    "NODE_FILES",
+    "OOM_SNAPSHOT_FILE",
     "RUN_FILE",
     "RUN_SCHEMA",
     "SNAPSHOT_FILE",
@@ -38,6 +41,7 @@ __all__ = [
     "State",
     "StepInfo",
     "TensorInfo",
+    "node_file",
     "rank_folder",
 ]
 
@@ -45,15 +49,23 @@ RUN_SCHEMA = "fsdp2prof.run/1"
 MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
 
 RUN_FILE = "run.json"
+NODE_FILES = "run-node-*.json"
 MANIFEST_FILE = "manifest.json"
 TRACE_FILE = "trace.json.gz"
 SNAPSHOT_FILE = "memory.pickle"
+OOM_SNAPSHOT_FILE = "oom.pickle"
+"""Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
 
 
 def rank_folder(rank: int) -> str:
     """Name of a rank's folder in a run directory."""
     return f"rank-{rank:05d}"
+
+
+def node_file(node_rank: int) -> str:
+    """Name of what one node's launcher says of its part of the run; node 0 writes ``run.json``."""
+    return f"run-node-{node_rank:05d}.json" if node_rank else RUN_FILE
 
 
 State = Literal["running", "complete", "partial", "crashed"]
@@ -85,7 +97,7 @@ class RecordOptions(_Record):
 
 
 class RunInfo(_Record):
-    """``run.json``: what was run, where, and how it ended."""
+    """``run.json``, and ``run-node-0000N.json`` of every further node: what ran, where, and how it ended."""
 
     schema: str = RUN_SCHEMA
     command: list[str] = []
@@ -238,6 +250,8 @@ class RankManifest(_Record):
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    node_rank: int = 0
+    """``--node-rank`` of the launcher above it; the launchers of several nodes may share a run."""
     host: str = ""
     pid: int = 0
     script: list[str] = []

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2prof.errors import SnapshotError
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.readers.trace_files import rank_in_name
 
@@ -63,7 +64,12 @@ def is_trace_file(path: Path) -> bool:
 
 def _run_recordings(root: Path) -> MemorySet:
     run = open_run(root)
-    files = tuple(MemoryFile(rank=r.rank, path=r.memory) for r in run.ranks if r.memory is not None)
+    files = tuple(
+        MemoryFile(rank=r.rank, path=path)
+        for r in run.ranks
+        for path in (r.memory, r.path / OOM_SNAPSHOT_FILE)
+        if path is not None and path.is_file()
+    )
     if not files:
         reason = run.messages[0] if run.messages else "record again without --no-memory"
         raise SnapshotError(f"{root}: no rank left a memory recording: {reason}")

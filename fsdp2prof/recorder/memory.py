@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
 from fsdp2prof.recorder.files import replacing
 
 __all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture"]
@@ -127,7 +127,7 @@ class OomDump:
     def _dump(self, *_: Any) -> None:
         path = self._folder / SNAPSHOT_FILE
         if path.exists() and path != self.written:
-            path = self._folder / "oom.pickle"
+            path = self._folder / OOM_SNAPSHOT_FILE
         dump_snapshot(path)
         self.written = path
         self._tell(path.name)

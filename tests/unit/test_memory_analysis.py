@@ -399,6 +399,36 @@ def test_findings_of_a_recording(tmp_path: Path):
     assert found["held_across_streams"].evidence["ranks"] == [0]
 
 
+def test_gradients_without_sync_and_gradients_kept(tmp_path: Path):
+    t = Training().get("old gradient", 700)
+    for micro_batch in range(2):
+        t.within("FSDP::pre_forward (a)").get("activation", 10).within("FSDP::post_forward (a)")
+        t.within("FSDP::pre_backward (a)").get(f"gradient {micro_batch}", 500).drop("activation")
+        if micro_batch:
+            t.label("START", "FSDP::post_backward_reduce (a)").get("input", 501).drop(
+                "gradient 0", "gradient 1"
+            )
+            t.get("output", 250).label("END", "FSDP::post_backward_reduce (a)")
+        t.within("FSDP::root_post_backward_callback")
+    recording = t.read(tmp_path)
+    found = {finding.id: finding for finding in analyze_memory([(0, recording, None)]).findings}
+    assert found["unsharded_gradients"].evidence["bytes"] == 500
+    state = t._at["old gradient"][0]
+    gradient = TensorInfo(category="sharded_gradient", fqn="a", address=state, nbytes=700)
+    manifest = RankManifest(device=DeviceInfo(type="cuda"), tensors=[gradient])
+    found = {finding.id: finding for finding in analyze_memory([(0, recording, manifest)]).findings}
+    assert found["gradients_not_none"].evidence["bytes"] == 700
+
+
+def test_optimizer_makes_its_states_after_the_peak(tmp_path: Path):
+    t = Training().within("FSDP::pre_forward (a)").get("activation", 1000).within("FSDP::post_forward (a)")
+    t.within("FSDP::pre_backward (a)").get("upstream", 5).drop("upstream", "activation")
+    t.within("FSDP::root_post_backward_callback").within("Optimizer.step#AdamW.step", ("get", "exp_avg", 300))
+    (finding,) = analyze_memory([(0, t.read(tmp_path), None)]).findings
+    assert (finding.id, finding.severity) == ("optimizer_first_step", "medium")
+    assert finding.evidence["bytes"] == finding.evidence["after_peak_bytes"] == 300
+
+
 def test_ranks_that_differ(tmp_path: Path):
     small, large = Training().get("x", 900).read(tmp_path), Training().get("x", 1000).read(tmp_path)
     nearly = Training().get("x", 960).read(tmp_path)
