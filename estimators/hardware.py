@@ -89,7 +89,7 @@ _ALL = (
     ),
     _gpu("h100-pcie", 81_559, 2000, 300, "NVIDIA H100 data sheet", bf16=756, fp16=756, fp8=1513, fp32=51),
     _gpu("h200", 143_771, 4800, 450, "NVIDIA H200 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),
-    _gpu("b200", 183_359, 7700, 900, "NVIDIA HGX B200 data sheet", bf16=2250, fp16=2250, fp8=4500, fp32=75),
+    _gpu("b200", 183_359, 8000, 900, "NVIDIA DGX B200 data sheet", bf16=2250, fp16=2250, fp8=4500, fp32=75),
     _gpu("l4", 23_034, 300, None, "NVIDIA L4 data sheet", bf16=121, fp16=121, fp8=242.5, fp32=30.3),
     _gpu("l40s", 46_068, 864, None, "NVIDIA L40S data sheet", bf16=362, fp16=362, fp8=733, fp32=91.6),
     _gpu("a10g", 23_028, 600, None, "NVIDIA A10G specification", bf16=70, fp16=70, fp32=35),

@@ -23,11 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.estimators.builtin_models import TransformerConfig
 from fsdp2prof.estimators.builtin_models_build import build_builtin
-from fsdp2prof.estimators.communication import estimate_built, estimate_comm
+from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
 from fsdp2prof.estimators.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
+from fsdp2prof.estimators.fsdp_traffic import Ledger, walk_step
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.recorded import estimate_comm_of_run
+from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.specs import make_spec, values_of_run
 from fsdp2prof.estimators.training import shard
 from fsdp2prof.readers.run_directory import open_run
@@ -215,6 +217,29 @@ def test_tensor_parallelism(config, options):
         known = rows.get((row.phase, row.op, row.dtype), (0, 0))
         rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
     assert rows == sums
+
+
+@pytest.mark.parametrize("reshard", ["default", "never", "always"])
+def test_a_frozen_model_run_forward_only(reshard):
+    """The steady step of a reference model: what its forward keeps gathered is gathered never again."""
+    mesh, policy = MeshSpec(dp_shard=4), PolicySpec(seq_len=16, batch_size=2, reshard=reshard)
+    model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
+    mode = Interception()
+    with fake_process_group(mesh) as device_mesh, torch.no_grad():
+        shard(model, policy, fsdp_mesh(device_mesh), None)
+        model.module.to_empty(device="cpu").requires_grad_(False)
+        for _ in range(2):
+            mode.counts.clear()
+            with mode:
+                model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
+    ledger = Ledger()
+    model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
+    groups = group_traffic(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
+    walk_step(groups, ledger, micro_batches=1, sync="last", trains=False)
+    counts = Counter()
+    for row in ledger.to_rows():
+        counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
+    assert counts == mode.counts
 
 
 def test_context_parallelism_is_torchs_ring_attention():
