@@ -189,14 +189,14 @@ def breakdown(
         intervals.covered(part, windows.start_ns, windows.end_ns)
         for part in (parts.compute, parts.fsdp_copy, parts.memcpy, parts.idle)
     )
-    kinds = [_EXPOSED_PARTS.get(op, "exposed_other_comm") for op in collectives.table.op.values]
-    code = collectives.table.op.codes[exposure.collective]
+    op = collectives.table.op
+    kinds = [*_EXPOSED_PARTS.values(), "exposed_other_comm"]
+    kind = np.array([kinds.index(_EXPOSED_PARTS.get(name, kinds[-1])) for name in op.values], dtype=np.int64)
+    charged = np.zeros((len(windows), len(kinds)), dtype=np.int64)
+    np.add.at(charged, (exposure.window, kind[op.codes[exposure.collective]]), exposure.exposed_ns)
     steps = []
     for i in range(len(windows)):
-        comm = dict.fromkeys([*_EXPOSED_PARTS.values(), "exposed_other_comm"], 0)
-        here = exposure.window == i
-        for value, part in enumerate(kinds):
-            comm[part] += int(exposure.exposed_ns[here & (code == value)].sum())
+        comm = dict(zip(kinds, charged[i].tolist(), strict=True))
         steps.append(
             StepBreakdown(
                 step=int(windows.step[i]),

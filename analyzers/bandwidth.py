@@ -34,14 +34,16 @@ def bandwidth_rows(
     busbw = np.where(table.wire_bytes >= 0, table.wire_bytes * _NS / transfer, np.nan)
     texts = (table.op, table.process_group, table.mesh_dim, table.dtype)
     keys = np.stack([*(column.codes for column in texts), table.group_size, table.payload_bytes])
-    _, first, kind = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    _, first, kind, count = np.unique(
+        keys, axis=1, return_index=True, return_inverse=True, return_counts=True
+    )
+    members = np.split(np.argsort(kind.reshape(-1), kind="stable"), np.cumsum(count)[:-1])
     best: dict[tuple[str | None, str | None], float] = {}
     for row in np.flatnonzero(~np.isnan(busbw)).tolist():
         key = table.op[row], table.process_group[row]
         best[key] = max(best.get(key, 0.0), float(busbw[row]))
     rows = []
-    for index, row in enumerate(first.tolist()):
-        mine = np.flatnonzero(kind.reshape(-1) == index)
+    for row, mine in zip(first.tolist(), members, strict=False):
         bus = None if np.isnan(busbw[row]) else float(np.median(busbw[mine]))
         peak = best.get((table.op[row], table.process_group[row]))
         rows.append(

@@ -140,8 +140,8 @@ def _excess(collectives: CollectiveTable, transfer: IntArray) -> IntArray:
     excess = np.zeros(len(collectives), dtype=np.int64)
     kinds = np.stack([collectives.op.codes, collectives.process_group.codes, collectives.payload_bytes])
     _, kind, count = np.unique(kinds, axis=1, return_inverse=True, return_counts=True)
-    for index in np.flatnonzero(count >= _ENOUGH):
-        rows = np.flatnonzero((kind.reshape(-1) == index) & (collectives.payload_bytes >= 0))
-        if len(rows):
+    members = np.split(np.argsort(kind.reshape(-1), kind="stable"), np.cumsum(count)[:-1])
+    for rows in members:
+        if len(rows) >= _ENOUGH and collectives.payload_bytes[rows[0]] >= 0:
             excess[rows] = np.maximum(transfer[rows] - np.sort(transfer[rows])[len(rows) // 2], 0)
     return excess

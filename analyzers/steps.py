@@ -68,8 +68,9 @@ def step_windows(
         f"{trace.source}: step {steps.step[row]} launched nothing on the device and has no window"
         for row in np.setdiff1d(np.arange(len(steps)), busy)
     ]
-    begins = np.array([device.start_ns[launched_in == row].min() for row in busy], dtype=np.int64)
-    begins = np.maximum.accumulate(begins)
+    first = np.full(len(steps) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, launched_in, device.start_ns)
+    begins = np.maximum.accumulate(first[busy])
     last = np.maximum(device.end_ns[launched_in == busy[-1]].max(keepdims=True), begins[-1:])
     windows = StepTable(step=steps.step[busy], start_ns=begins, end_ns=np.concatenate([begins[1:], last]))
     return windows, warnings
