@@ -61,6 +61,7 @@ class _Rows:
     comms_id: IntArray
     seq: IntArray
     issue_ns: IntArray
+    step: IntArray
 
     def take(self, rows: IntArray | BoolArray) -> _Rows:
         return _Rows(**{name: getattr(self, name)[rows] for name in self.__slots__})
@@ -80,15 +81,20 @@ def match_collectives(summaries: Sequence[RankSummary]) -> Matched:
         expected = _expected(summaries, mine, ranks_text)
         if len(expected) < 2:
             continue
-        key, identity = _identify(mine, expected)
-        title = "collectives without a process group" if name is None else f"process group {name}"
-        if identity is None:
-            unmatched[f"{title}: ranks differ in number, kinds or sizes"] += _most_on_a_rank(mine)
-            warnings.append(
-                f"{title}: its collectives carry no identifiers and the ranks differ in their number, kinds "
-                "or sizes; they were not matched"
+        key, identity, refused = _identify(mine, expected)
+        if len(refused):
+            title = "collectives without a process group" if name is None else f"process group {name}"
+            unmatched["no identifiers, and ranks differ in number, kinds or sizes"] += sum(
+                _most_on_a_rank(mine.rank[mine.step == step]) for step in refused
             )
-            continue
+            warnings.append(
+                f"{title}: its collectives carry no identifiers, and in step {', '.join(map(str, refused))} "
+                "the ranks differ in their number, kinds or sizes; those were not matched"
+            )
+            kept = ~np.isin(mine.step, refused)
+            mine, identity = mine.take(kept), identity[kept]
+            if not len(mine.rank):
+                continue
         good, reasons = _verify(mine, identity, len(expected))
         unmatched.update(reasons)
         accepted.append(mine.take(good))
@@ -136,6 +142,7 @@ def _rows(summaries: Sequence[RankSummary]) -> tuple[_Rows, list[tuple[str | Non
         comms_id=gathered("comms_id"),
         seq=gathered("seq"),
         issue_ns=np.where(issue >= 0, issue, start),
+        step=gathered("step"),
     )
     return rows, list(names)
 
@@ -148,21 +155,32 @@ def _expected(summaries: Sequence[RankSummary], rows: _Rows, ranks_text: str) ->
     return np.unique(rows.rank)
 
 
-def _identify(rows: _Rows, expected: IntArray) -> tuple[str, IntArray | None]:
-    """Return the best key at least two ranks know, and each row's identity by it (-1: it has none)."""
+def _identify(rows: _Rows, expected: IntArray) -> tuple[str, IntArray, list[int]]:
+    """Return the best key at least two ranks know, each row's identity by it, and the steps it fails in.
+
+    An identity of -1 is none. By order, a collective is the n-th of its step, and a step in which the ranks
+    do not have the same sequence fails as a whole.
+    """
     for key, column in (("comms_id", rows.comms_id), ("seq", rows.seq)):
         known = column >= 0
         if len(np.unique(rows.rank[known])) >= 2:
-            return key, np.where(known, column, -1)
-    identity = np.empty(len(rows.rank), dtype=np.int64)
-    sequences = []
-    for rank in expected:
-        mine = np.flatnonzero(rows.rank == rank)
-        mine = mine[np.argsort(rows.issue_ns[mine], kind="stable")]
-        identity[mine] = np.arange(len(mine))
-        sequences.append(rows.kind[mine])
-    agree = all(np.array_equal(sequence, sequences[0]) for sequence in sequences[1:])
-    return "order", identity if agree else None
+            return key, np.where(known, column, -1), []
+    order = np.lexsort((rows.issue_ns, rows.step, rows.rank))
+    step, rank = rows.step[order], rows.rank[order]
+    opens = np.ones(len(order), dtype=np.bool_)
+    opens[1:] = (step[1:] != step[:-1]) | (rank[1:] != rank[:-1])
+    first = np.flatnonzero(opens)
+    nth = np.arange(len(order)) - np.repeat(first, np.diff([*first, len(order)]))
+    steps, number = np.unique(step, return_inverse=True)
+    identity = np.empty(len(order), dtype=np.int64)
+    identity[order] = number.reshape(-1) * len(order) + nth
+    failed = []
+    for value in steps.tolist():
+        here = step == value
+        sequences = [rows.kind[order[here & (rank == one)]] for one in expected]
+        if not all(np.array_equal(sequence, sequences[0]) for sequence in sequences[1:]):
+            failed.append(value)
+    return "order", identity, failed
 
 
 def _verify(rows: _Rows, identity: IntArray, expected: int) -> tuple[BoolArray, Counter[str]]:
@@ -191,8 +209,8 @@ def _verify(rows: _Rows, identity: IntArray, expected: int) -> tuple[BoolArray, 
     return ~(unknown | repeated | missing | differing)[inverse], reasons
 
 
-def _most_on_a_rank(rows: _Rows) -> int:
-    return int(np.bincount(rows.rank).max())
+def _most_on_a_rank(rank: IntArray) -> int:
+    return int(np.bincount(rank).max())
 
 
 def _compress(accepted: list[_Rows], labels: list[IntArray]) -> tuple[IntArray, IntArray, IntArray]:

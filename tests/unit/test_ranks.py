@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,17 +92,27 @@ def test_lost_collective_is_reported_and_shifts_nothing() -> None:
         assert found.result.wait_ns[str(recording.rank)] == rest
 
 
-def test_without_identifiers_a_lost_collective_refuses_the_group() -> None:
-    recordings = four_ranks(BASE)
+def test_without_identifiers_a_lost_collective_refuses_its_step() -> None:
+    """11 collectives a step: the first step is refused whole, the second is matched by order."""
+    recordings = four_ranks(BASE.scaled(1.5, "layers.1"))
     lost = recordings[1].timeline.collectives[4]
     found = ranks.match(
         [summary_of(r, keep=lambda c: c is not lost, seq=False, comms=False) for r in recordings]
     )
-    assert (found.result.match_key, found.result.matched) == (None, 0)
-    assert found.result.unmatched == len(recordings[0].timeline.collectives)
-    assert found.result.clock_offset_ns == {}
+    assert (found.result.match_key, found.result.matched, found.result.unmatched) == ("order", 11, 11)
     assert len(found.warnings) == 1
     assert "process group 1" in found.warnings[0]
+    assert "in step 3 the ranks differ" in found.warnings[0]
+    for recording in recordings:
+        second = [c for c in recording.timeline.collectives if c.step == 4]
+        assert found.result.wait_ns[str(recording.rank)] == sum(c.latest_start - c.start for c in second)
+
+
+def test_without_identifiers_ranks_that_recorded_other_steps_match_the_common_one() -> None:
+    first, second = record(*[replace(BASE, steps=3)] * 2)
+    early = summary_of(first, keep=lambda c: c.step < 5, seq=False, comms=False)
+    found = ranks.match([early, summary_of(second, seq=False, comms=False)]).result
+    assert (found.match_key, found.matched, found.unmatched) == ("order", 22, 11)
 
 
 def test_ranks_that_disagree_about_a_collective_are_not_compared_on_it() -> None:
