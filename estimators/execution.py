@@ -8,7 +8,7 @@ by the recorder's own :class:`~fsdp2prof.storage_tracker.StorageTracker`, so wha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from fsdp2prof.errors import Fsdp2ProfError, ModelError
 from fsdp2prof.estimators.fake_world import (
     fake_process_group,
     fake_tensors,
@@ -88,7 +89,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
             )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                loop.forward_backward()
+                with _naming_the_culprit(spec):
+                    loop.forward_backward()
                 with provenance.following(loop.optimizer):
                     loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker))
@@ -104,6 +106,20 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
             host=frozenset([*counters, *_same_stream(recording, mark)]),
             block_of=provenance.block_of,
         )
+
+
+@contextmanager
+def _naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
+    """Turn whatever a model that is not ours raises into one line that names it."""
+    try:
+        yield
+    except Exception as error:
+        if spec.kind == "builtin" or isinstance(error, Fsdp2ProfError):
+            raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelError(
+            f"model {spec.source}: its training step failed on fake tensors: {reason}"
+        ) from error
 
 
 def _sharded(spec: ModelSpec, policy: PolicySpec, mesh: DeviceMesh) -> Model:

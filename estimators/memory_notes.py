@@ -87,7 +87,7 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
 
 def advice(peak: PredictedPeak, missing_bytes: int, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     """What would make a run fit that misses ``missing_bytes``, by what fills its peak."""
-    lines = [f"{format_bytes(missing_bytes)} too much"]
+    lines = []
     held = peak.categories
     activations = held["activation"] + held["temporary"]
     states = sum(held[name] for name in ("sharded_parameter", "sharded_gradient", "optimizer_state"))

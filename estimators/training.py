@@ -141,11 +141,10 @@ class TrainingLoop:
                 torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
             try:
                 self.optimizer.step()
-            except NotImplementedError:
-                kind = self.policy.optimizer_impl
-                raise ModelError(
-                    f"optimizer {self.policy.optimizer}: torch has no {kind} one for sharded parameters"
-                ) from None
+            except RuntimeError as error:  # also NotImplementedError
+                kind = f"{self.policy.optimizer} ({self.policy.optimizer_impl})"
+                reason = str(error).partition("\n")[0]
+                raise ModelError(f"torch cannot run {kind} on sharded parameters: {reason}") from error
 
 
 def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
