@@ -8,7 +8,7 @@ gradient back per micro-batch. B batch, S sequence, D model dim, c bytes of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
@@ -44,6 +44,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
         )
+    if policy.trainable is not None and mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
     if config.layers < mesh.pp:
         raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
     if mesh.pp > 1 and policy.reshard != "never":
@@ -88,10 +90,12 @@ def add_parallel_traffic(
     config = model.config
     if config is None:
         return notes
-    wrapped = {group.fqn for group in groups}
-    owners = [block if block in wrapped else "" for block in model.blocks]
+    owner_of = {part: group.fqn for group in groups for part in group.fqn.split(", ")}
+    owners = [owner_of.get(block, "") for block in model.blocks]
     if mesh.tp > 1:
-        _add_tensor_parallel(ledger, config, owners, groups, mesh, policy)
+        _add_tensor_parallel(ledger, config, owners, mesh, policy)
+        _add_ends(ledger, config, owner_of, mesh, policy)
+        _add_replicated_gradients(ledger, groups, Axis(size=mesh.tp, mesh_dim="tp"), policy)
         notes.append(
             "tensor parallelism as analysed: sequence-parallel norms and residuals, vocabulary-sharded "
             f"embedding and head, loss {'parallel' if policy.loss_parallel else 'over gathered logits'}"
@@ -117,30 +121,11 @@ def _recomputed(policy: PolicySpec, block: int) -> bool:
 
 
 def _add_tensor_parallel(
-    ledger: Ledger,
-    config: TransformerConfig,
-    owners: Sequence[str],
-    groups: Sequence[ParameterGroup],
-    mesh: MeshSpec,
-    policy: PolicySpec,
+    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
-    axis = Axis(size=mesh.tp, mesh_dim="tp")
-    tokens = policy.batch_size * policy.seq_len // mesh.cp
-    dtype = policy.compute_dtype
-
-    def add(fqn: str, phase: str, op: str, each: int, elements: int, element_dtype: str = dtype) -> None:
-        ledger.add(
-            root=0,
-            fqn=fqn,
-            phase=phase,
-            op=op,
-            axis=axis,
-            dtype=element_dtype,
-            payload_bytes=elements * dtype_bytes(element_dtype),
-            count=each * policy.grad_accum,
-        )
-
-    hidden = tokens * config.dim
+    """Each block gathers the sequence before attention and feed-forward and scatters it after."""
+    add = _activation_adder(ledger, mesh, policy)
+    hidden = _tokens(mesh, policy) * config.dim
     for block, fqn in enumerate(owners):
         add(fqn, "forward", "all_gather", 2, hidden)
         add(fqn, "forward", "reduce_scatter", 2, hidden)
@@ -148,17 +133,54 @@ def _add_tensor_parallel(
         gathers, scatters = (2, 1) if _recomputed(policy, block) else (2 if policy.ac == "op" else 0, 0)
         add(fqn, "backward", "all_gather", 2 + gathers, hidden)
         add(fqn, "backward", "reduce_scatter", 2 + scatters, hidden)
+
+
+def _add_ends(
+    ledger: Ledger,
+    config: TransformerConfig,
+    owner_of: Mapping[str, str],
+    mesh: MeshSpec,
+    policy: PolicySpec,
+) -> None:
+    """The embedding scatters its partial sums; the head gathers the sequence; the loss joins the logits."""
+    add = _activation_adder(ledger, mesh, policy)
+    tokens = _tokens(mesh, policy)
     if policy.pp_stage == 0:
-        add("", "forward", "reduce_scatter", 1, hidden)
-        add("", "backward", "all_gather", 1, hidden)
+        embedding = owner_of.get("tok_embeddings", "")
+        add(embedding, "forward", "reduce_scatter", 1, tokens * config.dim)
+        add(embedding, "backward", "all_gather", 1, tokens * config.dim)
     if policy.pp_stage == mesh.pp - 1:
-        add("", "forward", "all_gather", 1, hidden)
-        add("", "backward", "reduce_scatter", 1, hidden)
+        head = owner_of.get("output", "")
+        add(head, "forward", "all_gather", 1, tokens * config.dim)
+        add(head, "backward", "reduce_scatter", 1, tokens * config.dim)
         if policy.loss_parallel:
             add("", "forward", "all_reduce", 3, tokens, "float32")
         else:
-            add("", "forward", "all_gather", 1, tokens * config.vocab_size)
-    _add_replicated_gradients(ledger, groups, axis, policy)
+            add(head, "forward", "all_gather", 1, tokens * config.vocab_size)
+
+
+def _tokens(mesh: MeshSpec, policy: PolicySpec) -> int:
+    return policy.batch_size * policy.seq_len // mesh.cp
+
+
+def _activation_adder(ledger: Ledger, mesh: MeshSpec, policy: PolicySpec) -> Callable[..., None]:
+    """Make ``add(fqn, phase, op, count per micro-batch, elements, dtype)`` of tensor parallelism."""
+
+    def add(
+        fqn: str, phase: str, op: str, each: int, elements: int, dtype: str = policy.compute_dtype
+    ) -> None:
+        ledger.add(
+            root=0,
+            fqn=fqn,
+            phase=phase,
+            op=op,
+            axis=Axis(size=mesh.tp, mesh_dim="tp"),
+            dtype=dtype,
+            payload_bytes=elements * dtype_bytes(dtype),
+            count=each * policy.grad_accum,
+        )
+
+    return add
 
 
 def _add_replicated_gradients(

@@ -142,6 +142,13 @@ def test_tensor_parallelism_by_hand():
     assert rows["layers.0", "forward", "all_gather", "dp_shard"].payload_bytes == 2 * (9_216 // 2 + 64)
 
 
+def test_tensor_parallel_ends_belong_to_their_group():
+    rows = rows_of("dp_shard=2,tp=2", replace(PLAIN, wrap=("block", "tok_embeddings", "norm+output")))
+    assert rows["tok_embeddings", "forward", "reduce_scatter", "tp"].count == 1
+    assert rows["norm, output", "forward", "all_gather", "tp"].count == 1
+    assert rows["", "forward", "all_reduce", "tp"].count == 3
+
+
 @pytest.mark.parametrize(
     ("stage", "sends", "fqns"),
     [
@@ -268,6 +275,7 @@ def test_groups_are_fsdps_own():
         ("dp_shard=2", {"trainable": "lora"}, "matches no parameter"),
         ("pp=8", {"reshard": "never"}, "pp=8 stages for 4 layers"),
         ("pp=2", {}, "with pp use reshard=never"),
+        ("dp_shard=2,tp=2", {"trainable": "norm"}, "frozen parameters are modelled for FSDP and HSDP"),
         ("pp=2", {"reshard": "never", "pp_stage": 2}, "2 is not one of the 2 pipeline stages"),
         ("dp_shard=4,tp=2", {"reshard": 2}, "not supported by FSDP2 with tensor parallelism"),
         (
