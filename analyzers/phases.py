@@ -115,16 +115,17 @@ def qualified_fqn(fqn: str, root: int, roots: int) -> str:
     return fqn if roots < 2 else f"root{root}:{fqn}"
 
 
-def build_phases(labels: LabelTable, steps: StepTable) -> PhaseTable:
+def build_phases(labels: LabelTable, steps: StepTable, roots: int = 0) -> PhaseTable:
     """Build the phases of one rank from its labels.
 
     ``steps`` are the steps in host time (labels outside every one have step -1). ``labels`` may hold any
     other ranges too; the ranges of autograd nodes (:data:`AUTOGRAD_NODE`), if there, mark backward work
-    that no FSDP label covers (the loss's own backward; all of it without FSDP).
+    that no FSDP label covers (the loss's own backward; all of it without FSDP). ``roots`` is how many roots
+    the process has, where that is known: the labels need not show all of them.
     """
     labels = labels.take(~transfer_rows(labels))
     parsed = [parse_label(name) for name in labels.name.values]
-    rows = _Replay(labels, parsed, steps).run()
+    rows = _Replay(labels, parsed, steps, roots).run()
     thread = np.array([row.thread for row in rows], dtype=np.int64)
     start = np.array([row.start for row in rows], dtype=np.int64)
     end = np.array([row.end for row in rows], dtype=np.int64)
@@ -197,7 +198,9 @@ class _Open:
 class _Replay:
     """Replays the labels of all threads in time order and writes a row at every change of state."""
 
-    def __init__(self, labels: LabelTable, parsed: list[FsdpLabel | None], steps: StepTable) -> None:
+    def __init__(
+        self, labels: LabelTable, parsed: list[FsdpLabel | None], steps: StepTable, roots: int
+    ) -> None:
         known = np.array([label is not None for label in parsed] + [False], dtype=np.bool_)
         index = np.flatnonzero(known[labels.name.codes])
         index = index[np.lexsort((index, -labels.end_ns[index], labels.start_ns[index]))]
@@ -212,6 +215,7 @@ class _Replay:
         self.neighbours = _neighbours(self.thread, self.labels)
         self.root_has_group = any(label.kind == "pre_forward" and label.fqn == "" for label in self.labels)
         self.owners = self._find_owners()
+        self.roots = max([roots, *(index + 1 for index in self.owners)])
         self.rows: list[_Row] = []
         self.stacks: dict[int, list[_Open]] = {thread: [] for thread in self.thread}
         self.cursor: dict[int, int] = {}
@@ -285,7 +289,7 @@ class _Replay:
         if self.in_backward:
             if self.finishing is not None:
                 return _State(self.finishing, "backward", "hooks")
-            only_root = None if len(self.owners) > 1 else ""
+            only_root = None if self.roots > 1 else ""
             return _State(self.backward[-1] if self.backward else only_root, "backward", "compute")
         if self.forward:
             return _State(self.forward[-1], "forward", "compute")
@@ -334,12 +338,12 @@ class _Replay:
             if label.kind != "root_pre_forward" and modules:
                 return modules[-1]
             fqn = ""
-        if fqn is None or len(self.owners) < 2:
+        if fqn is None or self.roots < 2:
             return fqn
         if root is None:
             candidates = [index for index, names in self.owners.items() if fqn in names]
             root = candidates[0] if len(candidates) == 1 else None
-        return fqn if root is None else qualified_fqn(fqn, root, len(self.owners))
+        return fqn if root is None else qualified_fqn(fqn, root, self.roots)
 
     def _find_owners(self) -> dict[int, set[str]]:
         """Names that each root's modules have, from the labels inside our own root ranges."""

@@ -73,7 +73,8 @@ def rank_tables(
     steps = host_steps(trace.labels)
     device = device_activities(trace)
     windows, warnings = step_windows(trace, steps, device, window)
-    phases = build_phases(phase_labels(trace), steps)
+    roots = len({group.root for group in manifest.param_groups}) if manifest else 0
+    phases = build_phases(phase_labels(trace), steps, roots)
     labelled = window == "steps" and bool(np.isin(windows.step, steps.step).all())
     host = steps if labelled else _ALWAYS
     if chosen is not None:

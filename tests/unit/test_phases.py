@@ -302,6 +302,14 @@ def test_roots_are_told_apart_by_the_ranges_around_them() -> None:
     assert at(phases, 255) == ("layers.0", "backward", "hooks"), "either root's: not guessed"
 
 
+def test_names_are_qualified_even_if_one_root_alone_ran() -> None:
+    ranges = labels(("fsdp2prof::root (0)", 0, 50), *forward(5, "layers.0"))
+    assert at(build_phases(ranges, steps()), 7) == ("layers.0", "forward", "all_gather")
+    assert at(build_phases(ranges, steps(), roots=2), 7) == ("root0:layers.0", "forward", "all_gather")
+    other = labels(("fsdp2prof::root (1)", 0, 50), *forward(5, "layers.0"))
+    assert at(build_phases(other, steps()), 7) == ("root1:layers.0", "forward", "all_gather")
+
+
 def test_rows_end_at_step_boundaries() -> None:
     phases = build_phases(
         labels(("Optimizer.step#A", 90, 130), ("FSDP::pre_forward", 140, 150)),
