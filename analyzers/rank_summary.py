@@ -122,22 +122,23 @@ def _work(work: DeviceWork, segment: IntArray) -> SegmentWork:
 
 def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, IntArray, Strings]:
     """Return per segment: time with an empty queue, end of its longest gap, and the layer that ended it."""
-    gap_ns = np.zeros(len(collectives), dtype=np.int64)
-    longest = np.zeros(len(collectives), dtype=np.int64)
-    ended = np.full(len(collectives), -1, dtype=np.int64)
-    layers = collectives.fqn.to_list()
     busy = intervals.union(device.start_ns, device.end_ns)
     by_start = np.argsort(device.start_ns, kind="stable")
     start, end = busy.end[:-1], busy.start[1:]
-    next_row = by_start[np.searchsorted(device.start_ns[by_start], end, side="left")]
-    launch = device.launch_ns[next_row]
+    following = by_start[np.searchsorted(device.start_ns[by_start], end, side="left")]
+    launch = device.launch_ns[following]
     segment = _segments(collectives, launch)
     empty = np.where(segment >= 0, np.clip(launch, start, end) - start, 0)
-    for i in np.flatnonzero(empty > 0).tolist():
-        row, length = int(segment[i]), int(empty[i])
-        gap_ns[row] += length
-        if length > longest[row]:
-            longest[row], ended[row] = length, end[i]
-            fqn = device.fqn[int(next_row[i])]
-            layers[row] = collectives.fqn[row] if fqn is None else fqn
+    rows = np.flatnonzero(empty > 0)
+    rows = rows[np.lexsort((empty[rows], segment[rows]))]
+    longest = rows[np.append(np.diff(segment[rows]) != 0, True)[: len(rows)]]
+    gap_ns = np.zeros(len(collectives), dtype=np.int64)
+    np.add.at(gap_ns, segment[rows], empty[rows])
+    ended = np.full(len(collectives), -1, dtype=np.int64)
+    ended[segment[longest]] = end[longest]
+    layers = collectives.fqn.to_list()
+    for row, fqn in zip(
+        segment[longest].tolist(), device.fqn.take(following[longest]).to_list(), strict=True
+    ):
+        layers[row] = collectives.fqn[row] if fqn is None else fqn
     return gap_ns, ended, Strings.intern(layers)
