@@ -71,7 +71,9 @@ class _Lateness:
     change: str
 
 
-_OWN_COMMUNICATOR = "Give reductions a communicator of their own: set_separate_reduce_scatter_group()."
+_OWN_COMMUNICATOR = (
+    "Give reductions a communicator of their own: set_separate_reduce_scatter_group() (torch 2.13)."
+)
 
 _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ("all_gather", "any", "launch"): _Lateness(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from synthetic import Layer, Schedule, record, transformer, write_run
 from fsdp2prof.analyzers import findings
 from fsdp2prof.analyzers.findings import FindingThresholds, find, parse_thresholds
 from fsdp2prof.analyzers.pipeline import analyze_trace_path
+from fsdp2prof.analyzers.thresholds import METRICS
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results import CrossRank, Finding, Straggler, TraceAnalysis
@@ -280,3 +281,21 @@ def test_thresholds_are_options_with_names() -> None:
 
 def test_nothing_is_found_in_nothing() -> None:
     assert findings.find(replace(trace_analysis(), ranks=[], groups=[])) == []
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "findings.md"
+
+
+def test_the_document_has_every_threshold_with_its_default() -> None:
+    rows = [line.split("|")[1:3] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    documented = {name.strip(" `"): value.strip() for name, value in rows}
+    for field in fields(FindingThresholds):
+        assert documented[field.name] == f"{field.default}"
+
+
+def test_the_document_has_every_metric_and_every_finding_that_fires() -> None:
+    text = DOCUMENT.read_text()
+    for name, metric in METRICS.items():
+        assert f"| `{name}` | {metric.description} |" in text
+    for name in [*FAULTS, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
+        assert f"| `{name}` |" in text
