@@ -86,6 +86,7 @@ def _blocks(allocator: CachingAllocator) -> BlockTable:
         stream=_column(blocks, "stream"),
         pool=_pools(blocks),
         expandable=np.full(len(blocks), allocator.settings.expandable_segments),
+        stack=np.full(len(blocks), -1, dtype=np.int64),
     )
 
 

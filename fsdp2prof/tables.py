@@ -430,6 +430,8 @@ class BlockTable(Table):
     stream: IntArray
     pool: Strings
     expandable: BoolArray
+    stack: IntArray
+    """Row of the stack that allocated it; -1 unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,8 +83,9 @@ def _recording(
 ) -> MemoryRecording:
     stacks = StackInterner()
     events = read_events(trace, stacks)
-    blocks = build_blocks(segments)
-    allocations, lost = build_allocations(events, segments, stacks)
+    blocks = build_blocks(segments, stacks)
+    trace.clear()  # the columns have it all; millions of dictionaries go
+    allocations, lost = build_allocations(events, blocks, segments, stacks)
     labels = _labels(annotations)
     oom = np.flatnonzero(events.action.equals("oom"))
     return MemoryRecording(

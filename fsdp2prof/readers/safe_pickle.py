@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from fsdp2prof.errors import SnapshotError
 
@@ -41,6 +41,8 @@ _PLAIN = re.compile(
 )
 _WITH_OPERAND = frozenset(b"KMJhqj\x8c\x8aG\x95\x80")
 """Opcodes that are plain unless the file ends within them."""
+_CHUNK, _LONGEST = 4 << 20, 512
+"""Bytes read at a time; bytes that hold any opcode but a long string."""
 _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 """Opcodes at which the unpickler would look something up: it is left to say what."""
 
@@ -48,12 +50,12 @@ _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 def load_containers(path: Path) -> Any:
     """Load a pickle that holds builtin containers, strings and numbers only. Raises ``SnapshotError``."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            _check(file)
+            file.seek(0)
+            return _ContainersOnly(file).load()
     except OSError as error:
         raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        _check(data)
-        return _ContainersOnly(io.BytesIO(data)).load()
     except SnapshotError as error:
         raise SnapshotError(f"{path}: refused: {error}") from None
     except _ERRORS as error:
@@ -87,27 +89,36 @@ class _ContainersOnly(pickle.Unpickler):
         raise SnapshotError("the pickle asks for a persistent object; a snapshot holds only plain containers")
 
 
-def _check(data: bytes) -> None:
-    """Walk the opcodes; raise at the first that plain containers do not need."""
-    position, length = 0, len(data)
-    while position < length:
-        match = _PLAIN.match(data, position)
+def _check(file: BinaryIO) -> None:
+    """Walk the opcodes of a file; raise at the first that plain containers do not need."""
+    length = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    buffer, position, start = b"", 0, 0  # the buffer begins at byte `start` of the file
+    while True:
+        if len(buffer) - position < _LONGEST and (more := file.read(_CHUNK)):
+            buffer, position, start = buffer[position:] + more, 0, start + position
+        if position == len(buffer):
+            raise pickle.UnpicklingError("it ends before its end")
+        match = _PLAIN.match(buffer, position)
         if match is not None:
             position = match.end()
-            if data[position - 1 : position] == b"." and position == length:
+            if start + position == length and buffer.endswith(b"."):
                 return
             continue
-        opcode = data[position]
-        operand = int.from_bytes(data[position + 1 : position + 5], "little")
+        opcode = buffer[position]
+        operand = int.from_bytes(buffer[position + 1 : position + 5], "little")
         if opcode == ord("X"):  # a long string
-            position += 5 + operand
+            start += position + 5 + operand
+            if start >= length:
+                raise pickle.UnpicklingError("it ends within a string")
+            file.seek(start)
+            buffer, position = b"", 0
         elif opcode == ord("r") and operand <= length:  # a memo put beyond 2**24 entries
             position += 5
         elif opcode in _LOOKUPS:
             return
         else:
-            raise _unwanted(opcode, position)
-    raise pickle.UnpicklingError("it ends before its end")
+            raise _unwanted(opcode, start + position)
 
 
 def _unwanted(opcode: int, position: int) -> Exception:

@@ -69,7 +69,7 @@ def read_events(trace: list[Any], stacks: StackInterner) -> EventColumns:
 
 
 def build_allocations(
-    events: EventColumns, segments: list[Any], stacks: StackInterner
+    events: EventColumns, blocks: BlockTable, segments: list[Any], stacks: StackInterner
 ) -> tuple[AllocationTable, int]:
     """Pair allocations with their frees, and add what was alive before the history began.
 
@@ -93,18 +93,17 @@ def build_allocations(
     old_released = _if_before(history.following(old, "free_completed"), history.following(old, "alloc"))
 
     alive = set(events.address[born[freed == NEVER]].tolist())
-    staying = [block for block in _allocated_blocks(segments) if block["address"] not in alive]
-    lost = sum(1 for block in staying if block.get("frames"))
-    staying_stack = np.array([stacks.row(block.get("frames")) for block in staying], dtype=np.int64)
+    held = blocks.take(blocks.state.equals("allocated"))
+    staying = held.take(np.array([address not in alive for address in held.address.tolist()], dtype=np.bool_))
+    lost = int((staying.stack >= 0).sum())
 
-    def column(of_events: IntArray, of_blocks: list[int] | IntArray) -> IntArray:
-        return np.concatenate([np.asarray(of_blocks, dtype=np.int64), of_events[old], of_events[born]])
+    def column(of_events: IntArray, of_blocks: IntArray) -> IntArray:
+        return np.concatenate([of_blocks, of_events[old], of_events[born]])
 
     before = len(staying) + len(old)
     free_order = np.concatenate([np.full(len(staying), NEVER), old, freed])
-    stack = column(events.stack, staying_stack)
-    address = column(events.address, [block["address"] for block in staying])
-    stream = column(events.stream, [block["stream"] for block in staying])
+    stack = column(events.stack, staying.stack)
+    address = column(events.address, staying.address)
     rows = len(address)
     tag = events.tag.take(born)
     return AllocationTable(
@@ -112,9 +111,9 @@ def build_allocations(
         free_order=free_order,
         alloc_ns=np.concatenate([np.full(before, -1), events.time_ns[born]]),
         free_ns=np.append(events.time_ns, NEVER)[np.minimum(free_order, len(events))],
-        size=column(events.size, [block.get("requested_size", block["size"]) for block in staying]),
+        size=column(events.size, staying.requested),
         address=address,
-        stream=stream,
+        stream=column(events.stream, staying.stream),
         pool=_pools(address, Strings(events.pool.codes[born], events.pool.values), before, segments),
         step=np.full(rows, -1, dtype=np.int64),
         phase=Strings.full(rows, "other"),
@@ -159,7 +158,7 @@ def build_segments(events: EventColumns, segments: list[Any]) -> SegmentTable:
     )
 
 
-def build_blocks(segments: list[Any]) -> BlockTable:
+def build_blocks(segments: list[Any], stacks: StackInterner) -> BlockTable:
     """Return the blocks of every segment at the end of the recording."""
     pairs = [(segment, block) for segment in segments for block in segment["blocks"]]
     pairs.sort(key=lambda pair: int(pair[1]["address"]))
@@ -178,6 +177,7 @@ def build_blocks(segments: list[Any]) -> BlockTable:
         stream=np.array([segment["stream"] for segment, _ in pairs], dtype=np.int64),
         pool=Strings.intern(_pool(segment) for segment, _ in pairs),
         expandable=np.array([_expandable(segment) for segment, _ in pairs], dtype=np.bool_),
+        stack=np.array([stacks.row(block.get("frames")) for _, block in pairs], dtype=np.int64),
     )
 
 
@@ -259,15 +259,6 @@ class _Ranges:
 def _if_before(order: IntArray, limit: IntArray) -> IntArray:
     """Orders below their limit; ``NEVER`` for the others."""
     return np.where(order < limit, order, NEVER)
-
-
-def _allocated_blocks(segments: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {**block, "stream": segment["stream"]}
-        for segment in segments
-        for block in segment["blocks"]
-        if _STATES[block["state"]] == "allocated"
-    ]
 
 
 def _pools(address: IntArray, private: Strings, before: int, segments: list[Any]) -> Strings:
