@@ -34,10 +34,9 @@ def find(evidence: Evidence) -> list[Finding]:
 def _in_line(evidence: Evidence) -> list[Finding]:
     exposed = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
     message = (
-        f"On a CPU, FSDP2's collectives block the thread that calls them, so communication is hardly ever "
+        "On a CPU, FSDP2's collectives block the thread that calls them, so communication is hardly ever "
         f"hidden: {evidence.per_step(exposed)}. That is how gloo works, not a fault of the model; judge "
-        "overlap "
-        "on a GPU."
+        "overlap on a GPU."
     )
     return evidence.finding("cpu_collectives_in_line", None, exposed, message, severity="info")
 
@@ -51,10 +50,9 @@ def _communication_bound(evidence: Evidence) -> list[Finding]:
         return []
     message = (
         f"Communication takes longer than compute ({evidence.per_step(total)} against "
-        f"{evidence.per_step(compute)}), so no schedule can hide it all. Do more work per gathered parameter "
-        "(larger batch, gradient accumulation without sync) or send less (smaller dtypes, shard over "
-        "fewer ranks "
-        "with HSDP)."
+        f"{evidence.per_step(compute)}), so no schedule can hide it all. Do more work per gathered "
+        "parameter (larger batch, gradient accumulation without sync) or send less (smaller dtypes, shard "
+        "over fewer ranks with HSDP)."
     )
     exposed = sum(rank.communication.exposed_ns for rank in ranks)
     return evidence.finding(
@@ -79,8 +77,8 @@ _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ("all_gather", "any", "launch"): _Lateness(
         "all_gather_launched_late",
         "are launched too late to be there when their layer needs them",
-        "Prefetch further ahead (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch) and keep "
-        "host work and synchronisation out of the way.",
+        "Prefetch further ahead (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch) and "
+        "keep host work and synchronisation out of the way.",
     ),
     ("all_gather", "forward", "communicator"): _Lateness(
         "all_gathers_back_to_back",
@@ -97,8 +95,7 @@ _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ("all_gather", "any", "stream"): _Lateness(
         "all_gather_behind_stream",
         "are launched in time but wait for earlier work on the streams they use: the previous layer's "
-        "copy-out, "
-        "or all compute before them with unshard_async_op",
+        "copy-out, or all compute before them with unshard_async_op",
         "Prefetch explicitly (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
     ),
     ("all_gather", "any", "transfer"): _Lateness(
@@ -117,9 +114,8 @@ _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ("reduce_scatter", "any", "launch"): _Lateness(
         "reduce_scatter_too_long",
         "outlast the backward of the next layer, which has to wait for their buffer",
-        "Let more of them be in flight with set_reduce_scatter_max_input_buffers(), at the cost of their "
-        "memory, "
-        "or reduce in a smaller dtype.",
+        "Let more of them be in flight with set_reduce_scatter_max_input_buffers() (torch 2.13), at the "
+        "cost of their memory, or reduce in a smaller dtype.",
     ),
 }
 
@@ -146,8 +142,7 @@ def _late(evidence: Evidence) -> list[Finding]:
         detail = f", most for {layer_name(worst)} ({evidence.per_step(most)})" if many else ""
         message = (
             f"{op.replace('_', '-').capitalize()}s of {whose} in {phase} {lateness.what}: the compute "
-            "stream waits "
-            f"{evidence.per_step(cost)}{detail}. {lateness.change}"
+            f"stream waits {evidence.per_step(cost)}{detail}. {lateness.change}"
         )
         found += evidence.finding(
             lateness.name,
@@ -193,11 +188,9 @@ def _wrapped_too_fine(evidence: Evidence) -> list[Finding]:
     payload = sum(row.payload_bytes or 0 for row in rows) // count
     message = (
         f"{count // evidence.rank_steps} collectives a step carry only {format_bytes(payload)} on average "
-        "and run "
-        f"below {format_frac(limits.knee_frac)} of the bandwidth that larger ones reach; they are exposed "
-        "for "
-        f"{evidence.per_step(cost)}. Apply fully_shard to larger modules, or to several together: "
-        "fully_shard([a, b])."
+        f"and run below {format_frac(limits.knee_frac)} of the bandwidth that larger ones reach; they are "
+        f"exposed for {evidence.per_step(cost)}. Apply fully_shard to larger modules, or to several "
+        "together: fully_shard([a, b])."
     )
     return evidence.finding(
         "wrapping_too_fine",
@@ -220,9 +213,8 @@ def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
     cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
     message = (
         f"One all-gather, of {layer_name(fqn)}, brings {format_frac(share)} of all parameters "
-        f"({format_bytes(payload)}) at once; nothing can run before it ends, and "
-        f"{evidence.per_step(cost)} of it "
-        "is exposed. Apply fully_shard to the blocks inside before the module around them."
+        f"({format_bytes(payload)}) at once; nothing can run before it ends, and {evidence.per_step(cost)} "
+        "of it is exposed. Apply fully_shard to the blocks inside before the module around them."
     )
     return evidence.finding(
         "wrapping_too_coarse", fqn, cost, message, payload_bytes=payload, share_frac=share
@@ -254,8 +246,7 @@ def _resharded_needlessly(evidence: Evidence) -> list[Finding]:
     for fqn, cost in costs.items():
         message = (
             f"{layer_name(fqn)} is resharded at the end of forward only to be gathered again as backward "
-            "begins: "
-            f"{evidence.per_step(cost)} of waiting. Keep it: reshard_after_forward=False."
+            f"begins: {evidence.per_step(cost)} of waiting. Keep it: reshard_after_forward=False."
         )
         found += evidence.finding("resharded_needlessly", fqn, cost, message[0].upper() + message[1:])
     return found
@@ -281,8 +272,8 @@ def _root_kept(evidence: Evidence) -> list[Finding]:
             message = (
                 f"The root holds {format_frac(share)} of all parameters and keeps them unsharded "
                 f"({format_bytes(payload)}) from its forward to the end of backward, which is FSDP2's "
-                "default. If "
-                "memory is short, apply fully_shard to its large children (embedding, head) as well."
+                "default. If memory is short, apply fully_shard to its large children (embedding, head) as "
+                "well."
             )
             found.append(
                 Finding(
@@ -308,11 +299,10 @@ def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
         return []
     cost = sum(row.exposed_ns for row in wide)
     message = (
-        "Gradients are reduced in float32 while parameters are gathered in half precision: "
-        "reduce-scatter takes "
-        f"more time than all-gather, and {evidence.per_step(cost)} of it is exposed. "
-        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) halves its bytes, if training stays stable "
-        "with it."
+        "Gradients are reduced in float32 while parameters are gathered in half precision: reduce-scatter "
+        f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed. "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) halves its bytes, if training stays stable with "
+        "it."
     )
     worst = by_layer(wide, lambda row: row.exposed_ns)
     return evidence.finding("reduce_in_float32", worst[0][0] if worst else None, cost, message)
@@ -346,8 +336,7 @@ def _outside_fsdp(evidence: Evidence) -> list[Finding]:
             "all_gather": "full_tensor(), a state dict or another parallelism gathers there; keep it out "
             "of the step",
             "all_reduce": "gradient clipping, metrics or another parallelism reduces there; log less "
-            "often, and keep "
-            "metrics on the device",
+            "often, and keep metrics on the device",
         }.get(op, "another parallelism or your own code communicates there")
         message = (
             f"{count:.3g} {op.replace('_', '-')}s a step ({phases}) are not FSDP's and are exposed for "

@@ -12,7 +12,7 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import Finding, GroupRow, PrefetchRow, Severity, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["Evidence", "FindingThresholds", "layer_name"]
+__all__ = ["Evidence", "FindingThresholds", "by_layer", "layer_name"]
 
 _Row = TypeVar("_Row", GroupRow, PrefetchRow)
 

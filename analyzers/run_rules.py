@@ -51,9 +51,9 @@ def _stragglers(evidence: Evidence) -> list[Finding]:
     rest = sum(cross.wait_ns.values()) - explained
     if evidence.frac(rest) >= evidence.thresholds.straggler_frac:
         message = (
-            f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no "
-            "single one is "
-            "to blame. Even out their inputs (sequence lengths), and keep other work off their hosts."
+            f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no single "
+            "one is to blame. Even out their inputs (sequence lengths), and keep other work off their "
+            "hosts."
         )
         calm: Severity | None = None if evidence.on_device else "info"
         found += evidence.finding("ranks_take_turns", None, rest, message, severity=calm)
@@ -64,8 +64,7 @@ def _straggler(evidence: Evidence, rank: int, worst: Straggler, share: float, ca
     where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
     message = (
         f"Rank {rank} keeps the others waiting for {format_frac(share)} of their time. Mostly: "
-        f"{worst.cause}{where}. "
-        f"{_REMEDY[worst.kind or 'unknown']}."
+        f"{worst.cause}{where}. {_REMEDY[worst.kind or 'unknown']}."
     )
     return Finding(
         id="straggler",
@@ -88,10 +87,8 @@ def _host_bound(evidence: Evidence) -> list[Finding]:
         return []
     message = (
         f"The device runs dry because the host does not launch in time: {evidence.per_step(cost)} idle. "
-        "Launch less "
-        "(torch.compile, CUDA graphs, fused optimizer), give each launch more work (larger batch), and "
-        "look at the "
-        "data loader."
+        "Launch less (torch.compile, CUDA graphs, fused optimizer), give each launch more work (larger "
+        "batch), and look at the data loader."
     )
     return evidence.finding("host_bound", None, cost, message)
 
@@ -107,10 +104,9 @@ def _host_syncs(evidence: Evidence) -> list[Finding]:
     where += "" if worst.fqn is None else f" of {layer_name(worst.fqn)}"
     message = (
         f"The host stops for the device {count:.3g} times a step, longest in "
-        f"{worst.operator or worst.call}{where}; "
-        f"afterwards the device idles {evidence.per_step(cost)} until work arrives again. Move .item(), "
-        ".cpu(), "
-        "full_tensor() and synchronize out of the step, or do them every few steps."
+        f"{worst.operator or worst.call}{where}; afterwards the device idles {evidence.per_step(cost)} "
+        "until work arrives again. Move .item(), .cpu(), full_tensor() and synchronize out of the step, or "
+        "do them every few steps."
     )
     return evidence.finding(
         "host_sync",
@@ -143,10 +139,9 @@ def _padding(evidence: Evidence) -> list[Finding]:
     worst = max(padding, key=padding.__getitem__)
     message = (
         f"{format_frac(share)} of the sharded parameters is padding, gathered and reduced for nothing: "
-        "dimension 0 of "
-        f"{len([p for p in padding.values() if p])} parameters does not divide by the ranks (worst: "
-        f"{worst}). Choose "
-        "sizes that do, shard on another dimension (shard_placement_fn), or shard over fewer ranks."
+        f"dimension 0 of {len([p for p in padding.values() if p])} parameters does not divide by the ranks "
+        f"(worst: {worst}). Choose sizes that do, shard on another dimension (shard_placement_fn), or shard "
+        "over fewer ranks."
     )
     return [
         Finding(
