@@ -88,7 +88,7 @@ def analyze_trace_path(path: str | Path, **options: Unpack[TraceOptions]) -> Tra
     if options.get("steps") is not None and not any(analysis.rank.steps for analysis in analyses):
         raise InputError(f"{path}: none of the chosen steps is in it; see them with --steps all")
     references = _with_peak(options, analyses)
-    result = merge(analyses, references)
+    result = merge(analyses, references, list(manifests.values()))
     return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
 
 

@@ -48,7 +48,6 @@ class RankAnalysis:
     summary: RankSummary
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
-    manifest: RankManifest | None
     warnings: list[str]
 
 
@@ -72,11 +71,12 @@ def analyze_trace(
     references: References | None = None,
 ) -> TraceAnalysis:
     """Analyse ranks one after the other and merge them."""
-    analyses = [
-        analyze_rank(trace, manifest, window=window, default_rank=position)
-        for position, (trace, manifest) in enumerate(traces)
-    ]
-    return merge(analyses, references)
+    analyses, manifests = [], []
+    for position, (trace, manifest) in enumerate(traces):
+        analyses.append(analyze_rank(trace, manifest, window=window, default_rank=position))
+        if manifest is not None:
+            manifests.append(manifest)
+    return merge(analyses, references, manifests)
 
 
 def analyze_rank(
@@ -111,13 +111,19 @@ def analyze_rank(
         summary=_summary(tables, rank),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
-        manifest=manifest,
         warnings=tables.warnings,
     )
 
 
-def merge(analyses: Sequence[RankAnalysis], references: References | None = None) -> TraceAnalysis:
-    """Compare ranks and put their results together, in order of rank."""
+def merge(
+    analyses: Sequence[RankAnalysis],
+    references: References | None = None,
+    manifests: Sequence[RankManifest] = (),
+) -> TraceAnalysis:
+    """Compare ranks and put their results together, in order of rank.
+
+    The findings take from ``manifests`` what a trace cannot say (the padding of uneven shards).
+    """
     references = references or References()
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
@@ -139,7 +145,6 @@ def merge(analyses: Sequence[RankAnalysis], references: References | None = None
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
-    manifests = [analysis.manifest for analysis in analyses if analysis.manifest is not None]
     return replace(result, findings=findings.find(result, manifests, references.thresholds))
 
 
