@@ -191,15 +191,26 @@ def _summary(tables: RankTables, rank: int) -> RankSummary:
         fqn=concat_strings([tables.phases.fqn.lookup(work.phase_row), table.fqn]),
         is_comm=np.concatenate([np.zeros(len(work), dtype=np.bool_), np.ones(len(table), dtype=np.bool_)]),
     )
-    groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
     return rank_summary.summarise(
         table.take(np.isin(table.step, tables.windows.step)),
         device,
         rank=rank,
         clock=manifest.host if manifest and manifest.host else None,
         base_ns=tables.trace.base_time_ns,
-        group_ranks={group.name: str(group.ranks) for group in groups},
+        group_ranks=_group_ranks(tables),
     )
+
+
+def _group_ranks(tables: RankTables) -> dict[str, str]:
+    """Ranks of each process group: the file's head or the manifest says, else the collectives themselves."""
+    args, manifest = tables.trace.collective_args, tables.manifest
+    groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
+    known = {group.name: str(group.ranks) for group in groups if group.ranks}
+    pairs = np.unique(np.stack([args.process_group.codes, args.ranks.codes]), axis=1).T.tolist()
+    written = {
+        args.process_group.values[name]: args.ranks.values[r] for name, r in pairs if name >= 0 and r >= 0
+    }
+    return known | {name: ranks for name, ranks in written.items() if name not in known}
 
 
 def _total(parts: Iterable[Attribution]) -> Attribution:

@@ -25,12 +25,14 @@ def write(
     launches: bool = True,
     seq: bool = True,
     comms: bool = True,
+    head: bool = True,
 ) -> Path:
     """Write one rank's trace (gzipped if ``path`` ends in ``.gz``).
 
     ``keep`` drops device activities together with their launches (a lost collective); ``launches=False``
     drops the launches of all device activities (work queued before the window);
-    ``seq`` and ``comms`` say whether Seq and Comms Id are known (older torch writes neither).
+    ``seq`` and ``comms``: whether Seq and Comms Id are known (older torch writes neither); ``head``: whether
+    the file begins with ``distributedInfo``.
     """
     timeline = recording.timeline
     device = recording.rank % 8
@@ -112,7 +114,8 @@ def write(
         pid="Traces",
         tid="Trace PyTorch Profiler",
     )
-    header = json.dumps(_header(recording, device), indent=1)
+    known = _header(recording, device)
+    header = json.dumps(known if head else {"schemaVersion": 1}, indent=1)
     body = header[:-2] + ',\n  "traceEvents": [\n' + ",\n".join(events) + "\n  ]\n}"
     path.write_bytes(gzip.compress(body.encode(), 1) if path.suffix == ".gz" else body.encode())
     return path

@@ -68,10 +68,12 @@ def test_a_late_step_is_unexplained_once_and_then_the_host(tmp_path: Path) -> No
     }
 
 
-def test_hsdp_ranks_meet_in_two_kinds_of_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [True, False])
+def test_hsdp_ranks_meet_in_two_kinds_of_groups(head: bool, tmp_path: Path) -> None:
+    """Groups of different ranks share a name; without the file's head the collectives tell their ranks."""
     hsdp = Schedule(roots=(transformer(2),), shard=2, replicas=2)
     recordings = record(hsdp, hsdp, hsdp.scaled(1.3), hsdp, skews=SKEWS)
-    found = compared(recordings, tmp_path / "run")
+    found = compared(recordings, tmp_path / "run", head=head)
     assert (found.unmatched, found.matched_by) == (0, {"comms_id": 2 * 22})
     assert found.wait_ns == waits_of(recordings)
     assert found.stragglers[0].rank == 2
