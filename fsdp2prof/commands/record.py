@@ -32,6 +32,13 @@ _DEFAULTS = RecordOptions()
     help="Record allocations, on steps of their own after the traced ones.",
 )
 @click.option("--memory-steps", default=_DEFAULTS.memory_steps, show_default=True, help="How many of them.")
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Which node this is, where every node of a run records into the same run directory.",
+)
 @click.option("--ranks", default=_DEFAULTS.ranks, show_default=True, help="all, a list as 0,3 or sample:K.")
 @click.option(
     "--shapes/--no-shapes",
@@ -52,12 +59,16 @@ def record(
     start_step: int | None,
     memory: bool,
     memory_steps: int,
+    node_rank: int,
     ranks: str,
     shapes: bool,
     stacks: bool,
 ) -> int:
     """Run CMD (torchrun, accelerate launch, srun, mpirun, python, ...) and record every rank that calls
     fully_shard, without an edit to the script.
+
+    Where every node starts its own command (torchrun --nnodes 2 --node-rank 1), record each with the same
+    output on a disk they share, and with --node-rank: node 0 writes run.json, node 1 run-node-00001.json.
 
     The exit code is the command's own, 128+n if signal n ended it.
     """
@@ -75,7 +86,7 @@ def record(
         memory=memory,
     )
     path = output or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
-    outcome = launch(list(command), path, options, force=force)
+    outcome = launch(list(command), path, options, node_rank=node_rank, force=force)
     if not quiet:
         for message in outcome.info.messages:
             click.echo(f"fsdp2prof: {message}", err=True)

@@ -8,27 +8,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
     RUN_FILE,
-    RUN_SCHEMA,
     SNAPSHOT_FILE,
     STORAGE_COUNT_FILE,
     TRACE_FILE,
     RankManifest,
     RunInfo,
 )
+from fsdp2prof.readers.run_documents import UnreadableError, read_document
+from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 
 __all__ = ["RankRecord", "RunDirectory", "is_run_directory", "open_run"]
 
 _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
-_Document = TypeVar("_Document", RunInfo, RankManifest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +44,7 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDirectory:
-    """A recorded run: ``run.json`` and its ranks in order, the missing ones left out."""
+    """A recorded run: what its launchers said and its ranks in order, the missing ones left out."""
 
     path: Path
     info: RunInfo
@@ -61,15 +58,15 @@ class RunDirectory:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether ``path`` is a folder that a recorder wrote: it has ``run.json`` or ranks with a manifest."""
-    return path.is_dir() and ((path / RUN_FILE).is_file() or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
+    """Whether ``path`` is a folder that a recorder wrote: it has a node's file or ranks with a manifest."""
+    return path.is_dir() and (bool(node_ranks(path)) or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
 
 
 def open_run(path: str | Path) -> RunDirectory:
     """Open a run directory, tolerant of missing, partial and crashed ranks.
 
     Raises ``RunDirectoryError`` when the path is missing, empty, not a run directory, has an unreadable
-    ``run.json`` or was written by a newer fsdp2prof.
+    file of a node or was written by a newer fsdp2prof.
     """
     root = Path(path)
     if not root.exists():
@@ -82,60 +79,22 @@ def open_run(path: str | Path) -> RunDirectory:
         raise RunDirectoryError(
             f"{root}: not a run directory: neither {RUN_FILE} nor a rank's manifest in it"
         )
-    messages: list[str] = []
-    info = _read_run_info(root, messages)
+    info, messages = read_run_info(root)
     folders = sorted((rank, folder) for folder in root.iterdir() if (rank := _rank_of(folder)) is not None)
     records = tuple(_read_rank(rank, folder, info) for rank, folder in folders)
-    if info.state == "running":
-        messages.append("the run has not ended, or was killed before it could say how it ended")
-    messages += _missing_ranks(info, records)
+    if missing := _missing_ranks(info, records):
+        messages.append(missing)
+        if info.state == "complete":
+            info.state = "partial"
     for record in records:  # the launcher has summed up what the ranks it saw said
         untold = [text for text in record.messages if not any(text in told for told in info.messages)]
         messages += [f"rank {record.rank}: {text}" for text in untold]
     return RunDirectory(path=root, info=info, ranks=records, messages=tuple(dict.fromkeys(messages)))
 
 
-class _Head(msgspec.Struct):
-    schema: str
-
-
-class _UnreadableError(RunDirectoryError):
-    """A document that is not the JSON it should be."""
-
-
 def _rank_of(folder: Path) -> int | None:
     match = _RANK_FOLDER.match(folder.name)
     return int(match.group(1)) if match and folder.is_dir() else None
-
-
-def _read_run_info(root: Path, messages: list[str]) -> RunInfo:
-    file = root / RUN_FILE
-    if not file.is_file():
-        messages.append(f"{RUN_FILE} is missing: how the run was started and how it ended is unknown")
-        return RunInfo()
-    info = _decode(file, RunInfo, RUN_SCHEMA)
-    messages += info.messages
-    return info
-
-
-def _decode(file: Path, kind: type[_Document], known_schema: str) -> _Document:
-    content = file.read_bytes()
-    try:
-        _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _UnreadableError(f"{file}: cannot be read ({error}); record the run again") from error
-
-
-def _check_schema(file: Path, schema: str, known_schema: str) -> None:
-    name, _, number = schema.partition("/")
-    known_name, _, known_number = known_schema.partition("/")
-    if name != known_name or not number.isdigit():
-        raise RunDirectoryError(f"{file}: its schema is {schema!r}, not {known_schema!r}")
-    if int(number) > int(known_number):
-        raise RunDirectoryError(
-            f"{file}: schema {schema} is newer than this fsdp2prof reads ({known_schema}); upgrade fsdp2prof"
-        )
 
 
 def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
@@ -145,9 +104,9 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
         messages.append(f"{MANIFEST_FILE} is missing")
     else:
         try:
-            manifest = _decode(folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
+            manifest = read_document(folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
             messages += _state_messages(manifest)
-        except _UnreadableError as error:
+        except UnreadableError as error:
             messages.append(str(error))
     trace = folder / TRACE_FILE
     memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
@@ -177,11 +136,11 @@ def _state_messages(manifest: RankManifest) -> list[str]:
     return messages
 
 
-def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> list[str]:
+def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> str | None:
     worlds = [record.manifest.world_size for record in records if record.manifest is not None]
     world_size = info.world_size or max(worlds, default=0)
     missing = sorted(set(range(world_size)) - {record.rank for record in records})
     if not missing:
-        return []
+        return None
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return [f"{len(missing)} of {world_size} ranks left nothing: {shown}"]
+    return f"{len(missing)} of {world_size} ranks left nothing: {shown}"

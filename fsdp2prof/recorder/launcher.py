@@ -7,24 +7,21 @@ its environment, hands on the signals it gets, and waits.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import signal
 from collections import defaultdict
 from dataclasses import dataclass
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
-from fsdp2prof.errors import InputError, RunDirectoryError
-from fsdp2prof.manifest import RUN_FILE, RankManifest, RecordOptions, RunInfo, State
-from fsdp2prof.readers.run_directory import RunDirectory, is_run_directory, open_run
+from fsdp2prof.errors import InputError
+from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, RecordOptions, RunInfo, State, node_file
+from fsdp2prof.readers.run_directory import RankRecord
 from fsdp2prof.recorder.files import temporaries, write_json
 from fsdp2prof.recorder.processes import RankProcesses, end_orphans
-from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings, validate
-from fsdp2prof.recorder.variables import relevant_environment
+from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
+from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
 
-__all__ = ["Outcome", "launch", "now", "prepare_run"]
+__all__ = ["Outcome", "launch"]
 
 BOOTSTRAP = str(Path(__file__).resolve().parent / "bootstrap")
 _FORWARDED = {
@@ -49,69 +46,39 @@ class Outcome:
     info: RunInfo
 
 
-def prepare_run(path: Path, options: RecordOptions, command: list[str], *, force: bool) -> RunInfo:
-    """Make the run directory and write its ``run.json``. Raises ``RunDirectoryError`` if there is one.
-
-    With ``force`` an old recording is removed, and only what a recorder wrote: any other folder is refused.
-    """
-    validate(options)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        if not force:
-            raise RunDirectoryError(
-                f"{path}: exists already; choose another, or record it anew with -f (force=True)"
-            )
-        if not is_run_directory(path):
-            raise RunDirectoryError(f"{path}: exists and is not a run directory; -f does not remove it")
-        (path / RUN_FILE).unlink(missing_ok=True)
-        for folder in path.glob("rank-[0-9]*/"):
-            shutil.rmtree(folder)
-    info = RunInfo(
-        command=command,
-        started_at=now(),
-        versions={
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "fsdp2prof": version("fsdp2prof"),
-        },
-        environment=relevant_environment(),
-        options=options,
-    )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        write_json(path / RUN_FILE, info)
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error
-    return info
-
-
-def launch(command: list[str], path: Path, options: RecordOptions, *, force: bool = False) -> Outcome:
-    """Record ``command`` into ``path`` and wait for it.
+def launch(
+    command: list[str], path: Path, options: RecordOptions, *, node_rank: int = 0, force: bool = False
+) -> Outcome:
+    """Record ``command`` into ``path`` and wait for it; other nodes may record into the same directory.
 
     Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
     """
     if shutil.which(command[0]) is None:
         raise InputError(f"{command[0]}: command not found; put the training command after --")
-    info = prepare_run(path, options, command, force=force)
-    settings = Settings(run=str(path.resolve()), options=options).encode()
-    alive = path.resolve() / ".alive"
+    info = prepare_run(path, options, command, node_rank=node_rank, force=force)
+    settings = Settings(run=str(path.resolve()), options=options, node_rank=node_rank).encode()
+    alive = path.resolve() / f".alive-{node_rank:05d}"
     alive.mkdir(exist_ok=True)
     processes = RankProcesses(settings)
     try:
         status, interrupted = _run(command, _child_environment(settings, alive), processes)
-        _mark_dead_ranks(path, end_orphans(_manifests(path), settings))
+        killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
+        _mark_dead_ranks(records_of_node(path, node_rank), killed)
         pids = {int(file.name) for file in alive.iterdir()}
     finally:
         shutil.rmtree(alive)
     code = 128 - status if status < 0 else status
-    run = open_run(path)
+    records = records_of_node(path, node_rank)
+    manifests = _manifests(records)
     info.exit_code = code
     info.finished_at = now()
-    manifests = [record.manifest for record in run.ranks if record.manifest is not None]
-    info.hosts = sorted({manifest.host for manifest in manifests})
+    info.hosts = sorted({manifest.host for manifest in manifests}) or info.hosts
     info.world_size = max((manifest.world_size for manifest in manifests), default=None)
-    info.state = _state(code, manifests, info.world_size, interrupted)
-    info.messages = _messages(run, info, processes, pids)
-    write_json(path / RUN_FILE, info)
+    seen = {process.rank for process in processes.seen.values()}
+    expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
+    info.state = _state(code, manifests, expected, interrupted)
+    info.messages = _messages(records, code, expected, processes, pids)
+    write_json(path / node_file(node_rank), info)
     return Outcome(code, info)
 
 
@@ -144,13 +111,13 @@ def _run(command: list[str], environment: dict[str, str], processes: RankProcess
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _manifests(path: Path) -> list[RankManifest]:
-    return [record.manifest for record in open_run(path).ranks if record.manifest is not None]
+def _manifests(records: list[RankRecord]) -> list[RankManifest]:
+    return [record.manifest for record in records if record.manifest is not None]
 
 
-def _mark_dead_ranks(path: Path, killed: list[int]) -> None:
+def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
     """Say of ranks that died unheard (SIGKILL, ``os._exit``, a fault in C++) that they crashed."""
-    for record in open_run(path).ranks:
+    for record in records:
         for leftover in temporaries(record.path):
             leftover.unlink()
         manifest = record.manifest
@@ -161,21 +128,24 @@ def _mark_dead_ranks(path: Path, killed: list[int]) -> None:
             "killed: it outlived the command" if record.rank in killed else "ended without a word"
         )
         manifest.messages.append("what was being captured then is lost")
-        write_json(record.path / "manifest.json", manifest)
+        write_json(record.path / MANIFEST_FILE, manifest)
 
 
-def _state(code: int, manifests: list[RankManifest], world_size: int | None, interrupted: bool) -> State:
-    complete = len(manifests) == world_size and all(manifest.state == "complete" for manifest in manifests)
+def _state(code: int, manifests: list[RankManifest], expected: set[int], interrupted: bool) -> State:
+    present = {manifest.rank for manifest in manifests}
+    complete = present and expected <= present and all(one.state == "complete" for one in manifests)
     if code and not interrupted:
         return "crashed"
     return "complete" if complete else "partial"
 
 
-def _messages(run: RunDirectory, info: RunInfo, processes: RankProcesses, alive: set[int]) -> list[str]:
+def _messages(
+    records: list[RankRecord], code: int, expected: set[int], processes: RankProcesses, alive: set[int]
+) -> list[str]:
     messages = []
-    if info.exit_code:
-        messages.append(f"the command ended with exit code {info.exit_code}")
-    present = {record.rank for record in run.ranks if record.manifest is not None}
+    if code:
+        messages.append(f"the command ended with exit code {code}")
+    present = {record.rank for record in records if record.manifest is not None}
     silent = [process for process in processes.silent(alive) if process.rank not in present]
     messages += [f"rank {one.rank}: no sign of life: {one.why_silent(BOOTSTRAP)}" for one in silent]
     if not present and not silent:
@@ -185,14 +155,15 @@ def _messages(run: RunDirectory, info: RunInfo, processes: RankProcesses, alive:
             messages.append(
                 f"no process showed a sign of life; what can keep the recorder out: {_NO_RECORDER}"
             )
-    missing = set(range(info.world_size or 0)) - present - {process.rank for process in silent}
-    if missing:
+    missing = expected - present - {process.rank for process in silent}
+    if missing and present:
         messages.append(
             f"{_ranks(missing)}: no sign of life, or fully_shard never called; "
-            f"what can keep the recorder out: {_NO_RECORDER}"
+            f"what can keep the recorder out: {_NO_RECORDER}; "
+            "ranks of another node are recorded there, with --node-rank"
         )
     texts: dict[str, set[int]] = defaultdict(set)
-    for record in run.ranks:
+    for record in records:
         for text in record.messages:
             texts[text].add(record.rank)
     return messages + [f"{_ranks(ranks)}: {text}" for text, ranks in texts.items()]
@@ -201,8 +172,3 @@ def _messages(run: RunDirectory, info: RunInfo, processes: RankProcesses, alive:
 def _ranks(ranks: set[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def now() -> str:
-    """Return the time as ISO 8601 with its zone."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")

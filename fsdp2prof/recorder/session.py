@@ -51,6 +51,7 @@ class RankSession:
             rank=identity.rank,
             local_rank=identity.local_rank,
             world_size=identity.world_size,
+            node_rank=settings.node_rank,
             host=socket.gethostname(),
             pid=os.getpid(),
             script=list(sys.argv),

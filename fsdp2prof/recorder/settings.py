@@ -30,6 +30,8 @@ class Settings(msgspec.Struct, kw_only=True):
     run: str
     """Absolute path of the run directory."""
     options: RecordOptions
+    node_rank: int = 0
+    """Of the launcher: its ranks are told from those of other nodes by it."""
 
     @property
     def path(self) -> Path:

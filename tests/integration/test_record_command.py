@@ -120,6 +120,8 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
     (run / "run.json").write_text("{}")
     (run / "rank-00000").mkdir()
     (run / "rank-notes.txt").touch()
+    refused = record(run, "true")
+    assert "; other nodes of the same run take --node-rank N" in refused.stderr
     assert record(run, sys.executable, "-c", "pass", options=["-f"]).returncode == 0
     assert sorted(file.name for file in run.iterdir()) == ["rank-notes.txt", "run.json", "thesis.txt"]
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, node_file, rank_folder
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 
 
@@ -133,3 +133,109 @@ def test_paths_that_are_no_run_directory(tmp_path):
     with pytest.raises(RunDirectoryError, match=r"neither run\.json nor a rank's manifest"):
         open_run(tmp_path)
     assert not is_run_directory(tmp_path)
+
+
+def at(minute):
+    return f"2026-01-01T10:{minute:02d}:00+00:00"
+
+
+def make_node(run, node, **info):
+    defaults = {
+        "command": [f"of node {node}"],
+        "state": "complete",
+        "exit_code": 0,
+        "started_at": at(node),
+        "finished_at": at(30 + node),
+        "hosts": [f"host-{node}"],
+        "world_size": 2,
+    }
+    write(run / node_file(node), RunInfo(**{**defaults, **info}))
+
+
+def test_the_nodes_of_a_run_are_put_together(run):
+    for node in (0, 1):
+        make_node(run, node)
+        make_rank(run, node, node_rank=node)
+    opened = open_run(run)
+    info = opened.info
+    assert opened.messages == ()
+    assert (info.state, info.exit_code, info.command) == ("complete", 0, ["of node 0"])
+    assert (info.hosts, info.world_size) == (["host-0", "host-1"], 2)
+    assert (info.started_at, info.finished_at) == (at(0), at(31))
+
+
+def test_times_of_nodes_compare_over_time_zones(run):
+    make_node(run, 0, started_at="2026-01-01T10:00:00+00:00", finished_at="2026-01-01T10:40:00+00:00")
+    make_node(run, 1, started_at="2026-01-01T11:30:00+02:00", finished_at="2026-01-01T12:41:00+02:00")
+    info = open_run(run).info
+    assert (info.started_at, info.finished_at) == ("2026-01-01T11:30:00+02:00", "2026-01-01T12:41:00+02:00")
+
+
+@pytest.mark.parametrize(
+    ("states", "worst"),
+    [
+        (("complete", "partial"), "partial"),
+        (("running", "partial"), "running"),
+        (("crashed", "running", "complete"), "crashed"),
+    ],
+)
+def test_the_worst_state_of_a_node_is_the_runs(run, states, worst):
+    for node, state in enumerate(states):
+        make_node(run, node, state=state)
+    assert open_run(run).info.state == worst
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((0, 0), 0), ((0, 137, 1), 137), ((None, 0), None), ((None, 1), 1)]
+)
+def test_the_first_exit_code_that_is_not_zero_is_the_runs(run, codes, code):
+    for node, own in enumerate(codes):
+        make_node(run, node, exit_code=own)
+    assert open_run(run).info.exit_code == code
+
+
+def test_messages_name_their_node_unless_they_name_their_rank(run):
+    make_node(run, 0, messages=["rank 0: cut short"])
+    make_node(run, 1, hosts=["b", "c"], state="crashed", messages=["the command ended with exit code 1"])
+    make_node(run, 2, hosts=[], state="running", finished_at=None, options=RecordOptions(active=9))
+    for rank in (0, 1):
+        make_rank(run, rank, node_rank=rank)
+    assert open_run(run).messages == (
+        "rank 0: cut short",
+        "node 1 (b, c): the command ended with exit code 1",
+        "node 2: recorded with other options than node 0 (host-0)",
+    )
+    assert open_run(run).info.finished_at is None
+
+
+def test_a_node_that_has_not_ended_is_named(run):
+    make_node(run, 0)
+    make_node(run, 1, state="running", finished_at=None, exit_code=None)
+    for rank in (0, 1):
+        make_rank(run, rank, node_rank=rank)
+    assert open_run(run).messages == (
+        "the run of node 1 (host-1) has not ended, or was killed before it could say how it ended",
+    )
+
+
+def test_without_the_file_of_node_0_the_others_are_read(run):
+    (run / "run.json").unlink()
+    make_node(run, 1)
+    make_rank(run, 1, node_rank=1)
+    opened = open_run(run)
+    assert opened.messages == (
+        "run.json is missing: how the run was started and how it ended is unknown of node 0",
+        "1 of 2 ranks left nothing: 0",
+    )
+    assert (opened.info.state, opened.info.command) == ("partial", ["of node 1"])
+    assert is_run_directory(run)
+
+
+def test_a_node_of_an_older_run_is_told(run):
+    make_node(run, 0, started_at=at(50), finished_at=at(59))
+    make_node(run, 1)
+    for rank in (0, 1):
+        make_rank(run, rank, node_rank=rank)
+    assert open_run(run).messages == (
+        "node 1 (host-1): ended before another node started: it is of an older run; record it anew with -f",
+    )

@@ -1,0 +1,47 @@
+"""The JSON documents of a run directory, decoded and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.manifest import RankManifest, RunInfo
+
+__all__ = ["UnreadableError", "read_document"]
+
+_Document = TypeVar("_Document", RunInfo, RankManifest)
+
+
+class UnreadableError(RunDirectoryError):
+    """A document that is not the JSON it should be."""
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+def read_document(file: Path, kind: type[_Document], known_schema: str) -> _Document:
+    """Decode one document, keys it does not know ignored.
+
+    Raises ``UnreadableError`` for what is no such JSON, ``RunDirectoryError`` for a newer schema.
+    """
+    content = file.read_bytes()
+    try:
+        _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{file}: cannot be read ({error}); record the run again") from error
+
+
+def _check_schema(file: Path, schema: str, known_schema: str) -> None:
+    name, _, number = schema.partition("/")
+    known_name, _, known_number = known_schema.partition("/")
+    if name != known_name or not number.isdigit():
+        raise RunDirectoryError(f"{file}: its schema is {schema!r}, not {known_schema!r}")
+    if int(number) > int(known_number):
+        raise RunDirectoryError(
+            f"{file}: schema {schema} is newer than this fsdp2prof reads ({known_schema}); upgrade fsdp2prof"
+        )
