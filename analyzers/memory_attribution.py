@@ -31,16 +31,16 @@ from fsdp2prof.tables import (
 
 __all__ = ["Attributed", "attribute"]
 
-_OPTIMIZER = re.compile(r"torch/optim/\w+\.py")
-_MODULE = re.compile(r"torch/nn/modules/module\.py:\d+:_call_impl")
-_BACKWARD = re.compile(r"torch::autograd::Engine::|torch/autograd/graph\.py:\d+:_engine_run_backward")
+_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
+_MODULE = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:_call_impl")
+_BACKWARD = re.compile(r"torch::autograd::Engine::|torch[/\\]autograd[/\\]graph\.py:\d+:_engine_run_backward")
 _TAG = re.compile(
     rf"step=(?P<step>-?\d{{1,18}});phase=(?P<phase>{'|'.join(PHASES)});"
     rf"activity=(?P<activity>{'|'.join(ACTIVITIES)});fqn=(?P<fqn>.*)",
     re.DOTALL,
 )
 """What the recorder writes into ``user_metadata``."""
-_RECOMPUTE = re.compile(r"torch/utils/checkpoint\.py:\d+:(?:recompute_fn|unpack_hook|backward)")
+_RECOMPUTE = re.compile(r"torch[/\\]utils[/\\]checkpoint\.py:\d+:(?:recompute_fn|unpack_hook|backward)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
