@@ -223,3 +223,24 @@ def test_an_all_gather_late_for_a_peer_names_the_peer(tmp_path: Path) -> None:
     late = [r for r in rows if (r.rank, r.op, r.cause) == (0, "all_gather", "peer")]
     assert late
     assert all(r.late_ns["peer"] <= 2_000_003 - 300_017 for r in late)
+
+
+@pytest.mark.parametrize("name", ["default", "hsdp", "comm_bound_from_the_middle"])
+def test_a_recording_that_begins_in_the_middle_of_a_step(name: str, tmp_path: Path) -> None:
+    """The host's first step is lost but its work still runs: later steps are exact, the rest has a reason."""
+    schedule = VARIANTS.get(name, Schedule(roots=(T(**COMM_BOUND),)))
+    (recording,) = record(replace(schedule, steps=3))
+    timeline, truth = recording.timeline, truth_of(recording)
+    second = next(e.start for e in timeline.host if e.name == "ProfilerStep#4")
+    timeline.host = [event for event in timeline.host if event.start >= second - 50_000]
+    trace = read_trace(write(recording, tmp_path / "trace.json"), workers=1)
+    found = analyze_rank(trace)
+    assert {step.step: asdict(step.breakdown_ns) for step in found.rank.steps} == {
+        step: answer.breakdown_ns for step, answer in truth.steps.items() if step > 3
+    }
+    assert sums_of(found) == {key: answer for key, answer in truth.groups.items() if key[0] > 3}
+    whole = analyze_rank(trace, window="trace")
+    (step,) = whole.rank.steps
+    assert sum(asdict(step.breakdown_ns).values()) == step.duration_ns
+    queued = whole.attribution.unattributed_reasons["its launch is not in the file"]
+    assert whole.attribution.attributed + queued == len(timeline.collectives)
