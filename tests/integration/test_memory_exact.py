@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.analyzers.memory_peak import sum_by
 from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times
+from fsdp2prof.analyzers.memory_view import memory_view
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
@@ -149,6 +151,37 @@ def test_unsharded_parameters_are_those_of_the_groups_unsharded_then(
         found = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
         assert found == expected
         assert expected
+
+
+@pytest.mark.parametrize(("name", "nproc"), [RUNS[0], RUNS[1], RUNS[5]])
+def test_whatever_fsdp_allocates_in_a_step_is_where_the_rules_put_it(
+    runs: Callable[[str, int], Run], name: str, nproc: int
+):
+    """Bytes of every group in one step by category, from its sizes: P = N * S elements of bp, br, bo bytes."""
+    run = runs(name, nproc)
+    for rank in range(nproc):
+        manifest = run.ranks[rank].manifest
+        view = memory_view(run.recording(rank), manifest)
+        backend = view.allocations.op.matches(lambda op: op.startswith("given to"))  # gloo's own copies
+        rows = view.allocations.take((view.allocations.step == manifest.memory_steps[0]) & ~backend)
+        allocated = sum_by(rows.size, rows.fqn, rows.category)
+        for group in manifest.param_groups:
+            shard = sum(math.prod(parameter.padded_local_shape) for parameter in group.parameters)
+            whole = shard * group.shard_world_size
+            original = ITEMSIZE[group.parameters[0].dtype]
+            gathered = ITEMSIZE[group.param_dtype] if group.param_dtype else original
+            reduced = ITEMSIZE[group.reduce_dtype] if group.reduce_dtype else gathered
+            unshards = 2 if group.reshard_after_forward else 1
+            cast = shard * gathered if group.param_dtype else 0
+            assert reduced == original  # else one more cast would make the gradient
+            expected = {
+                "all_gather_buffer": unshards * (whole * gathered + cast),
+                "unsharded_parameter": unshards * whole * gathered,
+                "unsharded_gradient": whole * gathered,
+                "reduce_scatter_buffer": whole * reduced,
+                "sharded_gradient": shard * reduced,
+            }
+            assert {category: allocated[group.fqn, category] for category in expected} == expected
 
 
 def test_second_micro_batch_holds_the_unsharded_gradients_of_the_whole_model(
