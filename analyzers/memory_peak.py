@@ -92,20 +92,18 @@ def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -
 
 
 def _other_peaks(view: MemoryView, but: int) -> list[OtherPeak]:
-    """Return the five highest totals of any other (step, phase, fqn) than that of phase row ``but``."""
+    """Return the five highest totals of any other (phase, fqn) than that of phase row ``but``."""
     phases = view.phases
     highest, _, _ = _over_rows(view)
-    best: dict[tuple[int, str, str | None], int] = {}
-    names = zip(phases.step.tolist(), phases.phase.to_list(), phases.fqn.to_list(), strict=True)
-    keys = [(int(step), str(phase), fqn) for step, phase, fqn in names]
-    for key, total in zip(keys, highest.tolist(), strict=True):
-        best[key] = max(best.get(key, 0), total)
+    names = list(zip(phases.phase.to_list(), phases.fqn.to_list(), strict=True))
+    best: dict[tuple[str | None, str | None], tuple[int, int]] = {}
+    for row in np.argsort(-highest, kind="stable").tolist():
+        best.setdefault(names[row], (int(highest[row]), int(phases.step[row])))
     if but >= 0:
-        del best[keys[but]]
-    ranked = sorted(best.items(), key=lambda item: -item[1])[:_OTHERS]
+        del best[names[but]]
     return [
-        OtherPeak(allocated_bytes=total, step=step if step >= 0 else None, phase=phase, fqn=fqn)
-        for (step, phase, fqn), total in ranked
+        OtherPeak(allocated_bytes=total, step=step if step >= 0 else None, phase=str(phase), fqn=fqn)
+        for (phase, fqn), (total, step) in list(best.items())[:_OTHERS]
     ]
 
 

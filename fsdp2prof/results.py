@@ -373,7 +373,7 @@ class Peak:
     largest_blocks: list[LiveBlock] = field(default_factory=list)
     """The ten largest allocations alive at the peak, largest first."""
     others: list[OtherPeak] = field(default_factory=list)
-    """The highest totals elsewhere, one a (step, phase, fqn), highest first."""
+    """The highest totals elsewhere, one a (phase, fqn), highest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -412,7 +412,7 @@ class LiveBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherPeak:
-    """The highest total while one layer ran in one phase of one step."""
+    """The highest total while one layer ran in one phase, and the step that had it."""
 
     allocated_bytes: int
     step: int | None

@@ -157,7 +157,7 @@ def test_unsharded_parameters_are_those_of_the_groups_unsharded_then(
 def test_whatever_fsdp_allocates_in_a_step_is_where_the_rules_put_it(
     runs: Callable[[str, int], Run], name: str, nproc: int
 ):
-    """Bytes of every group in one step by category, from its sizes: P = N * S elements of bp, br, bo bytes."""
+    """Bytes of every group in one step, from its sizes: P = N * S elements of bp, br, bo bytes."""
     run = runs(name, nproc)
     for rank in range(nproc):
         manifest = run.ranks[rank].manifest
