@@ -294,10 +294,10 @@ def _is_root(fqn: str | None) -> bool:
 def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
     half = {row.fqn for row in evidence.all_gathers if row.dtype in _HALF}
     wide = [row for row in evidence.reduce_scatters if row.dtype == "float32" and row.fqn in half]
-    gathers = sum(row.total_ns for row in evidence.all_gathers)
-    if sum(row.total_ns for row in wide) < gathers:
+    gathers = sum(row.total_ns for row in evidence.all_gathers) - _waited(evidence, "all_gather")
+    if sum(row.total_ns for row in wide) - _waited(evidence, "reduce_scatter") < gathers:
         return []
-    cost = sum(row.exposed_ns for row in wide)
+    cost = sum(row.exposed_ns for row in wide) - _for_peers(evidence, "reduce_scatter")
     message = (
         "Gradients are reduced in float32 while parameters are gathered in half precision: reduce-scatter "
         f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed. "
@@ -308,9 +308,19 @@ def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
     return evidence.finding("reduce_in_float32", worst[0][0] if worst else None, cost, message)
 
 
+def _waited(evidence: Evidence, op: str) -> int:
+    """Time that ranks waited for one another in one kind of collective."""
+    return sum(row.wait_ns for row in evidence.analysis.cross_rank.groups if row.op == op)
+
+
+def _for_peers(evidence: Evidence, op: str) -> int:
+    """Stalls that end late because a rank came late: a straggler's fault, not the collective's."""
+    return sum(row.late_ns.get("peer", 0) for row in evidence.analysis.prefetch if row.op == op)
+
+
 def _exposed_all_reduce(evidence: Evidence) -> list[Finding]:
     rows = [row for row in evidence.analysis.groups if row.op == "all_reduce" and row.fqn is not None]
-    cost = sum(row.exposed_ns for row in rows)
+    cost = sum(row.exposed_ns for row in rows) - _for_peers(evidence, "all_reduce")
     message = (
         f"The all-reduce between HSDP replicas is exposed for {evidence.per_step(cost)}. Use fewer replicas "
         "(larger shard dimension), reduce in a smaller dtype, or accumulate gradients with "

@@ -38,17 +38,18 @@ def _stragglers(evidence: Evidence) -> list[Finding]:
     for straggler in cross.stragglers:
         causes[straggler.rank].append(straggler)
     peers = max(len(cross.wait_ns) - 1, 1)
+    felt = _felt_frac(evidence)
     found, explained = [], 0
     for rank, its in causes.items():
         caused = cross.wait_caused_ns.get(str(rank), 0)
         net = caused - cross.wait_ns.get(str(rank), 0) * peers
         share = evidence.frac(net) * len(evidence.analysis.ranks) / peers
-        if share < evidence.thresholds.straggler_frac:
+        if share * felt < evidence.thresholds.straggler_frac:
             continue
         explained += caused
-        found.append(_straggler(evidence, rank, its[0], share, caused))
+        found.append(_straggler(evidence, rank, its[0], share, share * felt, caused))
     found.sort(key=lambda one: -float(one.evidence["cost_frac"]))
-    rest = sum(cross.wait_ns.values()) - explained
+    rest = int((sum(cross.wait_ns.values()) - explained) * felt)
     if evidence.frac(rest) >= evidence.thresholds.straggler_frac:
         message = (
             f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no single "
@@ -60,19 +61,38 @@ def _stragglers(evidence: Evidence) -> list[Finding]:
     return found[:_NAMED]
 
 
-def _straggler(evidence: Evidence, rank: int, worst: Straggler, share: float, caused: int) -> Finding:
+def _felt_frac(evidence: Evidence) -> float:
+    """Part of the waiting inside collectives that held a rank up: the rest ran beside its compute.
+
+    By the verdicts where collectives are known to be waited for, else what can be: no more than is exposed.
+    """
+    waited = sum(evidence.analysis.cross_rank.wait_ns.values())
+    if not waited:
+        return 0.0
+    if evidence.analysis.prefetch:
+        felt = sum(row.late_ns.get("peer", 0) for row in evidence.analysis.prefetch)
+    else:
+        felt = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
+    return min(felt / waited, 1.0)
+
+
+def _straggler(
+    evidence: Evidence, rank: int, worst: Straggler, share: float, cost: float, caused: int
+) -> Finding:
     where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
     message = (
-        f"Rank {rank} keeps the others waiting for {format_frac(share)} of their time. Mostly: "
-        f"{worst.cause}{where}. {_REMEDY[worst.kind or 'unknown']}."
+        f"Waiting in collectives for rank {rank} takes the others {format_frac(share)} of their time, "
+        f"{format_frac(cost)} with nothing else to do. Mostly: {worst.cause}{where}. "
+        f"{_REMEDY[worst.kind or 'unknown']}."
     )
     return Finding(
         id="straggler",
-        severity=evidence.severity(share),
+        severity=evidence.severity(cost),
         fqn=worst.fqn,
         message=message,
         evidence={
-            "cost_frac": share,
+            "cost_frac": cost,
+            "wait_frac": share,
             "rank": rank,
             "wait_caused_ns": caused,
             "kind": worst.kind,

@@ -299,3 +299,15 @@ def test_the_document_has_every_metric_and_every_finding_that_fires() -> None:
         assert f"| `{name}` | {metric.description} |" in text
     for name in [*FAULTS, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
         assert f"| `{name}` |" in text
+
+
+def test_a_straggler_costs_what_is_felt_and_is_not_mistaken_for_wide_reductions(tmp_path: Path) -> None:
+    """Rank 2's slow layer makes every step as long as its own; the others' wait beyond that is hidden."""
+    slow = HEALTHY.scaled(1.5, "layers.2")
+    analysis = analyse(tmp_path / "run", HEALTHY, HEALTHY, slow, HEALTHY)
+    (alone,) = (rank.steps[-1].duration_ns for rank in analyse(tmp_path / "one", HEALTHY).ranks)
+    together = analysis.ranks[0].steps[-1].duration_ns
+    found = named(analysis)
+    assert set(found) == {"straggler"}
+    assert found["straggler"].evidence["cost_frac"] == pytest.approx((together - alone) / together, rel=0.02)
+    assert found["straggler"].evidence["wait_frac"] > 4 * found["straggler"].evidence["cost_frac"]
