@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
-from fsdp2prof.readers.safe_pickle import load_containers
+from fsdp2prof.readers.safe_pickle import load_containers, text
 from fsdp2prof.readers.snapshot_events import build_allocations, build_blocks, build_segments, read_events
 from fsdp2prof.readers.snapshot_stacks import StackInterner
 from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepTable, Strings
@@ -64,7 +64,7 @@ def _recordings(snapshot: Any, path: Path) -> list[MemoryRecording]:
             f"{path}: the snapshot holds no memory and no history; "
             "call torch.cuda.memory._record_memory_history() before the training"
         )
-    settings = {str(key): str(value) for key, value in (snapshot.get("allocator_settings") or {}).items()}
+    settings = _settings(snapshot.get("allocator_settings") or {})
     annotations = snapshot.get("external_annotations") or []
     return [
         _recording(
@@ -113,12 +113,25 @@ def _recording(
     )
 
 
+def _settings(settings: dict[Any, Any]) -> dict[str, str]:
+    """Settings as text; a table among them (rounding by size) as its entries that are not zero."""
+    flat = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat[text(name)] = ",".join(f"{text(key)}:{int(entry)}" for key, entry in value.items() if entry)
+        elif isinstance(value, (str, int, float)):
+            flat[text(name)] = str(value)
+        else:
+            raise TypeError(f"a {type(value).__name__} as an allocator setting")
+    return flat
+
+
 def _labels(annotations: list[Any]) -> LabelTable:
     """Pair START and END of the annotations; one still open when the history ends lasts for ever."""
     opened: list[tuple[str, int]] = []
     rows: list[tuple[int, int, str]] = []
     for item in annotations:
-        name, time_ns = str(item["name"]), int(item["time_us"]) * 1000
+        name, time_ns = text(item["name"]), int(item["time_us"]) * 1000
         if item["stage"] == "START":
             opened.append((name, time_ns))
             continue

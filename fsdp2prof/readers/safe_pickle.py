@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from fsdp2prof.errors import SnapshotError
 
-__all__ = ["load_containers"]
+__all__ = ["load_containers", "text"]
 
 _COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
 _INTEGER = rb"(?:K.|M..|J.{4})"
@@ -61,6 +61,16 @@ def load_containers(path: Path) -> Any:
     except _ERRORS as error:
         reason = str(error) or type(error).__name__
         raise SnapshotError(f"{path}: not a pickle, or a truncated one: {reason}") from error
+
+
+def text(value: Any) -> str:
+    """Return a string as it is. Raises ``TypeError`` for anything else.
+
+    Never ``str(value)``: lists that share their members print for ever.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text belongs")
+    return value
 
 
 _ERRORS = (

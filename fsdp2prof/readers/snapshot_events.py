@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp2prof.readers.safe_pickle import text
 from fsdp2prof.readers.snapshot_stacks import StackInterner
 from fsdp2prof.tables import NEVER, AllocationTable, BlockTable, IntArray, SegmentTable, Strings, Table
 
@@ -47,7 +48,7 @@ class EventColumns(Table):
 
 def read_events(trace: list[Any], stacks: StackInterner) -> EventColumns:
     """Turn a device's trace into columns. Raises ``KeyError`` or ``TypeError`` if an event is malformed."""
-    actions = [event["action"] for event in trace]
+    actions = [text(event["action"]) for event in trace]
     times = np.array([event.get("time_us", -1) for event in trace], dtype=np.int64)
     return EventColumns(
         action=Strings.intern(actions),
@@ -64,7 +65,7 @@ def read_events(trace: list[Any], stacks: StackInterner) -> EventColumns:
             dtype=np.int64,
         ),
         pool=Strings.intern(_private_pool(event.get("pool_id")) for event in trace),
-        tag=Strings.intern(event.get("user_metadata") or None for event in trace),
+        tag=Strings.intern(_tag(event.get("user_metadata")) for event in trace),
     )
 
 
@@ -281,14 +282,21 @@ def _pools(address: IntArray, private: Strings, before: int, segments: list[Any]
 
 
 def _pool(segment: Any) -> str | None:
-    kind = segment.get("segment_type")
+    kind = None if segment.get("segment_type") is None else text(segment["segment_type"])
     private = _private_pool(segment.get("segment_pool_id"))
     return kind if private is None else f"{kind or 'pool'} {private}"
 
 
 def _private_pool(identifier: Any) -> str | None:
     """Private pool id as ``(1, 0)``; null for the default pool and where the file does not say."""
-    return None if identifier is None or not any(identifier) else f"({identifier[0]}, {identifier[1]})"
+    if identifier is None:
+        return None
+    first, second = int(identifier[0]), int(identifier[1])
+    return f"({first}, {second})" if first or second else None
+
+
+def _tag(metadata: Any) -> str | None:
+    return text(metadata) if metadata else None
 
 
 def _expandable(segment: Any) -> bool:

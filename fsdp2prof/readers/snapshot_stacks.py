@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fsdp2prof.readers.safe_pickle import text
 from fsdp2prof.tables import Stacks, Strings
 
 __all__ = ["StackInterner"]
@@ -62,9 +63,9 @@ class StackInterner:
         known = self._frame_by_id.get(id(frame))
         if known is not None:
             return known
-        name, line = str(frame["name"]), int(frame["line"])
-        text = f"{frame['filename']}:{line}:{name}" if line else name
-        code = self._frame_by_id[id(frame)] = self._frames.setdefault(text, len(self._frames))
+        name, line = text(frame["name"]), int(frame["line"])
+        full = f"{text(frame['filename'])}:{line}:{name}" if line else name
+        code = self._frame_by_id[id(frame)] = self._frames.setdefault(full, len(self._frames))
         return code
 
 

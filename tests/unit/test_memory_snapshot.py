@@ -166,6 +166,39 @@ def test_archive_round_trip(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"snapshot.pickle", "memory.npz"}
 
 
+def shared_lists() -> list[object]:
+    """A list whose text has 2**60 parts."""
+    item: list[object] = []
+    for _ in range(60):
+        item = [item, item]
+    return item
+
+
+@pytest.mark.parametrize("where", ["frame", "setting", "annotation", "tag", "pool", "segment"])
+def test_lists_that_print_for_ever_are_refused(tmp_path: Path, where: str):
+    builder = (
+        SnapshotBuilder().alloc(100, 10).label("START", "a").segment(100, [(512, 10, "active_allocated")])
+    )
+    snapshot, endless = builder.snapshot(), shared_lists()
+    event, segment = snapshot["device_traces"][0][0], snapshot["segments"][0]
+    if where == "frame":
+        event["frames"] = [{"filename": endless, "line": 1, "name": "f"}]
+    elif where == "setting":
+        snapshot["allocator_settings"]["max_split_size"] = endless
+    elif where == "annotation":
+        snapshot["external_annotations"][0]["name"] = endless
+    elif where == "tag":
+        event["user_metadata"] = endless
+    elif where == "pool":
+        event["pool_id"] = endless
+    else:
+        segment["segment_type"] = endless
+    path = tmp_path / "endless.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    with pytest.raises(SnapshotError, match=r"not an allocator snapshot: TypeError"):
+        read_memory(path)
+
+
 class Evil:
     """Runs a command when it is unpickled."""
 
