@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from fsdp2prof.estimators.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory, Segment
-from fsdp2prof.tables import NEVER, BlockTable, IntArray, MemoryRecording, SegmentTable, Strings
+from fsdp2prof.tables import (
+    NEVER,
+    AllocationTable,
+    BlockTable,
+    IntArray,
+    MemoryRecording,
+    SegmentTable,
+    Strings,
+)
 
 __all__ = ["allocator_settings", "replay", "survives"]
 
@@ -28,9 +36,10 @@ def replay(recording: MemoryRecording, settings: AllocatorSettings) -> MemoryRec
         addresses[row] = block.address
         makers.extend([row] * (len(allocator.taken) - len(makers)))
     taken_by = np.array(makers, dtype=np.int64)
+    allocations = allocations.with_columns(address=addresses)
     return replace(
         recording,
-        allocations=allocations.with_columns(address=addresses),
+        allocations=allocations,
         segments=SegmentTable(
             alloc_order=allocations.alloc_order[taken_by],
             free_order=np.full(len(taken_by), NEVER, dtype=np.int64),
@@ -41,7 +50,7 @@ def replay(recording: MemoryRecording, settings: AllocatorSettings) -> MemoryRec
             pool=_pools(allocator.taken),
             expandable=np.full(len(taken_by), settings.expandable_segments),
         ),
-        blocks=_blocks(allocator),
+        blocks=_blocks(allocator, allocations),
         settings={"expandable_segments": str(settings.expandable_segments)},
     )
 
@@ -73,8 +82,10 @@ def _run(recording: MemoryRecording, allocator: CachingAllocator) -> Iterator[tu
             allocator.free(live.pop(~row))
 
 
-def _blocks(allocator: CachingAllocator) -> BlockTable:
+def _blocks(allocator: CachingAllocator, allocations: AllocationTable) -> BlockTable:
     blocks = allocator.blocks()
+    alive = allocations.take(allocations.free_order == NEVER)
+    stack_at = dict(zip(alive.address.tolist(), alive.stack.tolist(), strict=True))
     starts = _column(allocator.segments(), "address")
     address = _column(blocks, "address")
     return BlockTable(
@@ -86,7 +97,7 @@ def _blocks(allocator: CachingAllocator) -> BlockTable:
         stream=_column(blocks, "stream"),
         pool=_pools(blocks),
         expandable=np.full(len(blocks), allocator.settings.expandable_segments),
-        stack=np.full(len(blocks), -1, dtype=np.int64),
+        stack=np.array([stack_at.get(block.address, -1) for block in blocks], dtype=np.int64),
     )
 
 

@@ -74,7 +74,9 @@ def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[i
 
 def extend(shallow: Execution, blocks: tuple[str, ...], period: int, growth: dict[int, int]) -> Execution:
     """Extend an execution to more blocks, a multiple of ``period`` more, repeating its middle."""
-    extension = _extension(shallow, blocks, period, growth)
+    periods = (len(blocks) - len(shallow.blocks)) // period
+    grown = {row: size * periods for row, size in growth.items()}
+    extension = _extension(shallow, blocks, period, grown)
     assert extension is not None
     return extension.execution
 

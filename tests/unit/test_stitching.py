@@ -1,0 +1,94 @@
+"""A stitched execution is the full one, event for event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fsdp2prof.estimators.execution import execute
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.reserved import allocator_settings, replay
+from fsdp2prof.estimators.stitching import execute_stitched, growth_between
+from fsdp2prof.estimators.tape import read_tape
+from fsdp2prof.tables import NEVER
+
+POLICY = PolicySpec(seq_len=128)
+
+
+def positions(allocations) -> np.ndarray:
+    """Rank of every birth and death among all, and where nothing dies."""
+    orders = np.concatenate([allocations.alloc_order, allocations.free_order])
+    return np.where(orders == NEVER, -1, np.unique(orders, return_inverse=True)[1])
+
+
+@pytest.mark.parametrize(
+    ("layers", "mesh", "policy", "how"),
+    [
+        (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "5 and 6 blocks"),
+        (16, MeshSpec(dp_shard=3), replace(POLICY, ac="every:2", optimizer_impl="fused"), "6 and 8 blocks"),
+        (
+            12,
+            MeshSpec(dp_replicate=2, dp_shard=4),
+            replace(POLICY, ac="full", grad_accum=2, reduce_dtype="bfloat16", offload=True),
+            "5 and 6 blocks",
+        ),
+    ],
+)
+def test_a_stitched_execution_equals_the_full_one(
+    layers: int, mesh: MeshSpec, policy: PolicySpec, how: str
+) -> None:
+    spec = ModelSpec(source="gpt2", layers=layers)
+    stitched, note = execute_stitched(spec, mesh, policy)
+    assert note.startswith(how)
+    assert note.endswith(f"repeated to {layers}")
+    full = execute(spec, mesh, policy)
+    ours, theirs = stitched.recording, full.recording
+    assert np.array_equal(ours.allocations.size, theirs.allocations.size)
+    assert np.array_equal(ours.allocations.stream, theirs.allocations.stream)
+    assert np.array_equal(positions(ours.allocations), positions(theirs.allocations))
+    assert ours.allocations.op.to_list() == theirs.allocations.op.to_list()
+    assert ours.labels.name.to_list() == theirs.labels.name.to_list()
+    assert ours.steps.step.tolist() == theirs.steps.step.tolist() == [0, 1, 2]
+    assert (stitched.parameters, stitched.blocks) == (full.parameters, full.blocks)
+    assert roles(stitched) == roles(full)
+    settings = allocator_settings(policy.allocator)
+    assert replay(ours, settings).segments.size.sum() == replay(theirs, settings).segments.size.sum()
+
+
+def roles(execution) -> list[tuple[object, ...]]:
+    row = {address: index for index, address in enumerate(execution.recording.allocations.address.tolist())}
+    known = [(row[t.address], t.category, t.fqn, t.name, t.nbytes) for t in execution.tensors]
+    return sorted(known) + sorted((row[address],) for address in execution.host)
+
+
+def test_a_shallow_model_is_executed_in_full() -> None:
+    _, note = execute_stitched(ModelSpec(source="gpt2", layers=3), MeshSpec(dp_shard=2), POLICY)
+    assert note == "all 3 blocks executed"
+
+
+def test_executions_that_do_not_repeat_are_not_stitched() -> None:
+    mesh, spec = MeshSpec(dp_shard=2), ModelSpec(source="gpt2", layers=5)
+    shallow = execute(spec, mesh, POLICY)
+    deeper = execute(spec.with_layers(6), mesh, replace(POLICY, ac="every:6"))
+    assert growth_between(shallow, deeper, 1) is None
+
+
+def test_the_tape_holds_every_birth_and_death_once() -> None:
+    execution = execute(ModelSpec(source="gpt2", layers=3), MeshSpec(dp_shard=2), POLICY)
+    tape = read_tape(execution)
+    recording = execution.recording
+    births = sum(event.birth for run in tape.runs for event in run.events)
+    deaths = sum(not event.birth for run in tape.runs for event in run.events)
+    things = len(recording.allocations) + len(recording.labels) + len(recording.steps)
+    assert births == things == len(tape.births)
+    assert deaths == things - np.count_nonzero(recording.allocations.free_order == NEVER)
+    # Every ladder climbs all three blocks: forward and backward of two steps, and the optimizer's.
+    ladders = {run.ladder for run in tape.runs if run.ladder is not None}
+    assert len(ladders) >= 4
+    for ladder in ladders:
+        blocks = [run.block for run in tape.runs if run.ladder == ladder]
+        assert blocks in ([0, 1, 2], [2, 1, 0])
