@@ -6,14 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.fsdp_traffic import (
-    Axis,
-    GroupTraffic,
-    Ledger,
-    backward_flows,
-    post_forward_order,
-    walk_step,
-)
+from fsdp2prof.estimators.forward_flow import forward_flow
+from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Model, ModelSpec
 from fsdp2prof.estimators.parallel_traffic import add_parallel_traffic, check_parallelism, stage_of
@@ -82,13 +76,11 @@ def group_traffic(
     """Describe parameter groups for :func:`walk_step`, in post-forward order."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
-    own_positions = [[parameter.position for parameter in group.parameters] for group in groups]
-    ends = nested_ends([group.fqn for group in groups], own_positions)
-    flows = backward_flows(
-        ends, (p.position for group in groups for p in group.parameters if p.requires_grad)
-    )
-    traffic = [
-        GroupTraffic(
+    fqns = [group.fqn for group in groups]
+    trained = [parameter.requires_grad for group in groups for parameter in group.parameters]
+    flow = forward_flow(model, fqns, policy) if len(set(trained)) > 1 else dict.fromkeys(fqns, True)
+    traffic = {
+        group.fqn: GroupTraffic(
             root=root,
             fqn=group.fqn,
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
@@ -96,28 +88,15 @@ def group_traffic(
             reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
             reduce_dtype=policy.gradient_dtype,
             reshard=group.reshard_after_forward,
-            has_backward=flows[index],
+            has_backward=flow.get(group.fqn, False),
             shard=shard,
             reduce=shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
         )
-        for index, group in enumerate(groups)
-    ]
-    ordered = [traffic[index] for index in post_forward_order([group.fqn for group in groups], ends)]
-    return _with_explicit_prefetch(ordered, model.blocks, policy.backward_prefetch)
-
-
-def nested_ends(fqns: Sequence[str], positions: Sequence[Sequence[int]]) -> list[int]:
-    """Last parameter position at or below each group's modules."""
-    last: dict[str, int] = {}
-    for fqn, own in zip(fqns, positions, strict=True):
-        for part in fqn.split(", "):
-            names = part.split(".") if part else []
-            for depth in range(len(names) + 1):
-                above = ".".join(names[:depth])
-                last[above] = max(last.get(above, 0), *own)
-    return [max(last[part] for part in fqn.split(", ")) for fqn in fqns]
+        for group in groups
+    }
+    return _with_explicit_prefetch([traffic[fqn] for fqn in flow], model.blocks, policy.backward_prefetch)
 
 
 def summarise(
@@ -195,8 +174,7 @@ def _notes(policy: PolicySpec) -> list[str]:
     notes = [
         "bytes of a steady step of one rank; payload: all-gather its whole output, reduce-scatter its whole "
         "input, all-reduce the tensor; wire: payload x (n-1)/n, all-reduce twice that",
-        "modules run once per forward in the order they are registered, and every trainable parameter gets "
-        "a gradient",
+        "every module runs once per forward, and every trainable parameter gets a gradient",
     ]
     if policy.clip_grad and policy.optimizer != "none":
         notes.append("gradient clipping all-reduces the stacked norms of all trained parameters once a step")

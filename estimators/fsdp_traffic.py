@@ -8,14 +8,14 @@ backward would not have touched. Source: ``torch.distributed.fsdp._fully_shard``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from fsdp2prof.estimators.policy import Sync, dtype_bytes
 from fsdp2prof.results import CommRow
 
-__all__ = ["Axis", "GroupTraffic", "Ledger", "backward_flows", "post_forward_order", "walk_step"]
+__all__ = ["Axis", "GroupTraffic", "Ledger", "walk_step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,21 +100,6 @@ class _State(Enum):
     SHARDED = auto()
     POST_FORWARD = auto()
     UNSHARDED = auto()
-
-
-def post_forward_order(fqns: Sequence[str], ends: Sequence[int]) -> list[int]:
-    """Indices of groups in the order their forwards end, from FQNs and each one's last parameter position.
-
-    A module ends when the last parameter below it has been used; of modules that end together the inner
-    one is first, the root last.
-    """
-    return sorted(range(len(fqns)), key=lambda index: (ends[index], -_depth(fqns[index])))
-
-
-def backward_flows(ends: Iterable[int], trainable: Iterable[int]) -> list[bool]:
-    """For each group's end, whether a trainable parameter comes at or before it, so that gradients flow."""
-    first = min(trainable, default=None)
-    return [first is not None and first <= end for end in ends]
 
 
 def walk_step(
@@ -206,7 +191,3 @@ def _reduce(group: GroupTraffic, ledger: Ledger) -> None:
             dtype=group.reduce_dtype,
             payload_bytes=size,
         )
-
-
-def _depth(fqn: str) -> int:
-    return 0 if fqn == "" else fqn.split(", ")[-1].count(".") + 1

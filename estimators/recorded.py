@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.communication import nested_ends, summarise
-from fsdp2prof.estimators.fsdp_traffic import (
-    Axis,
-    GroupTraffic,
-    Ledger,
-    backward_flows,
-    post_forward_order,
-    walk_step,
-)
+from fsdp2prof.estimators.communication import summarise
+from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.policy import Sync, dtype_bytes
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.results import CommEstimate
@@ -66,6 +60,8 @@ def estimate_comm_of_run(
         },
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
+            "modules run in the order they are registered, and gradients flow from the first trainable "
+            "parameter on",
             "gradient clipping and collectives outside FSDP are not in a manifest and not counted",
             "each root runs one forward and one backward per micro-batch; a root without trainable "
             "parameters runs forward only, without gradients",
@@ -96,15 +92,15 @@ def _root_traffic(
 ) -> list[GroupTraffic]:
     fqns = [info.fqn for info in infos]
     positions = _positions(infos)
-    ends = nested_ends(fqns, positions)
+    ends = _nested_ends(fqns, positions)
     trainable = [
         position
         for info, own in zip(infos, positions, strict=True)
         for parameter, position in zip(info.parameters, own, strict=True)
         if parameter.requires_grad
     ]
-    flows = backward_flows(ends, trainable)
-    return [_traffic(infos[index], flows[index], dims, sizes) for index in post_forward_order(fqns, ends)]
+    flows = _backward_flows(ends, trainable)
+    return [_traffic(infos[index], flows[index], dims, sizes) for index in _post_forward_order(fqns, ends)]
 
 
 def _positions(infos: list[ParamGroupInfo]) -> list[list[int]]:
@@ -113,6 +109,37 @@ def _positions(infos: list[ParamGroupInfo]) -> list[list[int]]:
     if min(min(own) for own in noted) >= 0:
         return noted
     return [[index] * len(info.parameters) for index, info in enumerate(infos)]
+
+
+def _post_forward_order(fqns: Sequence[str], ends: Sequence[int]) -> list[int]:
+    """Indices of groups in the order their forwards end, from FQNs and each one's last parameter position.
+
+    A module ends when the last parameter below it has been used; of modules that end together the inner
+    one is first, the root last.
+    """
+    return sorted(range(len(fqns)), key=lambda index: (ends[index], -_depth(fqns[index])))
+
+
+def _backward_flows(ends: Iterable[int], trainable: Iterable[int]) -> list[bool]:
+    """For each group's end, whether a trainable parameter comes at or before it, so that gradients flow."""
+    first = min(trainable, default=None)
+    return [first is not None and first <= end for end in ends]
+
+
+def _nested_ends(fqns: Sequence[str], positions: Sequence[Sequence[int]]) -> list[int]:
+    """Last parameter position at or below each group's modules."""
+    last: dict[str, int] = {}
+    for fqn, own in zip(fqns, positions, strict=True):
+        for part in fqn.split(", "):
+            names = part.split(".") if part else []
+            for depth in range(len(names) + 1):
+                above = ".".join(names[:depth])
+                last[above] = max(last.get(above, 0), *own)
+    return [max(last[part] for part in fqn.split(", ")) for fqn in fqns]
+
+
+def _depth(fqn: str) -> int:
+    return 0 if fqn == "" else fqn.split(", ")[-1].count(".") + 1
 
 
 def _traffic(

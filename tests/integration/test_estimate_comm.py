@@ -7,6 +7,7 @@ group, once against runs recorded under real torchrun.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +17,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -217,6 +220,42 @@ def test_tensor_parallelism(config, options):
         known = rows.get((row.phase, row.op, row.dtype), (0, 0))
         rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
     assert rows == sums
+
+
+@settings(max_examples=int(os.environ.get("FSDP2PROF_EXAMPLES", "20")), deadline=None, derandomize=True)
+@given(
+    shards=st.integers(1, 5),
+    replicas=st.integers(1, 2),
+    options=st.fixed_dictionaries(
+        {
+            "reshard": st.sampled_from(["default", "torchtitan", "always", "never", 2]),
+            "reshard_root": st.sampled_from([None, True, False]),
+            "grad_accum": st.integers(1, 3),
+            "sync": st.sampled_from(["last", "each"]),
+            "param_dtype": st.sampled_from([None, "bf16"]),
+            "reduce_dtype": st.sampled_from([None, "fp32"]),
+            "clip_grad": st.booleans(),
+            "backward_prefetch": st.integers(0, 2),
+            "trainable": st.sampled_from(
+                [None, "output", "wq", r"layers\.[12]", "norm", "tok_embeddings", "w2"]
+            ),
+            "wrap": st.lists(
+                st.sampled_from(
+                    ["block", "Attention", "FeedForward", "tok_embeddings", "norm+output", "Linear"]
+                ),
+                min_size=1,
+                unique=True,
+            ).filter(lambda wrap: {"Linear", "norm+output"} - set(wrap)),
+        }
+    ),
+)
+def test_any_policy(shards, replicas, options):
+    """Whatever is wrapped, frozen, accumulated and resharded: the same collectives."""
+    if options["reshard"] == 2 and shards % 2:
+        options = {**options, "reshard": "default"}
+    mesh = MeshSpec(dp_replicate=replicas, dp_shard=shards)
+    policy = PolicySpec.from_mapping({"seq_len": 16, "batch_size": 2, **options})
+    assert predicted(tiny(), mesh, policy) == executed(tiny(), mesh, policy)
 
 
 @pytest.mark.parametrize("reshard", ["default", "never", "always"])

@@ -12,7 +12,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.builtin_models import TransformerConfig
 from fsdp2prof.estimators.builtin_models_build import build_builtin
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
-from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, post_forward_order, walk_step
+from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
 from fsdp2prof.estimators.parallel_traffic import stage_blocks
@@ -235,11 +235,6 @@ def test_trained_groups_follow_the_formulas(sizes, shards, replicas, micro_batch
     assert payload["all_gather"] == (2 if reshard else 1) * micro_batches * 2 * elements * shards
     assert payload["reduce_scatter"] == 4 * elements * shards
     assert payload["all_reduce"] == (4 * elements if replicas > 1 else 0)
-
-
-def test_forwards_end_inside_out():
-    fqns = ["", "layers.0", "layers.0.mlp", "layers.1", "norm, output"]
-    assert post_forward_order(fqns, [9, 4, 4, 7, 9]) == [2, 1, 3, 4, 0]
 
 
 def test_groups_are_fsdps_own():
