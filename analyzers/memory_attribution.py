@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.phases import build_phases, parse_label
+from fsdp2prof.analyzers.phases import build_phases
+from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import (
     ACTIVITIES,
     PHASES,

@@ -28,7 +28,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.memory_attribution import Attributed
 from fsdp2prof.analyzers.memory_shards import place_shards
-from fsdp2prof.analyzers.phases import qualified_fqn
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import CATEGORIES, GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
 
@@ -108,6 +108,7 @@ def _fsdp_rules(rules: _Rules, attributed: Attributed, end_ns: int) -> None:
     at_once = attributed.alloc_row == attributed.free_row
     rules.put("all_gather_buffer", doing["all_gather"])
     rules.put("temporary", doing["copy_out"] & at_once)
+    rules.put("unsharded_gradient", doing["reshard"] & allocations.phase.equals("backward"))
     rules.put("unsharded_parameter", doing["copy_out"] | doing["reshard"])
     # FSDP drops its last buffers right after the backward; what lives on into other work is a gradient.
     backward = allocations.phase.equals("backward")

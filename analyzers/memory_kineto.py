@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, parse_label
 from fsdp2prof.analyzers.rank_tables import phase_labels
 from fsdp2prof.analyzers.steps import host_steps
+from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
 from fsdp2prof.tables import (
     NEVER,
     AllocationTable,

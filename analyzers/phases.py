@@ -14,18 +14,18 @@ between them. :func:`build_phases` replays the labels in time order:
 
 With several roots in a process, module names repeat. A range ``fsdp2prof::root (i)`` around a root's forward
 (and, where they can be had, around its backward hooks) tells them apart: names become ``root1:layers.0``
-(:func:`qualified_fqn`). A name seen under one root alone is resolved wherever it appears; one that several
-roots share stays unqualified outside such a range, because nothing tells whose it is.
+(:func:`fsdp2prof.labels.qualified_fqn`). A name seen under one root alone is resolved wherever it appears;
+one that several roots share stays unqualified outside such a range, because nothing tells whose it is.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.labels import AUTOGRAD_NODE, BEFORE_FORWARD, NAMELESS, FsdpLabel, parse_label, qualified_fqn
 from fsdp2prof.tables import (
     NEVER,
     BoolArray,
@@ -37,82 +37,10 @@ from fsdp2prof.tables import (
     concat_tables,
 )
 
-__all__ = [
-    "AUTOGRAD_NODE",
-    "FsdpLabel",
-    "build_phases",
-    "find_rows",
-    "parse_label",
-    "qualified_fqn",
-    "transfer_rows",
-]
+__all__ = ["build_phases", "find_rows", "transfer_rows"]
 
-AUTOGRAD_NODE = "autograd::engine::evaluate_function"
-"""Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
-
-_FSDP = re.compile(
-    r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=(?P<pg>\d+)\])?"
-)
-_ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
-
-_ACTIVITY = {
-    "inputs_to_device": "inputs_to_device",
-    "cast_forward_inputs": "cast",
-    "cast_forward_outputs": "cast",
-    "all_gather": "all_gather",
-    "all_gather_copy_out": "copy_out",
-    "post_forward": "reshard",
-    "post_backward_accumulate": "accumulate",
-    "post_backward_reshard": "reshard",
-    "post_backward_rs_wait": "reduce_wait",
-    "post_backward_reduce": "reduce",
-    "reduce_scatter": "reduce",
-    "all_reduce": "reduce",
-    "root_post_backward_callback": "final_wait",
-}
 _TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Labels that a collective itself may carry, on the thread of the backend that carries it out."""
-_BEFORE_FORWARD = frozenset({"root_pre_forward", "inputs_to_device", "cast_forward_inputs"})
-_NAMELESS = _BEFORE_FORWARD | {"cast_forward_outputs"}
-
-
-@dataclass(frozen=True, slots=True)
-class FsdpLabel:
-    """A parsed label."""
-
-    kind: str
-    """The label's own word (``all_gather``, ``pre_forward``, ...), ``optimizer``, or ``root`` (our own)."""
-    fqn: str | None = None
-    """Module; the empty string is the root, null is a label that never names one."""
-    activity: str = "compute"
-    shard_size: int | None = None
-    """Shard mesh size (``[pg=N]``), written when a module has several parameter groups."""
-    root: int | None = None
-    """Index in our own ``fsdp2prof::root (i)``."""
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether only a backward pass emits this label."""
-        return "backward" in self.kind
-
-
-def parse_label(name: str) -> FsdpLabel | None:
-    """Parse a range's name; ``None`` for every range that is not a label of interest."""
-    if name.startswith("Optimizer."):
-        return FsdpLabel("optimizer")
-    if root := _ROOT.fullmatch(name):
-        return FsdpLabel("root", root=int(root[1]))
-    match = _FSDP.fullmatch(name)
-    if match is None:
-        return None
-    kind, target, fqn, size = match.group("kind", "target", "fqn", "pg")
-    named = None if kind in _NAMELESS else (target if target is not None else fqn or "")
-    return FsdpLabel(kind, named, _ACTIVITY.get(kind, "hooks"), int(size) if size else None)
-
-
-def qualified_fqn(fqn: str, root: int, roots: int) -> str:
-    """Return the name a module goes by in every table: prefixed with its root where there are several."""
-    return fqn if roots < 2 else f"root{root}:{fqn}"
 
 
 def build_phases(labels: LabelTable, steps: StepTable, roots: int = 0) -> PhaseTable:
@@ -329,9 +257,9 @@ class _Replay:
         """Module a label belongs to, qualified by its root where there are several."""
         label = self.labels[position]
         fqn: str | None = label.fqn
-        if label.kind in _NAMELESS:
+        if label.kind in NAMELESS:
             near = self.neighbours[position]
-            borrowed = near.module_after if label.kind in _BEFORE_FORWARD else near.module_before
+            borrowed = near.module_after if label.kind in BEFORE_FORWARD else near.module_before
             if borrowed is not None and (label.kind != "root_pre_forward" or self.in_backward):
                 return self._module(borrowed, root)
             modules = self.backward if self.in_backward else self.forward
@@ -385,7 +313,7 @@ def _neighbours(thread: list[int], labels: list[FsdpLabel]) -> list[_Neighbours]
             kind = labels[following].kind
             if kind == "pre_forward":
                 near[position].module_after = following
-            elif kind in _BEFORE_FORWARD:
+            elif kind in BEFORE_FORWARD:
                 near[position].module_after = near[following].module_after
     return near
 

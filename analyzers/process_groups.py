@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers.collective_names import itemsize
-from fsdp2prof.analyzers.phases import qualified_fqn
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.tables import IntArray, Strings
 

@@ -21,9 +21,10 @@ from fsdp2prof.analyzers.accounting import (
 from fsdp2prof.analyzers.collectives import Collectives, collect
 from fsdp2prof.analyzers.gloo import gloo_ranges
 from fsdp2prof.analyzers.launches import DeviceTable, device_activities
-from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, build_phases
+from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.analyzers.steps import Window, host_steps, step_windows
 from fsdp2prof.analyzers.waits import WaitTable, charging_order, find_waits
+from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings, Trace, concat_tables
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 
+from fsdp2prof.labels import root_label
+
 __all__ = ["Root", "Roots", "param_groups"]
 
 
@@ -36,7 +38,7 @@ class Root:
     @property
     def label(self) -> str:
         """Name of the range around its forward and its backward hooks."""
-        return f"fsdp2prof::root ({self.index})"
+        return root_label(self.index)
 
     @property
     def states(self) -> list[Any]:

@@ -7,29 +7,15 @@ name may hold anything; with several roots it is ``root1:layers.0``.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
+from fsdp2prof.labels import parse_label, qualified_fqn
+
 __all__ = ["AllocationTags", "TagState"]
 
-_LABEL = re.compile(r"FSDP::(?P<kind>\w+?)(?: for (?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
-_ROOT = "fsdp2prof::root ("
-_ACTIVITY = {
-    "inputs_to_device": "inputs_to_device",
-    "cast_forward_inputs": "cast",
-    "cast_forward_outputs": "cast",
-    "all_gather": "all_gather",
-    "all_gather_copy_out": "copy_out",
-    "post_forward": "reshard",
-    "post_backward_accumulate": "accumulate",
-    "post_backward_reshard": "reshard",
-    "post_backward_rs_wait": "reduce_wait",
-    "post_backward_reduce": "reduce",
-    "root_post_backward_callback": "final_wait",
-}
 _Place = tuple[str, str, str]
 """Phase, activity, module."""
 
@@ -44,7 +30,7 @@ class TagState:
 
     def __init__(self, *, several_roots: bool = False) -> None:
         self._several_roots = several_roots
-        self._roots: list[str] = []
+        self._roots: list[int] = []
         """Open ranges of roots, outermost first."""
         self._open: list[tuple[str, _Place]] = []
         """Open labels and where the step stood before each."""
@@ -54,53 +40,51 @@ class TagState:
 
     def enter(self, name: str) -> bool:
         """Enter a range; False if nothing allocated in it belongs elsewhere than before."""
-        if name.startswith(_ROOT):
-            self._roots.append(name[len(_ROOT) : -1])
+        label = parse_label(name)
+        if label is None:
             return False
-        match = _LABEL.fullmatch(name)
-        if match is None and not name.startswith("Optimizer."):
+        if label.root is not None:
+            self._roots.append(label.root)
             return False
         self._open.append((name, self.place))
-        if match is None:
+        if label.kind == "optimizer":
             self.place = ("optimizer", "compute", "")
             return True
-        kind = match["kind"]
         phase = self.place[0]
-        if "backward" in kind:
+        if label.is_backward:
             phase = "backward"
-        elif kind in ("root_pre_forward", "pre_forward", "post_forward") and phase != "backward":
+        elif label.kind in ("root_pre_forward", "pre_forward", "post_forward") and phase != "backward":
             phase = "forward"
-        fqn = self._qualified(match["target"] if match["target"] is not None else match["fqn"] or "")
-        self.place = (phase, _ACTIVITY.get(kind, "hooks"), fqn)
+        self.place = (phase, label.activity, self._qualified(label.fqn or ""))
         return True
 
     def leave(self, name: str) -> None:
         """Leave the innermost open range of this name, if there is one."""
-        if name.startswith(_ROOT) and self._roots:
+        label = parse_label(name)
+        if label is not None and label.root is not None and self._roots:
             self._roots.pop()
         position = next((i for i in reversed(range(len(self._open))) if self._open[i][0] == name), None)
-        if position is None:
+        if label is None or position is None:
             return
         before = self._open[position][1]
         del self._open[position:]
-        match = _LABEL.fullmatch(name)
-        kind, fqn = (match["kind"], self._qualified(match["fqn"] or "")) if match else ("optimizer", "")
-        if kind == "pre_forward":
+        fqn = self._qualified(label.fqn or "")
+        if label.kind == "pre_forward":
             self._forward.append(fqn)
             self.place = (self.place[0], "compute", fqn)
-        elif kind == "post_forward" and self._forward:
+        elif label.kind == "post_forward" and self._forward:
             self._forward.pop()
             self.place = (self.place[0], "compute", self._forward[-1] if self._forward else "")
-        elif kind == "pre_backward":
+        elif label.kind == "pre_backward":
             self.place = ("backward", "compute", fqn)
-        elif kind == "root_post_backward_callback":
+        elif label.kind == "root_post_backward_callback":
             self._forward.clear()
             self.place = ("other", "compute", "")
         else:
             self.place = before
 
     def _qualified(self, fqn: str) -> str:
-        return f"root{self._roots[-1]}:{fqn}" if self._several_roots and self._roots else fqn
+        return qualified_fqn(fqn, self._roots[-1], 2) if self._several_roots and self._roots else fqn
 
 
 class AllocationTags:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2prof.analyzers.phases import AUTOGRAD_NODE, build_phases, find_rows, parse_label
+from fsdp2prof.analyzers.phases import build_phases, find_rows
+from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
 from fsdp2prof.tables import LabelTable, PhaseTable, StepTable, Strings
 
 Range = tuple[str, int, int] | tuple[str, int, int, int]

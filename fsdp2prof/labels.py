@@ -1,0 +1,93 @@
+"""The labels of a training step: the ranges FSDP2 puts around its work, and our own around a root's forward.
+
+Parsed here once, for the recorder that tags allocations by them and for the analyses that map time by them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = [
+    "AUTOGRAD_NODE",
+    "BEFORE_FORWARD",
+    "NAMELESS",
+    "FsdpLabel",
+    "parse_label",
+    "qualified_fqn",
+    "root_label",
+]
+
+AUTOGRAD_NODE = "autograd::engine::evaluate_function"
+"""Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
+
+_FSDP = re.compile(
+    r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=(?P<pg>\d+)\])?"
+)
+_ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
+
+_ACTIVITY = {
+    "inputs_to_device": "inputs_to_device",
+    "cast_forward_inputs": "cast",
+    "cast_forward_outputs": "cast",
+    "all_gather": "all_gather",
+    "all_gather_copy_out": "copy_out",
+    "post_forward": "reshard",
+    "post_backward_accumulate": "accumulate",
+    "post_backward_reshard": "reshard",
+    "post_backward_rs_wait": "reduce_wait",
+    "post_backward_reduce": "reduce",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "root_post_backward_callback": "final_wait",
+}
+BEFORE_FORWARD = frozenset({"root_pre_forward", "inputs_to_device", "cast_forward_inputs"})
+"""Labels without a module that come before the ``pre_forward`` of theirs."""
+NAMELESS = BEFORE_FORWARD | {"cast_forward_outputs"}
+"""Labels that never carry a module."""
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpLabel:
+    """A parsed label."""
+
+    kind: str
+    """The label's own word (``all_gather``, ``pre_forward``, ...), ``optimizer``, or ``root`` (our own)."""
+    fqn: str | None = None
+    """Module; the empty string is the root, null is a label that never names one."""
+    activity: str = "compute"
+    shard_size: int | None = None
+    """Shard mesh size (``[pg=N]``), written when a module has several parameter groups."""
+    root: int | None = None
+    """Index in our own ``fsdp2prof::root (i)``."""
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether only a backward pass emits this label."""
+        return "backward" in self.kind
+
+
+@lru_cache(maxsize=4096)
+def parse_label(name: str) -> FsdpLabel | None:
+    """Parse a range's name; ``None`` for every range that is not a label of interest."""
+    if name.startswith("Optimizer."):
+        return FsdpLabel("optimizer")
+    if root := _ROOT.fullmatch(name):
+        return FsdpLabel("root", root=int(root[1]))
+    match = _FSDP.fullmatch(name)
+    if match is None:
+        return None
+    kind, target, fqn, size = match.group("kind", "target", "fqn", "pg")
+    named = None if kind in NAMELESS else (target if target is not None else fqn or "")
+    return FsdpLabel(kind, named, _ACTIVITY.get(kind, "hooks"), int(size) if size else None)
+
+
+def qualified_fqn(fqn: str, root: int, roots: int) -> str:
+    """Return the name a module goes by in every table: prefixed with its root where there are several."""
+    return fqn if roots < 2 else f"root{root}:{fqn}"
+
+
+def root_label(root: int) -> str:
+    """Return the range that the recorder puts around the forward of root number ``root``."""
+    return f"fsdp2prof::root ({root})"
