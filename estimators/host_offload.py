@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.overrides import TorchFunctionMode
 
 __all__ = ["HostMemory", "host_memory"]
 
@@ -45,25 +44,18 @@ def host_memory(*, offloads: bool) -> Iterator[HostMemory]:
             return inputs.fget(parameter)  # type: ignore[attr-defined, no-any-return]
         return [parameter._sharded_param_data.clone().to(parameter.param_dtype or parameter.orig_dtype)]
 
+    to = Tensor.to
+
+    def copied_to_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], torch.device) and "non_blocking" in kwargs:
+            with host():  # FSDP's copy of a reduced gradient
+                return tensor.clone()
+        return to(tensor, *args, **kwargs)
+
     FSDPParam.all_gather_inputs = property(copied_inputs)  # type: ignore[assignment, method-assign]
+    Tensor.to = copied_to_host  # type: ignore[assignment, method-assign]
     try:
-        with _CopiesToHost(host):
-            yield host
+        yield host
     finally:
         FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
-
-
-class _CopiesToHost(TorchFunctionMode):
-    """Turns ``tensor.to(device, non_blocking=...)``, FSDP's copy of a gradient, into a copy on the host."""
-
-    def __init__(self, host: HostMemory) -> None:
-        super().__init__()
-        self._host = host
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.to and isinstance(args[1], torch.device) and "non_blocking" in (kwargs or {}):
-            with self._host():
-                return args[0].clone()
-        return func(*args, **(kwargs or {}))
+        del Tensor.to  # what it inherits shows again
