@@ -9,7 +9,7 @@ in ``copy_out``                             unsharded_parameter; temporary if fr
 in ``post_forward`` (reshard to int k)      unsharded_parameter (the part this rank keeps)
 in ``post_backward_reduce``                 sharded_gradient if it outlives the backward, else
                                             reduce_scatter_buffer
-in ``post_backward_accumulate``             unsharded_gradient
+in ``post_backward_accumulate``             unsharded_gradient; so in ``post_backward_reshard`` without sync
 in ``inputs_to_device``                     input
 in the optimizer                            optimizer_state if it outlives the step, else temporary
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
