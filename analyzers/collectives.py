@@ -102,8 +102,7 @@ def collect(
     op = facts.op(activity)
     fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
     size = facts.number("group_size")
-    dtype = facts.text("dtype")
-    dtype = Strings(dtype.codes, tuple(dtype_name(value) for value in dtype.values))
+    dtype = _translate(facts.text("dtype"), dtype_name)
     in_nelems, out_nelems = facts.number("in_nelems"), facts.number("out_nelems")
     groups = process_groups.resolve(
         trace.process_groups,

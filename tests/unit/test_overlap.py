@@ -121,3 +121,14 @@ def test_on_cpu_an_asynchronous_all_gather_is_awaited_by_its_copy_out() -> None:
     (row,) = groups(rank_tables(cpu(prefetched=True).build()))
     assert (row.total_ns, row.exposed_ns) == (23, 4)
     assert row.stall_ns == 4, "from the end of the operator beside it"
+
+
+def test_spellings_of_one_dtype_are_one_row() -> None:
+    trace = TraceBuilder()
+    for start, dtype in ((100, "Float"), (200, "float"), (300, "BFloat16"), (400, "c10::BFloat16")):
+        trace.device("ncclDevKernel_AllReduce_Sum", start, start + 10, start - 50, dtype=dtype, in_nelems=4)
+    rows = groups(rank_tables(trace.build()))
+    assert [(row.dtype, row.count, row.payload_bytes) for row in rows] == [
+        ("float32", 2, 32),
+        ("bfloat16", 2, 16),
+    ]
