@@ -56,6 +56,7 @@ from fsdp2prof.tables import (
 __all__ = ["StorageTracker"]
 
 _RESIZE = "UntypedStorage.resize_"
+_COMPILED = "torch.compile runs eagerly while storages are counted: what a compiled model saves by fusing is not in it"
 _RNG_STATE = "torch.get_rng_state"
 _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(
@@ -182,6 +183,7 @@ class StorageTracker:
             end_ns=self._end_ns,
             truncated=False,
             settings={},
+            warnings=(_COMPILED,) if _has_compiled() else (),
         )
 
     def _now(self) -> int:
@@ -424,6 +426,12 @@ class _LabelLog:
             end_ns=_column(self._end),
             name=Strings.intern(self._names),
         )
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has made any graph in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def _column(values: array[int]) -> IntArray:

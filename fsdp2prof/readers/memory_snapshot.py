@@ -23,6 +23,7 @@ from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepT
 
 __all__ = ["read_snapshot"]
 
+_NO_TIMES = "the snapshot has no times (torch < 2.2): phases and layers come from stacks alone"
 _STEP = re.compile(r"ProfilerStep#\d{1,18}")
 
 
@@ -110,6 +111,7 @@ def _recording(
         end_ns=int(events.time_ns[-1]) if len(events) else -1,
         truncated=lost > 0,
         settings=settings,
+        warnings=() if not len(events) or events.time_ns.max() >= 0 else (_NO_TIMES,),
     )
 
 

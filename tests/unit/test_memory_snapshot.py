@@ -77,6 +77,7 @@ def test_files_without_free_requested_or_times(tmp_path: Path):
     recording = read(builder, tmp_path)
     assert totals(recording) == [3, 13, 10, 0, 0]
     assert event_times(recording).tolist() == [-1] * 5
+    assert recording.warnings[0].startswith("the snapshot has no times")
     assert recording.end_ns == -1
 
 

@@ -187,6 +187,23 @@ def test_fake_tensors_count_with_their_size_and_real_ones_do_not():
     assert before.numel() == 1 << 40
 
 
+def test_compiled_model_is_counted_as_the_eager_one_and_says_so():
+    model = torch.nn.Linear(32, 64)
+    compiled = torch.compile(model, backend="eager")
+    with StorageTracker() as tracker:
+        plain = model(torch.ones(4, 32))
+    assert tracker.recording().warnings == ()
+    compiled(torch.ones(4, 32))
+    with StorageTracker() as tracker:
+        result = compiled(torch.ones(4, 32))
+    recording = tracker.recording()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert "runs eagerly" in recording.warnings[0]
+    assert recording.allocations.op.equals("aten::addmm").sum() == 1
+    assert torch.equal(plain, result)
+
+
 def test_everything_is_put_back():
     resize, enter = torch.UntypedStorage.resize_, record_function.__enter__
     with pytest.raises(RuntimeError, match="mat1"), StorageTracker():
