@@ -56,7 +56,7 @@ from fsdp2prof.tables import (
 __all__ = ["StorageTracker"]
 
 _RESIZE = "UntypedStorage.resize_"
-_COMPILED = "torch.compile runs eagerly while storages are counted: what a compiled model saves by fusing is not in it"
+_COMPILED = "torch.compile runs eagerly while storages are counted: what fusing saves is counted too"
 _RNG_STATE = "torch.get_rng_state"
 _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(

@@ -23,7 +23,7 @@ from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepT
 
 __all__ = ["read_snapshot"]
 
-_NO_TIMES = "the snapshot has no times (torch < 2.2): phases and layers come from stacks alone"
+_NO_TIMES = "the snapshot has no times (an old torch): phases and layers come from stacks alone"
 _STEP = re.compile(r"ProfilerStep#\d{1,18}")
 
 
