@@ -9,7 +9,8 @@ from fsdp2prof.tables import IntArray, Trace
 
 __all__ = ["leaf_operators"]
 
-_NOT_WORK = ("autograd::", "c10d::", "record_param_comms")
+_NOT_WORK = ("autograd::", "c10d::", "c10d_functional", "_c10d_functional", "record_param_comms")
+"""Wrappers of other operators, and operators that issue a collective or block until one ends."""
 
 
 def leaf_operators(trace: Trace) -> IntArray:

@@ -132,3 +132,18 @@ def test_spellings_of_one_dtype_are_one_row() -> None:
         ("float32", 2, 32),
         ("bfloat16", 2, 16),
     ]
+
+
+def test_blocking_in_wait_tensor_is_no_compute() -> None:
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#1", 0, 100)
+    trace.host("aten::norm", 2, 6)
+    trace.host("_c10d_functional::all_reduce", 8, 14)
+    trace.host("c10d::allreduce_", 10, 12)
+    trace.host("_c10d_functional::wait_tensor", 16, 50)
+    trace.host("gloo:all_reduce", 20, 48, "user_annotation", WORKER)
+    trace.host("aten::mul_", 55, 60)
+    tables = rank_tables(trace.build())
+    (row,) = groups(tables)
+    assert (row.op, row.exposed_ns, row.stall_ns) == ("all_reduce", 28, 38)
+    assert part(tables).compute == 4 + 5
