@@ -20,12 +20,10 @@ a collective's backend, which never become a tensor's storage.
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,19 +36,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2prof.storage_log import AllocationLog, LabelLog
 from fsdp2prof.tables import (
     GIVEN,
-    NEVER,
-    AllocationTable,
     BlockTable,
-    IntArray,
-    LabelTable,
     MemoryRecording,
     OomTable,
     SegmentTable,
-    Stacks,
     StepTable,
-    Strings,
 )
 
 __all__ = ["StorageTracker"]
@@ -63,8 +56,6 @@ _DISPATCH_FILES = frozenset(
     {__file__, str(_TORCH / "_compile.py"), str(_TORCH / "_dynamo" / "eval_frame.py")}
 )
 """Files between an operator's caller and the tracker."""
-_BACKWARD = "autograd::engine::evaluate_function: backward"
-"""A backward pass goes by the name that autograd's own ranges have in a trace."""
 
 
 class StorageTracker:
@@ -85,8 +76,8 @@ class StorageTracker:
         self._fake_mode = fake_mode
         self._stacks = stacks
         self._live: dict[int, _Live] = {}
-        self._log = _AllocationLog()
-        self._labels = _LabelLog()
+        self._log = AllocationLog()
+        self._labels = LabelLog()
         self._steps: list[tuple[int, int, int]] = []
         self._mutable: dict[Any, bool] = {}
         self._clock_offset_ns = 0
@@ -295,155 +286,10 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _AllocationLog:
-    """Columns of the allocation table while they grow; rows are never removed."""
-
-    def __init__(self) -> None:
-        self.size = array("q")
-        self.address = array("q")
-        self._alloc_order, self._free_order = array("q"), array("q")
-        self._alloc_ns, self._free_ns = array("q"), array("q")
-        self._stream, self._op, self._stack = array("q"), array("q"), array("q")
-        self._orders = itertools.count()  # next() is atomic: finalizers may run on any thread
-        self._last_order = -1
-        self._ops: dict[Any, int] = {}
-        self._stack_rows: dict[tuple[tuple[CodeType, int], ...], int] = {}
-        default = torch.cpu.current_stream()
-        self._streams: dict[int, tuple[int, object]] = {id(default): (0, default)}
-
-    @property
-    def events(self) -> int:
-        """Number of allocations and frees so far."""
-        return self._last_order + 1
-
-    def allocate(self, size: int, address: int) -> int:
-        """Add an allocation of unknown time and return its row."""
-        row = len(self.size)
-        self.size.append(size)
-        self.address.append(address)
-        for column in (self._alloc_order, self._alloc_ns, self._op, self._stack):
-            column.append(-1)
-        self._free_order.append(NEVER)
-        self._free_ns.append(NEVER)
-        self._stream.append(0)
-        return row
-
-    def describe(
-        self, row: int, now: int, operator: Any, stack: tuple[tuple[CodeType, int], ...] | None
-    ) -> None:
-        """Say when, by which operator, on which stream and where in the program a row was allocated."""
-        self._alloc_order[row] = self._last_order = next(self._orders)
-        self._alloc_ns[row] = now
-        self._op[row] = self._ops.setdefault(operator, len(self._ops))
-        self._stream[row] = self._current_stream()
-        if stack is not None:
-            self._stack[row] = self._stack_rows.setdefault(stack, len(self._stack_rows))
-
-    def free(self, row: int, now: int) -> None:
-        """Free a row."""
-        self._free_order[row] = self._last_order = next(self._orders)
-        self._free_ns[row] = now
-
-    def tables(self) -> tuple[AllocationTable, Stacks]:
-        """Return the allocations sorted by order, not yet attributed, and their stacks."""
-        rows = len(self.size)
-        alloc_order = _column(self._alloc_order)
-        unknown = Strings.full(rows, None)
-        table = AllocationTable(
-            alloc_order=alloc_order,
-            free_order=_column(self._free_order),
-            alloc_ns=_column(self._alloc_ns),
-            free_ns=_column(self._free_ns),
-            size=_column(self.size),
-            address=_column(self.address),
-            stream=_column(self._stream),
-            pool=unknown,
-            step=np.full(rows, -1, dtype=np.int64),
-            phase=Strings.full(rows, "other"),
-            fqn=unknown,
-            activity=unknown,
-            category=Strings.full(rows, "unattributed"),
-            op=Strings(_column(self._op).astype(np.int32), tuple(_operator_name(op) for op in self._ops)),
-            stack=_column(self._stack),
-            tag=unknown,
-            release_order=_column(self._free_order),
-        )
-        return table.take(np.argsort(alloc_order, kind="stable")), Stacks.intern(
-            [f"{code.co_filename}:{line}:{code.co_name}" for code, line in stack]
-            for stack in self._stack_rows
-        )
-
-    def _current_stream(self) -> int:
-        """Number of the current CPU stream, 0 the default; kept alive so that its id stays its own."""
-        stream = torch.cpu.current_stream()
-        return self._streams.setdefault(id(stream), (len(self._streams), stream))[0]
-
-
-class _LabelLog:
-    """``record_function`` ranges of the tracked thread in the order they were entered, and its backwards."""
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._start, self._end = array("q"), array("q")
-        self._open: dict[int, int] = {}
-        self._graph_task, self._graph_task_row = -1, -1
-
-    def enter(self, key: int, name: str, now: int) -> None:
-        """Open a range; ``key`` identifies it until it is left."""
-        self._open[key] = len(self._names)
-        self._names.append(name)
-        self._start.append(now)
-        self._end.append(-1)
-
-    def leave(self, key: int, now: int) -> None:
-        """Close a range; one entered before the start, or on another thread, is unknown here."""
-        row = self._open.pop(key, None)
-        if row is not None:
-            self._end[row] = now
-
-    def autograd(self, graph_task: int, now: int) -> None:
-        """Log a backward pass as one range, from its first operator to its last; -1 is no backward."""
-        if graph_task < 0:
-            return
-        if graph_task != self._graph_task:
-            self._graph_task, self._graph_task_row = graph_task, len(self._names)
-            self._names.append(_BACKWARD)
-            self._start.append(now)
-            self._end.append(now)
-        self._end[self._graph_task_row] = now
-
-    def close(self, now: int) -> None:
-        """Close every range still open."""
-        for key in list(self._open):
-            self.leave(key, now)
-
-    def table(self) -> LabelTable:
-        """Return the ranges as thread 0."""
-        start = _column(self._start)
-        return LabelTable(
-            thread=np.zeros(len(start), dtype=np.int64),
-            start_ns=start,
-            end_ns=_column(self._end),
-            name=Strings.intern(self._names),
-        )
-
-
 def _has_compiled() -> bool:
     """Whether torch.compile has made any graph in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
-
-
-def _column(values: array[int]) -> IntArray:
-    return np.array(values, dtype=np.int64)
-
-
-def _operator_name(operator: Any) -> str:
-    """``aten::mm`` for an operator overload, the plain text for a resize, both for what one was given."""
-    if isinstance(operator, tuple):
-        return "".join(map(_operator_name, operator))
-    name = getattr(operator, "name", None)
-    return str(name()) if callable(name) else str(operator)
 
 
 def _python_stack() -> tuple[tuple[CodeType, int], ...]:
