@@ -11,6 +11,8 @@ from fsdp2prof.tables import BlockTable, BoolArray
 
 __all__ = ["fragmentation", "free_blocks"]
 
+_SEGMENTS = 10
+
 
 def fragmentation(view: MemoryView) -> dict[str, Any]:
     """Describe the unused memory at the end of a recording; empty without a caching allocator.
@@ -22,6 +24,7 @@ def fragmentation(view: MemoryView) -> dict[str, Any]:
     - ``rounding_bytes``: part of ``allocated_bytes`` that nobody asked for.
     - ``largest_free_block_bytes``: the largest request that fits without a new segment.
     - ``by_pool``: the same by pool and stream; a request finds only the free blocks of its own.
+    - ``by_segment``: the same of the ten segments in use with the most free memory, most first.
     """
     blocks, reserved = view.recording.blocks, view.reserved
     if not len(blocks) or reserved is None:
@@ -46,7 +49,30 @@ def fragmentation(view: MemoryView) -> dict[str, Any]:
         **_parts(blocks),
         "expandable_segments": bool(blocks.expandable.any()),
         "by_pool": pools,
+        "by_segment": _most_split(blocks),
     }
+
+
+def _most_split(blocks: BlockTable) -> list[dict[str, Any]]:
+    segments, inverse = np.unique(blocks.segment, return_inverse=True)
+    free = np.zeros(len(segments), dtype=np.int64)
+    used = np.zeros(len(segments), dtype=np.int64)
+    is_free = blocks.state.equals("free")
+    np.add.at(free, inverse[is_free], blocks.size[is_free])
+    np.add.at(used, inverse[~is_free], blocks.size[~is_free])
+    split = np.where(used > 0, free, 0)
+    worst = np.argsort(-split, kind="stable")[:_SEGMENTS]
+    rows = [blocks.take(inverse == index) for index in worst[split[worst] > 0].tolist()]
+    return [
+        {
+            "address": int(mine.segment[0]),
+            "pool": mine.pool[0],
+            "stream": int(mine.stream[0]),
+            "expandable": bool(mine.expandable[0]),
+            **_parts(mine),
+        }
+        for mine in rows
+    ]
 
 
 def free_blocks(blocks: BlockTable) -> BlockTable:

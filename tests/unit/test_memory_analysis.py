@@ -341,6 +341,11 @@ def test_fragmentation_by_hand(tmp_path: Path):
     (recording,) = read_memory(t.write(tmp_path / "snapshot.pickle"))
     found = analyze(recording).fragmentation
     large, small = found.pop("by_pool")
+    segments = found.pop("by_segment")
+    assert [(one["address"], one["inactive_split_bytes"]) for one in segments] == [
+        (1 << 41, 1536),
+        (1 << 43, 1024),
+    ]
     assert found == {
         "gap_at_peak_bytes": 4096 + 8192 + 1536 - 500 - 512,
         "reserved_bytes": 4096 + 8192 + 1536,
