@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fsdp2prof.analyzers.memory_peak import describe_peak
 from fsdp2prof.analyzers.memory_view import MemoryView
-from fsdp2prof.results import MemoryComparison, MemoryDelta
+from fsdp2prof.results import MemoryComparison, MemoryDelta, Peak
 
-__all__ = ["compare_memory"]
+__all__ = ["compare_memory", "compare_peaks"]
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -19,28 +20,31 @@ def compare_memory(before: MemoryView, after: MemoryView) -> MemoryComparison:
 
     Stacks match by the text of all their frames; blocks without a stack match by operator.
     """
-    peaks = describe_peak(before), describe_peak(after)
+    by_stack = _deltas(
+        [_sums(zip(_places(view), _sizes(view), strict=True)) for view in (before, after)],
+        lambda key: {"op": key[0], "stack": list(key[1])},
+    )
+    return replace(compare_peaks(describe_peak(before), describe_peak(after)), by_stack=by_stack)
+
+
+def compare_peaks(before: Peak, after: Peak) -> MemoryComparison:
+    """Compare two peaks, recorded or predicted, by category and layer; ``by_stack`` stays empty."""
+    sides = (before, after)
+    categories = [_sums((row.category, row.bytes) for row in peak.by_layer) for peak in sides]
+    layers = [_sums((row.fqn, row.bytes) for row in peak.by_layer) for peak in sides]
     return MemoryComparison(
-        before=peaks[0],
-        after=peaks[1],
-        delta_bytes=peaks[1].allocated_bytes - peaks[0].allocated_bytes,
-        by_category=_deltas(
-            [_sums(view, _categories) for view in (before, after)], lambda key: {"category": key}
-        ),
-        by_layer=_deltas([_sums(view, _layers) for view in (before, after)], lambda key: {"fqn": key}),
-        by_stack=_deltas(
-            [_sums(view, _places) for view in (before, after)],
-            lambda key: {"op": key[0], "stack": list(key[1])},
-        ),
+        before=before,
+        after=after,
+        delta_bytes=after.allocated_bytes - before.allocated_bytes,
+        by_category=_deltas(categories, lambda key: {"category": key}),
+        by_layer=_deltas(layers, lambda key: {"fqn": key}),
+        by_stack=[],
     )
 
 
-def _categories(view: MemoryView) -> list[str | None]:
-    return view.live(view.peak_order).category.to_list()
-
-
-def _layers(view: MemoryView) -> list[str | None]:
-    return view.live(view.peak_order).fqn.to_list()
+def _sizes(view: MemoryView) -> list[int]:
+    sizes: list[int] = view.live(view.peak_order).size.tolist()
+    return sizes
 
 
 def _places(view: MemoryView) -> list[tuple[str | None, tuple[str, ...]]]:
@@ -49,9 +53,9 @@ def _places(view: MemoryView) -> list[tuple[str | None, tuple[str, ...]]]:
     return [(op, frames.get(row, ())) for op, row in zip(live.op.to_list(), live.stack.tolist(), strict=True)]
 
 
-def _sums(view: MemoryView, keys: Callable[[MemoryView], list[_Key]]) -> dict[_Key, int]:
+def _sums(items: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
     sums: dict[_Key, int] = {}
-    for key, size in zip(keys(view), view.live(view.peak_order).size.tolist(), strict=True):
+    for key, size in items:
         sums[key] = sums.get(key, 0) + size
     return sums
 

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp2prof.errors import InputError, UsageError
-from fsdp2prof.results import MemoryAnalysis, RankMemory, RankTrace, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import (
+    MemoryAnalysis,
+    RankMemory,
+    RankPeakChange,
+    RankTrace,
+    RunAnalysis,
+    RunComparison,
+    TraceAnalysis,
+)
 
 __all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
 
-Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis
-_PerRank = dict[int, float | None]
+Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis | RunComparison
+_PerRank = Mapping[int | None, float | None]
+"""Rank -> value; null is the key of a value of all ranks together."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -33,16 +42,27 @@ _CONDITION = re.compile(
     r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
 )
 _GIB = 1 << 30
+_EXPOSED = (
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "exposed_other_comm",
+)
+_KINDS = {"trace": TraceAnalysis, "memory": MemoryAnalysis, "comparison": RunComparison}
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number per rank that a condition may test."""
+    """A number, per rank where it has one, that a condition may test."""
 
     description: str
     source: str
-    """``trace`` or ``memory``: the analysis it is computed from."""
-    values: Callable[[TraceAnalysis], _PerRank] | Callable[[MemoryAnalysis], _PerRank]
+    """``trace``, ``memory`` or ``comparison``: what it is computed from."""
+    values: (
+        Callable[[TraceAnalysis], _PerRank]
+        | Callable[[MemoryAnalysis], _PerRank]
+        | Callable[[RunComparison], _PerRank]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +85,16 @@ class Failure:
     """A condition that held, with the worst value and its rank."""
 
     condition: Condition
-    rank: int
+    rank: int | None
+    """Null for a value of all ranks together."""
     value: float
     ranks: int
     """Ranks on which it held."""
 
     def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
         others = f" (it holds on {self.ranks} ranks)" if self.ranks > 1 else ""
-        return (
-            f"{self.condition.text}: {self.condition.metric} is {self.value:.4g} on rank {self.rank}{others}"
-        )
+        return f"{self.condition.text}: {self.condition.metric} is {self.value:.4g}{where}{others}"
 
 
 def parse(text: str) -> Condition:
@@ -112,13 +132,14 @@ def _evaluate(condition: Condition, analysis: Analysis) -> Failure | None:
 
 def _values(condition: Condition, analysis: Analysis) -> _PerRank:
     metric = METRICS[condition.metric]
-    part: TraceAnalysis | MemoryAnalysis | None
+    part: TraceAnalysis | MemoryAnalysis | RunComparison | None
     if isinstance(analysis, RunAnalysis):
         part = analysis.trace if metric.source == "trace" else analysis.memory
     else:
         part = analysis
-    if not isinstance(part, TraceAnalysis if metric.source == "trace" else MemoryAnalysis):
-        raise UsageError(f"{condition.text}: {condition.metric} needs a {metric.source} analysis")
+    if not isinstance(part, _KINDS[metric.source]):
+        needed = "`fsdp2prof compare`" if metric.source == "comparison" else f"a {metric.source} analysis"
+        raise UsageError(f"{condition.text}: {condition.metric} needs {needed}")
     return metric.values(part)  # type: ignore[arg-type]
 
 
@@ -126,7 +147,7 @@ def _of_steps(part: Callable[[RankTrace], int]) -> Callable[[TraceAnalysis], _Pe
     """Fraction of a rank's steps that ``part`` takes."""
 
     def values(analysis: TraceAnalysis) -> _PerRank:
-        result: _PerRank = {}
+        result: dict[int | None, float | None] = {}
         for rank in analysis.ranks:
             total = sum(step.duration_ns for step in rank.steps)
             result[rank.rank] = part(rank) / total if total else None
@@ -186,6 +207,54 @@ def _unattributed_frac(rank: RankMemory) -> float | None:
     return rank.peak.categories.get("unattributed", 0) / total if total else None
 
 
+def _of_whole(value: Callable[[RunComparison], float | None]) -> Callable[[RunComparison], _PerRank]:
+    return lambda comparison: {None: value(comparison)}
+
+
+def _of_peaks(value: Callable[[RankPeakChange], float | None]) -> Callable[[RunComparison], _PerRank]:
+    return lambda comparison: {row.after_rank: value(row) for row in comparison.peaks}
+
+
+def _exposed_change(comparison: RunComparison) -> tuple[float, float] | None:
+    """Exposed communication of a mean step before and after."""
+    parts = [row for row in comparison.breakdown if row.part in _EXPOSED]
+    return (sum(p.before_ns for p in parts), sum(p.after_ns for p in parts)) if parts else None
+
+
+def _exposed_frac(comparison: RunComparison) -> float | None:
+    before, after = _exposed_change(comparison) or (0, 0)
+    return after / before - 1 if before else None
+
+
+def _exposed_ms(comparison: RunComparison) -> float | None:
+    change = _exposed_change(comparison)
+    return None if change is None else (change[1] - change[0]) / 1e6
+
+
+def _wire_frac(comparison: RunComparison) -> float | None:
+    sides = (
+        [row.before for row in comparison.communication],
+        [row.after for row in comparison.communication],
+    )
+    sizes = [[row.wire_bytes for row in side if row is not None] for side in sides]
+    if any(size is None for side in sizes for size in side):
+        return None
+    before, after = (sum(size or 0 for size in side) for side in sizes)
+    return after / before - 1 if before else None
+
+
+def _unequal(comparison: RunComparison) -> float | None:
+    if comparison.communication_equal is None:
+        return None
+    return sum(not row.equal for row in comparison.communication)
+
+
+def _reserved_frac(row: RankPeakChange) -> float | None:
+    if row.delta_reserved_bytes is None or not row.before_reserved_bytes:
+        return None
+    return row.delta_reserved_bytes / row.before_reserved_bytes
+
+
 METRICS: dict[str, Metric] = {
     "exposed_frac": Metric("exposed communication, of step time", "trace", _of_steps(_exposed_ns)),
     "overlap_frac": Metric(
@@ -216,6 +285,42 @@ METRICS: dict[str, Metric] = {
     "peak_reserved_gib": Metric("reserved memory at the peak, GiB", "memory", _of_memory(_reserved_gib)),
     "unattributed_frac": Metric(
         "memory at the peak without a known role, of the peak", "memory", _of_memory(_unattributed_frac)
+    ),
+    "step_time_frac": Metric(
+        "change of the mean step time, of before",
+        "comparison",
+        _of_whole(lambda comparison: comparison.step.delta_frac if comparison.step else None),
+    ),
+    "step_time_delta_ms": Metric(
+        "change of the mean step time, milliseconds",
+        "comparison",
+        _of_whole(lambda comparison: comparison.step.delta_ns / 1e6 if comparison.step else None),
+    ),
+    "exposed_time_frac": Metric(
+        "change of exposed communication in a mean step, of before", "comparison", _of_whole(_exposed_frac)
+    ),
+    "exposed_time_delta_ms": Metric(
+        "change of exposed communication in a mean step, milliseconds", "comparison", _of_whole(_exposed_ms)
+    ),
+    "wire_bytes_frac": Metric(
+        "change of the bytes a rank sends in a step, of before", "comparison", _of_whole(_wire_frac)
+    ),
+    "unequal_collectives": Metric(
+        "rows (layer, phase, op) whose count or bytes are not exactly equal",
+        "comparison",
+        _of_whole(_unequal),
+    ),
+    "peak_allocated_frac": Metric(
+        "change of peak allocated memory, of before",
+        "comparison",
+        _of_peaks(
+            lambda row: (
+                row.delta_allocated_bytes / row.before_allocated_bytes if row.before_allocated_bytes else None
+            )
+        ),
+    ),
+    "peak_reserved_frac": Metric(
+        "change of reserved memory at the peak, of before", "comparison", _of_peaks(_reserved_frac)
     ),
 }
 """Every metric a condition may name."""

@@ -19,6 +19,10 @@ _VERBS = {
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
+    "compare": (
+        "fsdp2prof.commands.compare:compare",
+        "Say what changed from one run, trace or estimate to another.",
+    ),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

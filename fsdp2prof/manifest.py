@@ -8,6 +8,7 @@
     RUN/rank-00000/trace.json.gz       Kineto trace of the recorded steps
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
     RUN/rank-00000/memory.npz          the exact storage count of a CPU run
+    RUN/communication.json             CommEstimate, in an estimate saved as a run only
 
 Written by the recorder, read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
 a reader refuses a schema with a higher number.
@@ -20,6 +21,7 @@ from typing import Literal
 import msgspec
 
 __all__ = [
+    "COMMUNICATION_FILE",
     "MANIFEST_FILE",
     "MANIFEST_SCHEMA",
     "NODE_FILES",
@@ -56,6 +58,8 @@ SNAPSHOT_FILE = "memory.pickle"
 OOM_SNAPSHOT_FILE = "oom.pickle"
 """Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
+COMMUNICATION_FILE = "communication.json"
+"""Of an estimate saved as a run: the predicted collectives of a step."""
 
 
 def rank_folder(rank: int) -> str:

@@ -144,7 +144,7 @@ def _first_manifest(path: Path) -> RankManifest:
 @click.option(
     "--save-run",
     type=click.Path(path_type=Path),
-    help="Also write the predicted allocations as a run directory for analyze, report and compare.",
+    help="Also write the predicted allocations and collectives as a run for analyze, report and compare.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
 @output_options("text", "json")
@@ -157,6 +157,7 @@ def memory(
     output: Output,
 ) -> None:
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
+    from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.specs import make_spec
     from fsdp2prof.reporters import estimate_run, estimate_text, jsonreport, terminal
@@ -172,7 +173,8 @@ def memory(
     with output.progress(f"executing {spec.model.source} on fake tensors"):
         prediction = predict_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
     if save_run is not None:
-        estimate_run.save_run(save_run, prediction)
+        communication = estimate_comm(spec.model, spec.mesh, spec.policy)
+        estimate_run.save_run(save_run, prediction, communication)
     result = prediction.estimate
     if output.format == "json":
         output.write(jsonreport.render(result))

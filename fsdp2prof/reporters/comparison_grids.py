@@ -18,11 +18,19 @@ _ROWS = 12
 
 
 def comparison_grids(comparison: MemoryComparison, *, every: bool = False) -> list[Grid]:
-    """Return the changes by category, by layer and by place, largest first; each sums to the whole change."""
+    """Return the changes by category, by layer and by place, largest first; each sums to the whole change.
+
+    None by place where nothing is known of it.
+    """
+    place = Col("allocated at", "name")
     return [
         _grid("Change by kind", Col("kind"), comparison.by_category, _category, comparison, every),
         _grid("Change by layer", Col("layer", "name"), comparison.by_layer, _layer, comparison, every),
-        _grid("Change by place", Col("allocated at", "name"), comparison.by_stack, _place, comparison, every),
+        *(
+            [_grid("Change by place", place, comparison.by_stack, _place, comparison, every)]
+            if comparison.by_stack
+            else []
+        ),
     ]
 
 

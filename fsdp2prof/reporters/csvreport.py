@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
+from fsdp2prof.reporters.compare_rows import HEADER, flat_rows
 from fsdp2prof.reporters.comparison_grids import comparison_rows
 from fsdp2prof.results import (
     BreakdownNs,
@@ -22,6 +23,7 @@ from fsdp2prof.results import (
     LayerPeak,
     MemoryAnalysis,
     MemoryComparison,
+    RunComparison,
     TraceAnalysis,
 )
 
@@ -31,6 +33,7 @@ __all__ = [
     "render_comm",
     "render_comparison",
     "render_memory",
+    "render_run_comparison",
     "render_trace",
 ]
 
@@ -68,6 +71,11 @@ def render_comm(estimate: CommEstimate) -> str:
 def render_comparison(comparison: MemoryComparison) -> str:
     """Return the changes between two recordings by category, layer and place, with a header line."""
     return _write(["by", "name", "before_bytes", "after_bytes", "delta_bytes"], comparison_rows(comparison))
+
+
+def render_run_comparison(comparison: RunComparison) -> str:
+    """Return every change between two runs, traces or estimates as one row, with a header line."""
+    return _write(list(HEADER), flat_rows(comparison))
 
 
 def _names(kind: type[GroupRow | LayerBytes | LayerPeak | CommRow]) -> list[str]:

@@ -11,6 +11,7 @@ import msgspec
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.estimators.memory import MemoryPrediction
 from fsdp2prof.manifest import (
+    COMMUNICATION_FILE,
     MANIFEST_FILE,
     RUN_FILE,
     STORAGE_COUNT_FILE,
@@ -19,6 +20,8 @@ from fsdp2prof.manifest import (
     rank_folder,
 )
 from fsdp2prof.readers.memory_recording import write_recording
+from fsdp2prof.reporters import jsonreport
+from fsdp2prof.results import CommEstimate
 
 __all__ = ["refuse_existing_run", "save_run"]
 
@@ -29,8 +32,8 @@ def refuse_existing_run(path: Path) -> None:
         raise RunDirectoryError(f"{path}: exists already; name a new folder for the estimated run")
 
 
-def save_run(path: Path, prediction: MemoryPrediction) -> None:
-    """Write ``prediction`` as a run directory of one rank, which stands for all.
+def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstimate) -> None:
+    """Write both predictions as a run directory of one rank, which stands for all.
 
     Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
     """
@@ -50,6 +53,7 @@ def save_run(path: Path, prediction: MemoryPrediction) -> None:
         folder.mkdir(parents=True)
         (path / RUN_FILE).write_bytes(_json(info))
         (folder / MANIFEST_FILE).write_bytes(_json(prediction.manifest))
+        (path / COMMUNICATION_FILE).write_text(jsonreport.render(communication))
         write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error

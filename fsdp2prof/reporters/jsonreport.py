@@ -13,6 +13,7 @@ from fsdp2prof.results import (
     MemoryComparison,
     MemoryEstimate,
     RunAnalysis,
+    RunComparison,
     TraceAnalysis,
 )
 
@@ -24,6 +25,7 @@ Result: TypeAlias = (
     | MemoryAnalysis
     | MemoryComparison
     | RunAnalysis
+    | RunComparison
     | CommEstimate
     | CheckpointEstimate
     | MemoryEstimate

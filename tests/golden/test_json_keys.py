@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.results import memory_analysis, memory_comparison, run_analysis, trace_analysis
+from support.results import (
+    memory_analysis,
+    memory_comparison,
+    run_analysis,
+    run_comparison,
+    trace_analysis,
+)
 
 from fsdp2prof import results
 from fsdp2prof.reporters import jsonreport
@@ -25,6 +31,7 @@ SCHEMAS = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
+    "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp2prof.analyzers.compare import Side, compare
 from fsdp2prof.results import (
     Attribution,
     BreakdownNs,
@@ -22,6 +23,7 @@ from fsdp2prof.results import (
     RankMemory,
     RankTrace,
     RunAnalysis,
+    RunComparison,
     RunRank,
     RunSummary,
     ShardGroup,
@@ -217,6 +219,24 @@ def memory_comparison() -> MemoryComparison:
         by_layer=[_delta(90, 100, fqn="")],
         by_stack=[_delta(before, now, op=op) for op, before, now in places],
     )
+
+
+def run_comparison() -> RunComparison:
+    """From a run of four blocks to one of three, their memory the same."""
+    before, after = trace_analysis(), trace_analysis(blocks=3)
+    peaks = {rank.rank: rank.peak for rank in memory_analysis().ranks}
+    sides = [
+        Side(
+            path=f"runs/{name}",
+            kind="run",
+            trace=trace,
+            peaks=peaks,
+            run=replace(run_summary(), command=[name]),
+            warnings=["it says"],
+        )
+        for name, trace in (("a", before), ("b", after))
+    ]
+    return compare(*sides)
 
 
 def _delta(before: int, after: int, **what: str) -> MemoryDelta:

@@ -1,0 +1,126 @@
+"""From a path to one side of a comparison: a run, an estimate, traces, a recording, or a saved JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from fsdp2prof.analyzers.compare import Side
+from fsdp2prof.analyzers.pipeline import TraceOptions, analyze_any_path
+from fsdp2prof.errors import InputError
+from fsdp2prof.manifest import COMMUNICATION_FILE
+from fsdp2prof.results import (
+    COMM_ESTIMATE_SCHEMA,
+    MEMORY_ESTIMATE_SCHEMA,
+    MEMORY_SCHEMA,
+    RUN_ANALYSIS_SCHEMA,
+    TRACE_SCHEMA,
+    CommEstimate,
+    MemoryAnalysis,
+    MemoryEstimate,
+    Peak,
+    RankMemory,
+    RunAnalysis,
+    TraceAnalysis,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["read_side"]
+
+_Result: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
+
+_DOCUMENTS: dict[str, type[_Result]] = {
+    RUN_ANALYSIS_SCHEMA: RunAnalysis,
+    TRACE_SCHEMA: TraceAnalysis,
+    MEMORY_SCHEMA: MemoryAnalysis,
+    MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
+    COMM_ESTIMATE_SCHEMA: CommEstimate,
+}
+_SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
+_HEAD_BYTES = 256
+
+
+def read_side(path: Path, **options: Unpack[TraceOptions]) -> Side:
+    """Read whatever is at ``path``, analysing what is not analysed yet.
+
+    Raises ``InputError`` (or one of its kinds) for what cannot be read.
+    """
+    result = _read_document(path) or analyze_any_path(path, **options)
+    if isinstance(result, RunAnalysis):
+        return _of_run(path, result)
+    if isinstance(result, TraceAnalysis):
+        worlds = [rank.world_size for rank in result.ranks if rank.world_size is not None]
+        world_size = max(worlds, default=None)
+        return Side(
+            path=str(path), kind="trace", trace=result, world_size=world_size, warnings=result.warnings
+        )
+    if isinstance(result, MemoryAnalysis):
+        return Side(path=str(path), kind="memory", peaks=_fullest(result.ranks), warnings=result.warnings)
+    world_size = result.mesh.get("world_size")
+    if isinstance(result, CommEstimate):
+        return Side(path=str(path), kind="estimate", communication=result, world_size=world_size)
+    return Side(path=str(path), kind="estimate", peaks={0: _predicted_peak(result)}, world_size=world_size)
+
+
+def _of_run(path: Path, analysis: RunAnalysis) -> Side:
+    memory = analysis.memory.ranks if analysis.memory else []
+    predicted = _read_document(path / COMMUNICATION_FILE)
+    estimate = predicted if isinstance(predicted, CommEstimate) else None
+    parts = [part for part in (analysis.trace, analysis.memory, analysis) if part is not None]
+    return Side(
+        path=str(path),
+        kind="estimate" if estimate else "run",
+        trace=analysis.trace,
+        communication=estimate,
+        peaks=_fullest(memory),
+        run=None if estimate else analysis.run,
+        world_size=estimate.mesh.get("world_size") if estimate else analysis.run.world_size,
+        warnings=[*analysis.run.messages, *(line for part in parts for line in part.warnings)],
+    )
+
+
+def _read_document(path: Path) -> _Result | None:
+    """Decode a JSON document that this package wrote; None for anything else."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = _SCHEMA.match(file.read(_HEAD_BYTES))
+    if head is None:
+        return None
+    schema = head[1].decode()
+    kind = _DOCUMENTS.get(schema)
+    if kind is None:
+        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+
+
+def _fullest(ranks: Iterable[RankMemory]) -> dict[int, Peak]:
+    """Each rank's highest peak, of whichever of its devices and recordings."""
+    peaks: dict[int, Peak] = {}
+    for one in ranks:
+        known = peaks.get(one.rank)
+        if known is None or one.peak.allocated_bytes > known.allocated_bytes:
+            peaks[one.rank] = one.peak
+    return peaks
+
+
+def _predicted_peak(estimate: MemoryEstimate) -> Peak:
+    peak = estimate.peak
+    return Peak(
+        allocated_bytes=peak.active_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        step=peak.step,
+        phase=peak.phase,
+        fqn=peak.fqn,
+        categories=peak.categories,
+        by_layer=peak.by_layer,
+    )

@@ -1,0 +1,71 @@
+"""``fsdp2prof compare``: what changed from one run, trace, recording or estimate to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fsdp2prof.commands.options import Output, numbers_option, output_options
+
+if TYPE_CHECKING:
+    from fsdp2prof.analyzers.pipeline import TraceOptions
+
+__all__ = ["compare"]
+
+
+@click.command(short_help="What changed from one run, trace or estimate to another.")
+@click.argument("before", type=click.Path(path_type=Path), metavar="A")
+@click.argument("after", type=click.Path(path_type=Path), metavar="B")
+@numbers_option("--ranks", "Ranks to compare")
+@numbers_option("--steps", "Traced steps to compare")
+@click.option(
+    "--fail-on",
+    multiple=True,
+    metavar="CONDITION",
+    help="Exit with code 3 if this holds, for example 'step_time_frac>0.05'. May be repeated.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Every layer, rank and setting, nothing folded.")
+@output_options("text", "json", "csv")
+def compare(
+    before: Path,
+    after: Path,
+    *,
+    ranks: frozenset[int] | None,
+    steps: frozenset[int] | None,
+    fail_on: Sequence[str],
+    verbose: bool,
+    output: Output,
+) -> None:
+    """What changed from A to B: step time, exposed communication by layer, bytes on the wire, peak memory.
+
+    A and B are each a run directory, a trace or a folder of traces, a memory snapshot, an estimate (a run
+    that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
+    compared; of a run against an estimate it is said what is exactly equal.
+    """
+    from fsdp2prof.analyzers import compare as comparing
+    from fsdp2prof.analyzers.compare_inputs import read_side
+    from fsdp2prof.analyzers.thresholds import check, parse
+    from fsdp2prof.errors import ThresholdError
+
+    conditions = [parse(text) for text in fail_on]
+    options: TraceOptions = {"ranks": ranks, "steps": steps, "cache": True}
+    with output.progress(f"comparing {before} with {after}"):
+        comparison = comparing.compare(read_side(before, **options), read_side(after, **options))
+    if output.format == "json":
+        from fsdp2prof.reporters import jsonreport
+
+        output.write(jsonreport.render(comparison))
+    elif output.format == "csv":
+        from fsdp2prof.reporters.csvreport import render_run_comparison
+
+        output.write(render_run_comparison(comparison))
+    else:
+        from fsdp2prof.reporters.compare_text import compare_view
+        from fsdp2prof.reporters.terminal import render
+
+        output.write(render(compare_view(comparison, every=verbose), to_terminal=output.to_terminal))
+    if failures := check(conditions, comparison):
+        raise ThresholdError("; ".join(map(str, failures)))
