@@ -18,6 +18,7 @@ from fsdp2prof.estimators.model import ModelSpec
 from fsdp2prof.estimators.parallel_traffic import check_parallelism
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.reserved import allocator_settings, replay
+from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.stitching import execute_stitched
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results import MemoryEstimate, PredictedPeak, PredictedStep
@@ -50,7 +51,9 @@ def predict_memory(
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     check_modelled(mesh, policy)
-    check_parallelism(model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    check_parallelism(built, mesh, policy)
+    parameter_groups(built, mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how = execute_stitched(model, mesh, local)
     on_device = as_on_cuda(execution.recording, execution.host)
@@ -149,21 +152,16 @@ def _steps(recording: MemoryRecording) -> list[PredictedStep]:
     active = allocated_totals(recording.allocations, recording.events)
     reserved = reserved_totals(recording.segments, recording.events)
     assert reserved is not None
-    found = []
-    for row in range(len(recording.steps)):
-        step = int(recording.steps.step[row])
-        orders = _orders_within(
-            recording.allocations, recording.steps.start_ns[row], recording.steps.end_ns[row]
+    steps = recording.steps
+    return [
+        PredictedStep(
+            step=step,
+            reserved_bytes=int(reserved[orders].max()),
+            active_bytes=int(active[orders].max()),
         )
-        if step > 0:
-            found.append(
-                PredictedStep(
-                    step=step,
-                    reserved_bytes=int(reserved[orders].max()),
-                    active_bytes=int(active[orders].max()),
-                )
-            )
-    return found
+        for step, start, end in zip(steps.step.tolist(), steps.start_ns, steps.end_ns, strict=True)
+        if step > 0 and (orders := _orders_within(recording.allocations, start, end))
+    ]
 
 
 def _orders_within(allocations: AllocationTable, start_ns: int, end_ns: int) -> slice:

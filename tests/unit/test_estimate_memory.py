@@ -1,0 +1,166 @@
+"""Memory estimates: sums that hold exactly, effects worked out by hand, refusals, published peaks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.memory import estimate_memory, predict_memory
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.results import MemoryEstimate
+
+GIB = 1 << 30
+SPEC = ModelSpec(source="gpt2", layers=2)
+MESH = MeshSpec(dp_shard=4)
+POLICY = PolicySpec(seq_len=256)
+
+
+@pytest.fixture(scope="module")
+def estimate() -> MemoryEstimate:
+    return estimate_memory(SPEC, MESH, POLICY, device_bytes=GIB // 4)
+
+
+def test_parts_sum_to_the_whole(estimate: MemoryEstimate) -> None:
+    peak = estimate.peak
+    assert sum(peak.categories.values()) == peak.active_bytes
+    assert sum(layer.bytes for layer in peak.by_layer) == peak.active_bytes
+    assert sum(peak.streams.values()) == peak.reserved_bytes
+    assert set(peak.streams) == {"default", "all_gather_copy_in", "reduce_scatter"}
+    assert max(step.reserved_bytes for step in estimate.steps) == peak.reserved_bytes
+    assert max(step.active_bytes for step in estimate.steps) == peak.active_bytes
+    assert peak.active_bytes < peak.reserved_bytes
+    assert peak.categories["unattributed"] == 0
+
+
+def test_the_second_step_holds_the_optimizers_state(estimate: MemoryEstimate) -> None:
+    first, second = estimate.steps
+    assert (first.step, second.step) == (1, 2)
+    # GPT-2's tied embeddings, two layers and a norm; Adam's moments in fp32 on a fourth of the ranks.
+    layer = 12 * 768 * 768 + 13 * 768
+    parameters = 50_257 * 768 + 1024 * 768 + 2 * layer + 2 * 768
+    assert estimate.model == {"name": "gpt2", "parameters": parameters, "blocks": 2}
+    states = estimate.peak.categories["optimizer_state"]
+    padding = 4 * 2 * 768  # 50,257 rows are padded to 50,260 of which rank 0 holds 12,565
+    assert states == 2 * parameters + padding - 2 * 768
+
+
+def test_it_is_json(estimate: MemoryEstimate) -> None:
+    decoded = msgspec.json.decode(msgspec.json.encode(estimate))
+    assert decoded["schema"] == "fsdp2prof.estimate.memory/1"
+    assert {
+        "model",
+        "mesh",
+        "policy",
+        "peak",
+        "layers",
+        "outside_allocator_bytes",
+        "device_total_bytes",
+        "fits",
+        "assumptions",
+    } <= set(decoded)
+    assert {"reserved_bytes", "active_bytes", "phase", "fqn", "categories", "streams"} <= set(decoded["peak"])
+
+
+def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
+    assert estimate.fits is False
+    assert estimate.headroom_bytes is not None
+    outside = estimate.outside_allocator_bytes
+    assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside["high"] < 0
+    assert any("ac=full" in line for line in estimate.advice)
+    # Context 400 to 900 MiB, one communicator of 50 to 400 MiB.
+    assert outside == {"low": 450 << 20, "high": 1300 << 20}
+
+
+def test_without_a_device_nothing_is_said_about_fitting() -> None:
+    estimate = estimate_memory(SPEC, MESH, POLICY)
+    assert (estimate.fits, estimate.headroom_bytes, estimate.advice) == (None, None, [])
+
+
+def test_an_estimate_is_analysed_like_a_recording() -> None:
+    prediction = predict_memory(SPEC, MESH, POLICY)
+    rank = analyze_memory([(0, prediction.recording, prediction.manifest)]).ranks[0]
+    assert rank.source == "estimate"
+    assert rank.peak.reserved_bytes == prediction.estimate.peak.reserved_bytes
+    assert rank.peak.categories == prediction.estimate.peak.categories
+
+
+def test_offloading_moves_the_states_to_the_host() -> None:
+    on_device = estimate_memory(SPEC, MESH, POLICY)
+    offloaded = estimate_memory(SPEC, MESH, replace(POLICY, offload=True))
+    assert on_device.host_bytes == 4 * 28 + 4  # step counters of 28 parameters, and the mark of the host
+    moved = ("sharded_parameter", "optimizer_state")
+    assert all(offloaded.peak.categories[name] == 0 for name in moved)
+    held = sum(on_device.peak.categories[name] for name in moved)
+    assert offloaded.host_bytes >= held * 4 // 3  # with the gradients
+
+
+def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
+    def active(mesh: MeshSpec = MESH, **changes: object) -> int:
+        return estimate_memory(SPEC, mesh, replace(POLICY, batch_size=8, **changes)).peak.active_bytes
+
+    plain = active()
+    assert active(ac="full") < plain
+    assert active(MeshSpec(dp_shard=16)) < plain
+    assert active(loss="chunked:4") < plain
+    assert active(reshard="never") >= plain
+
+
+def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
+    halved = estimate_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
+    local = estimate_memory(SPEC, MESH, replace(POLICY, seq_len=128))
+    assert halved.peak.reserved_bytes == local.peak.reserved_bytes
+    assert any("context parallelism as analysed" in line for line in halved.assumptions)
+
+
+def test_tensor_parallelism_is_executed() -> None:
+    spec = ModelSpec(source="llama2-7b", layers=1)
+    whole = estimate_memory(spec, MESH, POLICY)
+    split = estimate_memory(spec, MeshSpec(dp_shard=4, tp=4), POLICY)
+    ratio = whole.peak.categories["optimizer_state"] / split.peak.categories["optimizer_state"]
+    assert ratio == pytest.approx(4, rel=1e-3)  # all but the norms is split
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        (MeshSpec(pp=2), {"reshard": "never"}, "pp=2: how many micro-batches"),
+        (MESH, {"float8": "rowwise"}, "float8 without compile"),
+        (MeshSpec(dp_shard=2, tp=5), {}, "tp=5 does not divide the 12 heads"),
+        (MeshSpec(dp_shard=2, cp=3), {}, "seq_len 256 is not a multiple of 6"),
+        (MESH, {"reshard": 3}, "reshard: 3 ranks do not divide the 4 ranks"),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        estimate_memory(SPEC, mesh, replace(POLICY, **changes))
+
+
+PUBLISHED = [("t1", 2), ("t9", 2), pytest.param(None, 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(("row", "percent"), PUBLISHED)
+def test_published_peaks_are_met(
+    real_data: Path, monkeypatch: pytest.MonkeyPatch, row: str | None, percent: int
+) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
+    spec = importlib.util.spec_from_file_location("accuracy", script)
+    accuracy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "accuracy", accuracy)
+    spec.loader.exec_module(accuracy)
+    checked = 0
+    for run in accuracy.read(real_data / "published" / "fsdp2_peaks.csv"):
+        if run.kind in ("eager", "compile", "float8") and row in (None, run.id):
+            reserved = estimate_memory(run.model, run.mesh, run.policy).peak.reserved_bytes / GIB
+            assert reserved == pytest.approx(run.reserved_gib, rel=percent / 100), run.id
+            checked += 1
+    assert checked == (13 if row is None else 1)
