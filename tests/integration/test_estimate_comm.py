@@ -7,7 +7,6 @@ group, once against runs recorded under real torchrun.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -222,7 +221,7 @@ def test_tensor_parallelism(config, options):
     assert rows == sums
 
 
-@settings(max_examples=int(os.environ.get("FSDP2PROF_EXAMPLES", "20")), deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     shards=st.integers(1, 5),
     replicas=st.integers(1, 2),
