@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -64,7 +64,10 @@ def predict_memory(
         state="complete",
         world_size=mesh.world_size,
         device=DeviceInfo(type="cuda", name="estimate", total_bytes=device_bytes),
-        tensors=_at_replayed_addresses(execution.tensors, on_device, recording),
+        tensors=[
+            *_at_replayed_addresses(execution.tensors, on_device, recording),
+            *_blas_workspaces(recording),
+        ],
         memory_source=recording.source,
     )
     estimate = _estimate(execution, how, recording, manifest, mesh, policy, device_bytes)
@@ -146,6 +149,18 @@ def _at_replayed_addresses(
         for tensor in tensors
         if tensor.address in moved
     ]
+
+
+def _blas_workspaces(recording: MemoryRecording) -> Iterator[TensorInfo]:
+    """Yield what the matrix products keep for themselves for good."""
+    allocations = recording.allocations
+    rows = allocations.op.matches(lambda name: name.endswith("(workspace)")) & (
+        allocations.free_order == NEVER
+    )
+    for address, size in zip(
+        allocations.address[rows].tolist(), allocations.size[rows].tolist(), strict=True
+    ):
+        yield TensorInfo(category="temporary", fqn="", name="cuBLAS workspace", address=address, nbytes=size)
 
 
 def _steps(recording: MemoryRecording) -> list[PredictedStep]:

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp2prof.analyzers.memory import analyze_memory
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
@@ -39,6 +40,7 @@ def test_parts_sum_to_the_whole(estimate: MemoryEstimate) -> None:
     assert max(step.active_bytes for step in estimate.steps) == peak.active_bytes
     assert peak.active_bytes < peak.reserved_bytes
     assert peak.categories["unattributed"] == 0
+    assert peak.categories["temporary"] >= 2 * BLAS_WORKSPACE_BYTES
 
 
 def test_the_second_step_holds_the_optimizers_state(estimate: MemoryEstimate) -> None:
