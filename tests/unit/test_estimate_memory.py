@@ -51,8 +51,8 @@ def test_the_second_step_holds_the_optimizers_state(estimate: MemoryEstimate) ->
     parameters = 50_257 * 768 + 1024 * 768 + 2 * layer + 2 * 768
     assert estimate.model == {"name": "gpt2", "parameters": parameters, "blocks": 2}
     states = estimate.peak.categories["optimizer_state"]
-    padding = 4 * 2 * 768  # 50,257 rows are padded to 50,260 of which rank 0 holds 12,565
-    assert states == 2 * parameters + padding - 2 * 768
+    padded = parameters + 3 * 768  # 50,257 rows of the vocabulary are padded to 50,260
+    assert states == 2 * 4 * padded // 4
 
 
 def test_it_is_json(estimate: MemoryEstimate) -> None:
