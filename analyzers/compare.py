@@ -1,27 +1,20 @@
 """``compare``: what changed from one run, trace, recording or estimate to another.
 
-Both sides are results already, measured or predicted. Collectives meet by (fqn, phase, op): a new dtype or
-mesh then shows as a change of bytes, not as one row gone and another come. Means are over ranks and steps;
-whether counts and bytes are equal is decided on the integer sums behind them.
+Both sides are results already, measured or predicted, and each part is compared where both sides know it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
 
+from fsdp2prof.analyzers.compare_communication import communication_changes, mean
 from fsdp2prof.analyzers.memory_compare import compare_peaks
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
     BreakdownNs,
-    CommChange,
     CommEstimate,
-    CommFigures,
-    CommRow,
     ComparedInput,
-    GroupRow,
     Peak,
     RankPeakChange,
     RankTrace,
@@ -33,9 +26,6 @@ from fsdp2prof.results import (
 )
 
 __all__ = ["Side", "compare"]
-
-_Key: TypeAlias = "tuple[str | None, str, str]"
-"""Layer, phase, op."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,33 +44,14 @@ class Side:
     warnings: Sequence[str] = ()
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Collectives of one key, summed over ``windows`` rank-steps; null is unknown."""
-
-    windows: int
-    count: int = 0
-    payload_bytes: int | None = 0
-    wire_bytes: int | None = 0
-    total_ns: int | None = 0
-    exposed_ns: int | None = 0
-    stall_ns: int | None = 0
-    dtypes: set[str] = field(default_factory=set)
-    group_sizes: set[int] = field(default_factory=set)
-
-
-_MEASURES = tuple(field.name for field in fields(CommFigures))
-_EXACT = ("count", "payload_bytes", "wire_bytes")
-_NO_COLLECTIVE = CommFigures(count=0, payload_bytes=0, wire_bytes=0, total_ns=0, exposed_ns=0, stall_ns=0)
-
-
 def compare(before: Side, after: Side) -> RunComparison:
     """Compare two sides in all they share. Raises ``InputError`` if that is nothing."""
-    sums = _comm_sums(before), _comm_sums(after)
-    communication = [] if None in sums else _comm_changes(sums[0] or {}, sums[1] or {})
+    communication = communication_changes(
+        before.trace or before.communication, after.trace or after.communication
+    )
     step, breakdown = _times(before.trace, after.trace)
     pairs = _rank_pairs(before.peaks, after.peaks)
-    if step is None and None in sums and not pairs:
+    if step is None and communication is None and not pairs:
         raise InputError(
             f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
         )
@@ -92,8 +63,8 @@ def compare(before: Side, after: Side) -> RunComparison:
         settings=_settings(before.run, after.run) if before.run and after.run else [],
         step=step,
         breakdown=breakdown,
-        communication=communication,
-        communication_equal=None if None in sums else all(row.equal for row in communication),
+        communication=communication or [],
+        communication_equal=None if communication is None else all(row.equal for row in communication),
         peaks=peaks,
         memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])
         if peaks
@@ -132,7 +103,7 @@ def _times(
 
 
 def _time(part: str, before: list[int], after: list[int]) -> TimeChange:
-    means = _mean(sum(before), len(before)), _mean(sum(after), len(after))
+    means = mean(sum(before), len(before)), mean(sum(after), len(after))
     delta = means[1] - means[0]
     return TimeChange(
         part=part,
@@ -141,93 +112,6 @@ def _time(part: str, before: list[int], after: list[int]) -> TimeChange:
         delta_ns=delta,
         delta_frac=delta / means[0] if means[0] else None,
     )
-
-
-def _comm_sums(side: Side) -> dict[_Key, _Sums] | None:
-    """Sum a side's collectives per key; None where they are not known."""
-    if side.trace is not None:
-        windows = sum(len(rank.steps) for rank in side.trace.ranks)
-        return _sum_rows(((row.fqn, row) for row in side.trace.groups), windows) if windows else None
-    if side.communication is None:
-        return None
-    rows = side.communication.groups
-    several = len({row.root for row in rows}) > 1
-    return _sum_rows(
-        (f"root{row.root}:{row.fqn}" if several and row.fqn is not None else row.fqn, row) for row in rows
-    )
-
-
-def _sum_rows(rows: Iterable[tuple[str | None, GroupRow | CommRow]], windows: int = 1) -> dict[_Key, _Sums]:
-    sums: dict[_Key, _Sums] = defaultdict(lambda: _Sums(windows))
-    for fqn, row in rows:
-        entry = sums[fqn, row.phase, row.op]
-        for measure in _MEASURES:
-            so_far, more = getattr(entry, measure), getattr(row, measure, None)
-            setattr(entry, measure, None if so_far is None or more is None else so_far + more)
-        entry.dtypes |= {row.dtype} if row.dtype is not None else set()
-        entry.group_sizes |= {row.group_size} if row.group_size is not None else set()
-    return sums
-
-
-def _comm_changes(before: dict[_Key, _Sums], after: dict[_Key, _Sums]) -> list[CommChange]:
-    rows = [_comm_change(key, before.get(key), after.get(key)) for key in {**before, **after}]
-    rows.sort(key=lambda row: (-(row.delta.exposed_ns or 0), -abs(row.delta.wire_bytes or 0)))
-    return rows
-
-
-def _comm_change(key: _Key, before: _Sums | None, after: _Sums | None) -> CommChange:
-    fqn, phase, op = key
-    figures = [None if sums is None else _figures(sums) for sums in (before, after)]
-    return CommChange(
-        fqn=fqn,
-        phase=phase,
-        op=op,
-        before=figures[0],
-        after=figures[1],
-        delta=_delta(figures[0] or _NO_COLLECTIVE, figures[1] or _NO_COLLECTIVE),
-        equal=before is not None and after is not None and _is_equal(before, after),
-        before_dtypes=sorted(before.dtypes) if before else [],
-        after_dtypes=sorted(after.dtypes) if after else [],
-        before_group_sizes=sorted(before.group_sizes) if before else [],
-        after_group_sizes=sorted(after.group_sizes) if after else [],
-    )
-
-
-def _figures(sums: _Sums) -> CommFigures:
-    def mean(total: int | None) -> float | None:
-        return None if total is None else _mean(total, sums.windows)
-
-    return CommFigures(
-        count=_mean(sums.count, sums.windows),
-        payload_bytes=mean(sums.payload_bytes),
-        wire_bytes=mean(sums.wire_bytes),
-        total_ns=mean(sums.total_ns),
-        exposed_ns=mean(sums.exposed_ns),
-        stall_ns=mean(sums.stall_ns),
-    )
-
-
-def _delta(before: CommFigures, after: CommFigures) -> CommFigures:
-    def difference(one: float | None, other: float | None) -> float | None:
-        return None if one is None or other is None else other - one
-
-    return CommFigures(
-        count=after.count - before.count,
-        payload_bytes=difference(before.payload_bytes, after.payload_bytes),
-        wire_bytes=difference(before.wire_bytes, after.wire_bytes),
-        total_ns=difference(before.total_ns, after.total_ns),
-        exposed_ns=difference(before.exposed_ns, after.exposed_ns),
-        stall_ns=difference(before.stall_ns, after.stall_ns),
-    )
-
-
-def _is_equal(before: _Sums, after: _Sums) -> bool:
-    pairs = [(getattr(before, measure), getattr(after, measure)) for measure in _EXACT]
-    return all(a is not None and b is not None and a * after.windows == b * before.windows for a, b in pairs)
-
-
-def _mean(total: int, count: int) -> float:
-    return total // count if total % count == 0 else total / count
 
 
 def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:
@@ -308,8 +192,8 @@ def _warnings(before: Side, after: Side) -> list[str]:
     for side, other in ((before, after), (after, before)):
         if side.kind == "estimate" and side.peaks and _devices(other) == {"cpu"}:
             lines.append(
-                f"{other.path} ran on a CPU, {side.path} predicts a GPU: its libraries' workspaces and kernels' "
-                "temporaries are in one only"
+                f"{other.path} ran on a CPU, {side.path} predicts a GPU with its libraries' workspaces "
+                "and the temporaries of its kernels"
             )
     named = [f"{side.path}: {text}" for side in (before, after) for text in side.warnings]
     return list(dict.fromkeys(lines + named))

@@ -1,0 +1,134 @@
+"""Collectives of two sides against each other, by layer, phase and op; each side measured or predicted.
+
+A new dtype or mesh then shows as a change of bytes, not as one row gone and another come. What is shown are
+means per rank and step; whether counts and bytes are equal is decided on the integer sums behind them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import TypeAlias
+
+from fsdp2prof.results import CommChange, CommEstimate, CommFigures, CommRow, GroupRow, TraceAnalysis
+
+__all__ = ["communication_changes", "mean"]
+
+_Key: TypeAlias = "tuple[str | None, str, str]"
+"""Layer, phase, op."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Collectives of one key, summed over ``windows`` rank-steps; null is unknown."""
+
+    windows: int
+    count: int = 0
+    payload_bytes: int | None = 0
+    wire_bytes: int | None = 0
+    total_ns: int | None = 0
+    exposed_ns: int | None = 0
+    stall_ns: int | None = 0
+    dtypes: set[str] = field(default_factory=set)
+    group_sizes: set[int] = field(default_factory=set)
+
+
+_MEASURES = tuple(field.name for field in fields(CommFigures))
+_EXACT = ("count", "payload_bytes", "wire_bytes")
+_NO_COLLECTIVE = CommFigures(count=0, payload_bytes=0, wire_bytes=0, total_ns=0, exposed_ns=0, stall_ns=0)
+
+
+def communication_changes(
+    before: TraceAnalysis | CommEstimate | None, after: TraceAnalysis | CommEstimate | None
+) -> list[CommChange] | None:
+    """Compare the collectives of two sides, largest growth of exposed time first, then by change of bytes.
+
+    None where a side does not know its collectives: neither an estimate, nor a trace with steps.
+    """
+    sums = _sums(before), _sums(after)
+    if sums[0] is None or sums[1] is None:
+        return None
+    rows = [_change(key, sums[0].get(key), sums[1].get(key)) for key in {**sums[0], **sums[1]}]
+    return sorted(rows, key=lambda row: (-(row.delta.exposed_ns or 0), -abs(row.delta.wire_bytes or 0)))
+
+
+def _sums(side: TraceAnalysis | CommEstimate | None) -> dict[_Key, _Sums] | None:
+    if isinstance(side, TraceAnalysis):
+        windows = sum(len(rank.steps) for rank in side.ranks)
+        return _sum_rows(((row.fqn, row) for row in side.groups), windows) if windows else None
+    if side is None:
+        return None
+    several = len({row.root for row in side.groups}) > 1
+    return _sum_rows(
+        (f"root{row.root}:{row.fqn}" if several and row.fqn is not None else row.fqn, row)
+        for row in side.groups
+    )
+
+
+def _sum_rows(rows: Iterable[tuple[str | None, GroupRow | CommRow]], windows: int = 1) -> dict[_Key, _Sums]:
+    sums: dict[_Key, _Sums] = defaultdict(lambda: _Sums(windows))
+    for fqn, row in rows:
+        entry = sums[fqn, row.phase, row.op]
+        for measure in _MEASURES:
+            so_far, more = getattr(entry, measure), getattr(row, measure, None)
+            setattr(entry, measure, None if so_far is None or more is None else so_far + more)
+        entry.dtypes |= {row.dtype} if row.dtype is not None else set()
+        entry.group_sizes |= {row.group_size} if row.group_size is not None else set()
+    return sums
+
+
+def _change(key: _Key, before: _Sums | None, after: _Sums | None) -> CommChange:
+    fqn, phase, op = key
+    figures = [None if sums is None else _figures(sums) for sums in (before, after)]
+    return CommChange(
+        fqn=fqn,
+        phase=phase,
+        op=op,
+        before=figures[0],
+        after=figures[1],
+        delta=_delta(figures[0] or _NO_COLLECTIVE, figures[1] or _NO_COLLECTIVE),
+        equal=before is not None and after is not None and _is_equal(before, after),
+        before_dtypes=sorted(before.dtypes) if before else [],
+        after_dtypes=sorted(after.dtypes) if after else [],
+        before_group_sizes=sorted(before.group_sizes) if before else [],
+        after_group_sizes=sorted(after.group_sizes) if after else [],
+    )
+
+
+def _figures(sums: _Sums) -> CommFigures:
+    def known(total: int | None) -> float | None:
+        return None if total is None else mean(total, sums.windows)
+
+    return CommFigures(
+        count=mean(sums.count, sums.windows),
+        payload_bytes=known(sums.payload_bytes),
+        wire_bytes=known(sums.wire_bytes),
+        total_ns=known(sums.total_ns),
+        exposed_ns=known(sums.exposed_ns),
+        stall_ns=known(sums.stall_ns),
+    )
+
+
+def _delta(before: CommFigures, after: CommFigures) -> CommFigures:
+    def difference(one: float | None, other: float | None) -> float | None:
+        return None if one is None or other is None else other - one
+
+    return CommFigures(
+        count=after.count - before.count,
+        payload_bytes=difference(before.payload_bytes, after.payload_bytes),
+        wire_bytes=difference(before.wire_bytes, after.wire_bytes),
+        total_ns=difference(before.total_ns, after.total_ns),
+        exposed_ns=difference(before.exposed_ns, after.exposed_ns),
+        stall_ns=difference(before.stall_ns, after.stall_ns),
+    )
+
+
+def _is_equal(before: _Sums, after: _Sums) -> bool:
+    pairs = [(getattr(before, measure), getattr(after, measure)) for measure in _EXACT]
+    return all(a is not None and b is not None and a * after.windows == b * before.windows for a, b in pairs)
+
+
+def mean(total: int, count: int) -> float:
+    """Return the mean, an exact integer where it is one."""
+    return total // count if total % count == 0 else total / count
