@@ -2,12 +2,13 @@
 
 Only a model with frozen parameters has groups that backward does not reach, and which ones depends on how
 data flows, not on how modules are registered (a frozen key projection beside a trained query projection has
-no backward). So such a model is run forward once on the meta device, which computes nothing but shapes.
+no backward). So such a model is run forward once on fake tensors, which compute nothing but shapes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.fake_world import fake_tensors
 from fsdp2prof.estimators.model import Model
 from fsdp2prof.estimators.policy import PolicySpec
 
@@ -25,7 +28,7 @@ def forward_flow(model: Model, groups: Sequence[str], policy: PolicySpec) -> dic
     """Group FQN -> whether its output requires gradients, in the order in which the groups' forwards end.
 
     A group of several modules ends with the last of them. Groups that the forward leaves out are not in it.
-    Raises ``ModelError`` for a model that there is no batch for.
+    Raises ``ModelError`` for a model that there is no batch for, or whose forward fails.
     """
     flow: dict[str, bool] = {}
     waiting = {fqn: set(fqn.split(", ")) for fqn in groups}
@@ -36,15 +39,26 @@ def forward_flow(model: Model, groups: Sequence[str], policy: PolicySpec) -> dic
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             flow[group] = any(tensor.requires_grad for tensor in tensors)
 
-    handles = [
-        model.module.get_submodule(part).register_forward_hook(partial(ended, group, part))
-        for group, parts in list(waiting.items())
-        for part in list(parts)
-    ]
-    try:
-        batch = model.make_batch(policy.batch_size, policy.seq_len, torch.device("meta"))
-        model.loss(model.module, batch, None)
-    finally:
-        for handle in handles:
-            handle.remove()
+    module = deepcopy(model.module)
+    for group, parts in waiting.items():
+        for part in parts:
+            module.get_submodule(part).register_forward_hook(partial(ended, group, part))
+    with fake_tensors():
+        _materialize(module)
+        batch = model.make_batch(policy.batch_size, policy.seq_len, torch.device("cpu"))
+        try:
+            model.loss(module, batch, None)
+        except Exception as error:  # the user's own model may raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ModelError(f"model {model.name}: its forward failed on fake tensors: {reason}") from error
     return flow
+
+
+def _materialize(module: nn.Module) -> None:
+    """Put a fake tensor of the same shape in the place of every one on meta."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            setattr(part, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype))

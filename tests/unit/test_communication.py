@@ -286,6 +286,20 @@ def test_what_is_not_modelled_is_refused(mesh, options, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_model_whose_forward_fails_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "crooked.py").write_text(
+        "from torch import nn\n"
+        "def model():\n    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(3, 3), nn.Linear(3, 3))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = replace(PLAIN, trainable="^1", wrap=("root",))
+    with pytest.raises(ModelError, match="its forward failed on fake tensors") as error:
+        estimate_comm(ModelSpec(source="crooked:model"), MeshSpec(dp_shard=2), policy)
+    assert "\n" not in str(error.value)
+    everything = replace(policy, trainable=None)  # no forward is needed when everything trains
+    assert estimate_comm(ModelSpec(source="crooked:model"), MeshSpec(dp_shard=2), everything).groups
+
+
 def test_tied_weights_in_two_groups_are_refused():
     config = replace(CONFIG, tied=True)
     with pytest.raises(ModelError, match="share one parameter but fall into different groups"):
