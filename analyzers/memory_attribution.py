@@ -65,10 +65,10 @@ class Attributed:
         return np.append(wanted, False)[self.free_row]
 
 
-def attribute(recording: MemoryRecording, steps: StepTable) -> Attributed:
-    """Attribute every allocation of a recording; ``steps`` are on its clock."""
+def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> Attributed:
+    """Attribute every allocation; ``steps`` are on the recording's clock, ``roots`` as in ``build_phases``."""
     allocations = recording.allocations
-    phases = _memory_phases(recording, steps)
+    phases = _memory_phases(recording, steps, roots)
     alloc_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.alloc_ns)
     free_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.free_ns)
     step = np.append(phases.step, -1)[alloc_row]
@@ -116,7 +116,7 @@ def _either(choose: BoolArray, chosen: Strings, otherwise: Strings) -> Strings:
     return Strings(np.where(choose, first, second), joined.values)
 
 
-def _memory_phases(recording: MemoryRecording, steps: StepTable) -> PhaseTable:
+def _memory_phases(recording: MemoryRecording, steps: StepTable, roots: int) -> PhaseTable:
     """Build the phases and carry the last one on to the end of the history.
 
     A run that dies between two labels has no label after the work it died in. A backward label one
@@ -124,7 +124,7 @@ def _memory_phases(recording: MemoryRecording, steps: StepTable) -> PhaseTable:
     """
     labels, end = recording.labels, recording.end_ns
     if not any(parse_label(name) is not None for name in labels.name.values):
-        return build_phases(labels, steps)
+        return build_phases(labels, steps, roots)
     closing = LabelTable(
         thread=labels.thread[-1:],
         start_ns=np.array([end + 1], dtype=np.int64),
@@ -132,7 +132,7 @@ def _memory_phases(recording: MemoryRecording, steps: StepTable) -> PhaseTable:
         name=Strings.full(1, "FSDP::root_post_backward_callback"),
     )
     ended = labels.with_columns(end_ns=np.minimum(labels.end_ns, end + 1))
-    phases = build_phases(concat_tables([ended, closing]), steps)
+    phases = build_phases(concat_tables([ended, closing]), steps, roots)
     return phases.take(phases.start_ns <= end)
 
 

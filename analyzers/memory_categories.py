@@ -72,15 +72,18 @@ def _known_storages(rules: _Rules, allocations: AllocationTable, manifest: RankM
 
     An address names a storage of the beginning, or one of the end if its size agrees too.
     """
-    roots = 1 + max((group.root for group in manifest.param_groups), default=0)
     known: dict[int, tuple[int | None, str, str]] = {
-        tensor.address: (tensor.nbytes, tensor.category, qualified_fqn(tensor.fqn, tensor.root, roots))
+        tensor.address: (
+            tensor.nbytes,
+            tensor.category,
+            qualified_fqn(tensor.fqn, tensor.root, manifest.root_count),
+        )
         for tensor in manifest.tensors
     }
     for group in manifest.param_groups:
         for parameter in group.parameters:
             if parameter.address is not None and parameter.address not in known:
-                owner = qualified_fqn(group.fqn, group.root, roots)
+                owner = qualified_fqn(group.fqn, group.root, manifest.root_count)
                 known[parameter.address] = (None, "sharded_parameter", owner)
     fqn = allocations.fqn.to_list()
     first = allocations.alloc_order < 0

@@ -41,7 +41,7 @@ class MemoryView:
 def memory_view(recording: MemoryRecording, manifest: RankManifest | None) -> MemoryView:
     """Attribute a recording, with what the recorder said about its rank if it did."""
     steps = _steps(recording, manifest)
-    attributed = attribute(recording, steps)
+    attributed = attribute(recording, steps, manifest.root_count if manifest else 0)
     allocations = categorize(attributed, manifest, recording.end_ns)
     totals = allocated_totals(allocations, recording.events)
     return MemoryView(

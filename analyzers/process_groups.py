@@ -98,9 +98,8 @@ def _of_size(groups: Iterable[ProcessGroupInfo], ranks: int) -> Iterable[str]:
 def _layer_groups(manifest: RankManifest | None) -> dict[str, list[ParamGroupInfo]]:
     layers: dict[str, list[ParamGroupInfo]] = {}
     if manifest is not None:
-        roots = len({group.root for group in manifest.param_groups})
         for group in manifest.param_groups:
-            layers.setdefault(qualified_fqn(group.fqn, group.root, roots), []).append(group)
+            layers.setdefault(qualified_fqn(group.fqn, group.root, manifest.root_count), []).append(group)
     return layers
 
 

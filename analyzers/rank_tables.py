@@ -74,8 +74,7 @@ def rank_tables(
     steps = host_steps(trace.labels)
     device = device_activities(trace)
     windows, warnings = step_windows(trace, steps, device, window)
-    roots = len({group.root for group in manifest.param_groups}) if manifest else 0
-    phases = build_phases(phase_labels(trace), steps, roots)
+    phases = build_phases(phase_labels(trace), steps, manifest.root_count if manifest else 0)
     labelled = window == "steps" and bool(np.isin(windows.step, steps.step).all())
     host = steps if labelled else _ALWAYS
     if chosen is not None:

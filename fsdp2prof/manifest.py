@@ -283,3 +283,8 @@ class RankManifest(_Record):
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""
+
+    @property
+    def root_count(self) -> int:
+        """Root modules of the process that have parameter groups."""
+        return len({group.root for group in self.param_groups})
