@@ -66,7 +66,7 @@ class Attributed:
 
 
 def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> Attributed:
-    """Attribute every allocation; ``steps`` are on the recording's clock, ``roots`` as in ``build_phases``."""
+    """Attribute every allocation; ``steps`` are on its clock, ``roots`` as in ``build_phases``."""
     allocations = recording.allocations
     phases = _memory_phases(recording, steps, roots)
     alloc_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.alloc_ns)
