@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fsdp2prof.tables import BoolArray, IntArray
 
@@ -67,26 +68,27 @@ def total(intervals: Intervals) -> int:
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
     """Return the instants in both sets."""
-    points = _points(left, right)
-    return _from_segments(points, _inside(left, points) & _inside(right, points))
+    points, state = _sweep(left, right)
+    return _from_segments(points, state == 0b11)
 
 
 def subtract(left: Intervals, right: Intervals) -> Intervals:
     """Return the instants in ``left`` and not in ``right``."""
-    points = _points(left, right)
-    return _from_segments(points, _inside(left, points) & ~_inside(right, points))
+    points, state = _sweep(left, right)
+    return _from_segments(points, state == 0b01)
 
 
 def classify(window: Intervals, layers: Sequence[Intervals]) -> list[Intervals]:
     """Split ``window`` by precedence: each layer's instants that no earlier one claimed, then the rest.
 
-    Returns ``len(layers) + 1`` disjoint sets whose union is ``window``.
+    Takes at most six layers; returns ``len(layers) + 1`` disjoint sets whose union is ``window``.
     """
-    parts = []
-    for layer in layers:
-        parts.append(intersect(window, layer))
-        window = subtract(window, layer)
-    return [*parts, window]
+    points, state = _sweep(window, *layers)
+    parts, earlier = [], 0b1
+    for bit in (0b10 << layer for layer in range(len(layers))):
+        parts.append(_from_segments(points, state & (earlier | bit) == 0b1 | bit))
+        earlier |= bit
+    return [*parts, _from_segments(points, state == 0b1)]
 
 
 def covered(intervals: Intervals, start: IntArray, end: IntArray) -> IntArray:
@@ -169,15 +171,20 @@ def charge(exposed: Intervals, start: IntArray, end: IntArray, order: IntArray) 
     return charged
 
 
-def _points(left: Intervals, right: Intervals) -> IntArray:
-    """Distinct ends of both sets in order: merges sorted runs, which ``np.unique`` (a hash) does not."""
-    points = np.sort(np.concatenate([left.start, left.end, right.start, right.end]), kind="stable")
-    return points[np.flatnonzero(np.diff(points, prepend=points[:1] - 1))]
+def _sweep(*sets: Intervals) -> tuple[IntArray, npt.NDArray[np.int8]]:
+    """Return the distinct ends of at most seven sets in order, and where the segment after each one lies.
 
-
-def _inside(intervals: Intervals, points: IntArray) -> BoolArray:
-    """Whether the segment that begins at each point lies in the set."""
-    return containing(intervals.start, intervals.end, points) >= 0
+    Bit ``i`` of a segment's state says whether it lies in set ``i``.
+    """
+    times = np.concatenate([edge for one in sets for edge in (one.start, one.end)])
+    change = np.repeat(
+        np.array([sign << i for i in range(len(sets)) for sign in (1, -1)], dtype=np.int8),
+        [len(edge) for one in sets for edge in (one.start, one.end)],
+    )
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    last = np.flatnonzero(np.append(times[1:] != times[:-1], True)[: len(times)])
+    return times[last], np.cumsum(change[order], dtype=np.int8)[last]
 
 
 def _from_segments(points: IntArray, keep: BoolArray) -> Intervals:
