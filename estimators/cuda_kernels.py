@@ -49,14 +49,28 @@ def with_fused_blocks(recording: MemoryRecording, blocks: tuple[str, ...]) -> Me
     """Return the recording without what ``torch.compile`` of each block keeps out of memory.
 
     A compiled block fuses its pointwise operators and reductions: what lives only between two of FSDP's
-    labels inside one block, and is no result of a matrix product or of attention, stays in registers.
+    labels inside one block stays in registers, unless a matrix product or attention makes or reads it.
     """
     attributed = attribute(recording, recording.steps)
     allocations = attributed.allocations
     inside = allocations.fqn.matches(set(blocks).__contains__) & allocations.activity.equals("compute")
     short = attributed.alloc_row == attributed.free_row
     kernels = allocations.op.matches(lambda name: name.startswith((*_MATMULS, "aten::_scaled_dot_product")))
-    return replace(recording, allocations=recording.allocations.take(~(inside & short & ~kernels)))
+    pointwise = np.flatnonzero(inside & short & ~kernels)
+    read = _read_by(allocations, np.flatnonzero(inside & kernels), pointwise)
+    fused = np.zeros(len(allocations), dtype=np.bool_)
+    fused[np.setdiff1d(pointwise, read)] = True
+    return replace(recording, allocations=recording.allocations.take(~fused))
+
+
+def _read_by(allocations: AllocationTable, kernels: IntArray, results: IntArray) -> IntArray:
+    """The youngest of the ``results`` alive when each kernel runs: its input, made for it."""
+    born, freed = allocations.alloc_order[results], allocations.free_order[results]
+    read = []
+    for order in allocations.alloc_order[kernels].tolist():
+        alive = np.flatnonzero((born < order) & (freed > order))
+        read.extend(results[alive[-1:]].tolist())
+    return np.array(read, dtype=np.int64)
 
 
 def _spread(allocations: AllocationTable) -> AllocationTable:
