@@ -28,7 +28,8 @@ def prepare_run(
     """Make the run directory, or join it, and write this node's file.
 
     Raises ``RunDirectoryError`` if this node's file is there, or a folder that no recorder wrote. With
-    ``force`` this node's old recording is removed, never another's.
+    ``force`` this node's old recording is removed, never another's; its file is replaced, so that other nodes
+    that force at the same moment see at all times that they are not alone.
     """
     validate(options)
     file = path / node_file(node_rank)
@@ -36,7 +37,6 @@ def prepare_run(
         joins_others = not file.exists() and bool(node_ranks(path))
         if not joins_others:
             _refuse(path, node_rank, force)
-            file.unlink(missing_ok=True)
             _remove_ranks(path, node_rank)
     info = RunInfo(
         command=command,

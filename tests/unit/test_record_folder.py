@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import pytest
 
@@ -72,6 +74,26 @@ def test_forcing_removes_the_ranks_of_this_node(tmp_path, node, removed):
     before = names(tmp_path)
     prepare(tmp_path, node, force=True)
     assert names(tmp_path) == [name for name in before if name != removed]
+
+
+def test_nodes_that_force_at_the_same_moment_leave_each_other_alone(tmp_path, monkeypatch):
+    """While node 1 removes a rank, its manifest already gone, node 0 starts to force."""
+    for own in (0, 1):
+        prepare(tmp_path, own)
+        make_rank(tmp_path, own, own)
+    removed = []
+
+    def rmtree(folder):
+        removed.append(folder.name)
+        (folder / MANIFEST_FILE).unlink()
+        if folder.name == rank_folder(1):
+            prepare(tmp_path, 0, force=True)
+        folder.rmdir()
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    prepare(tmp_path, 1, force=True)
+    assert removed == [rank_folder(1), rank_folder(0)]
+    assert names(tmp_path) == ["run-node-00001.json", "run.json"]
 
 
 def test_forcing_a_run_of_one_node_removes_all_ranks(tmp_path):
