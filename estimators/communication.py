@@ -76,7 +76,7 @@ def group_traffic(
     """Describe parameter groups for :func:`walk_step`, in post-forward order."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
-    fqns = [group.fqn for group in groups]
+    fqns = sorted((group.fqn for group in groups), key=lambda fqn: fqn == "")  # the root ends last
     trained = [parameter.requires_grad for group in groups for parameter in group.parameters]
     flow = forward_flow(model, fqns, policy) if len(set(trained)) > 1 else dict.fromkeys(fqns, True)
     traffic = {

@@ -372,8 +372,8 @@ def test_specifications_read_from_a_run_predict_the_same(recorded, script, nproc
     values = values_of_run(manifest)
     spec = make_spec({**values, "model": "_common:Tower", "policy": {**values["policy"], "clip_grad": False}})
     from_specs = estimate_comm(spec.model, spec.mesh, spec.policy).groups
-    from_manifest = estimate_comm_of_run(manifest).groups
-    assert [replace(row, process_group=None) for row in from_manifest] == from_specs
+    from_manifest = [replace(row, process_group=None) for row in estimate_comm_of_run(manifest).groups]
+    assert sorted(map(repr, from_manifest)) == sorted(map(repr, from_specs))
 
 
 KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
