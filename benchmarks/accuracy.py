@@ -27,9 +27,9 @@ GIB = 1 << 30
 ALLOCATORS: dict[str, Allocator] = {
     "torchtitan commit": "expandable",  # run_train.sh sets expandable_segments:True
     "torchao float8nocompile README": "expandable",  # the same launcher
-    "torchtitan benchmarks": "classic",  # several nodes: the multi-node launcher sets no allocator option
+    "torchtitan benchmarks": "classic",  # up to 512 GPUs: the multi-node launcher sets no allocator option
 }
-"""What the launcher of each source sets, by the beginning of its name."""
+"""What the launcher of each source sets, by the beginning of its name; for the last, inferred."""
 
 
 @dataclass(frozen=True)
