@@ -35,7 +35,6 @@ class _Sums:
 
 
 _MEASURES = tuple(field.name for field in fields(CommFigures))
-_EXACT = ("count", "payload_bytes", "wire_bytes")
 _NO_COLLECTIVE = CommFigures(count=0, payload_bytes=0, wire_bytes=0, total_ns=0, exposed_ns=0, stall_ns=0)
 
 
@@ -125,8 +124,17 @@ def _delta(before: CommFigures, after: CommFigures) -> CommFigures:
 
 
 def _is_equal(before: _Sums, after: _Sums) -> bool:
-    pairs = [(getattr(before, measure), getattr(after, measure)) for measure in _EXACT]
-    return all(a is not None and b is not None and a * after.windows == b * before.windows for a, b in pairs)
+    """Compare the means exactly; wire bytes, which some ops do not define, may be unknown on both sides."""
+
+    def same(one: int | None, other: int | None) -> bool:
+        return one is not None and other is not None and one * after.windows == other * before.windows
+
+    wire = before.wire_bytes, after.wire_bytes
+    return (
+        same(before.count, after.count)
+        and same(before.payload_bytes, after.payload_bytes)
+        and (wire == (None, None) or same(*wire))
+    )
 
 
 def mean(total: int, count: int) -> float:

@@ -232,15 +232,15 @@ def _exposed_ms(comparison: RunComparison) -> float | None:
 
 
 def _wire_frac(comparison: RunComparison) -> float | None:
-    sides = (
-        [row.before for row in comparison.communication],
-        [row.after for row in comparison.communication],
-    )
-    sizes = [[row.wire_bytes for row in side if row is not None] for side in sides]
-    if any(size is None for side in sizes for size in side):
-        return None
-    before, after = (sum(size or 0 for size in side) for side in sizes)
-    return after / before - 1 if before else None
+    """Over the ops whose wire bytes are defined; unknown where only one side knows those of a row."""
+    sums = [0.0, 0.0]
+    for row in comparison.communication:
+        sizes = [side.wire_bytes for side in (row.before, row.after) if side is not None]
+        if None in sizes and sizes != [None] * len(sizes):
+            return None
+        for when, side in enumerate((row.before, row.after)):
+            sums[when] += (side.wire_bytes or 0) if side is not None else 0
+    return sums[1] / sums[0] - 1 if sums[0] else None
 
 
 def _unequal(comparison: RunComparison) -> float | None:

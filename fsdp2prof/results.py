@@ -712,7 +712,7 @@ class MemoryEstimate:
     fits: bool | None
     """Null unless the hardware was given."""
     headroom_bytes: int | None
-    """Device memory left above the reserved peak and the high end outside the allocator; negative: missing."""
+    """Device memory left above the reserved peak and the high end outside of it; negative: missing."""
     advice: list[str]
     """What to change, when it does not fit."""
     assumptions: list[str]
@@ -774,7 +774,7 @@ class CommChange:
     after: CommFigures | None
     delta: CommFigures
     equal: bool
-    """Whether count, payload and wire bytes are exactly the same."""
+    """Whether count, payload and wire bytes are known and exactly the same; a broadcast has no wire bytes."""
     before_dtypes: list[str]
     after_dtypes: list[str]
     before_group_sizes: list[int]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
-from fsdp2prof.reporters.layers import layer_name
+from fsdp2prof.reporters.layers import fold_names, layer_name
 from fsdp2prof.reporters.memory_grids import own_frame
 from fsdp2prof.reporters.wording import category_label
 from fsdp2prof.results import MemoryComparison, MemoryDelta
@@ -67,6 +67,8 @@ def _grid(
         before, after = sizes[name(row)]
         sizes[name(row)] = before + row.before_bytes, after + row.after_bytes
     changed = [(label, before, after) for label, (before, after) in sizes.items() if every or before != after]
+    if not every:
+        changed = _folded(changed)
     changed.sort(key=lambda row: -abs(row[2] - row[1]))
     shown = changed if every else changed[:_ROWS]
     rest = len(changed) - len(shown)
@@ -78,6 +80,12 @@ def _grid(
         totals=[_cells("all", whole.before.allocated_bytes, whole.after.allocated_bytes)],
         more=f"and {plural(rest, 'more row')}" if rest else "",
     )
+
+
+def _folded(rows: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Sum repeated layers that hold the same before and after."""
+    families = fold_names([(name, (before, after)) for name, before, after in rows])
+    return [(name, sum(rows[i][1] for i in same), sum(rows[i][2] for i in same)) for name, same in families]
 
 
 def _cells(name: str, before: int, after: int) -> list[Cell]:

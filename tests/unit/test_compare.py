@@ -195,6 +195,22 @@ def test_unknown_bytes_are_neither_equal_nor_a_change() -> None:
     assert {row.delta.wire_bytes for row in comparison.communication} == {None}
 
 
+def test_an_op_without_wire_bytes_does_not_stand_in_the_way() -> None:
+    broadcast = replace(group(None, "broadcast", 0, 3, exposed_ms=0), wire_bytes=None)
+    before = replace(trace_analysis(), groups=[*trace_analysis().groups, broadcast])
+    after = replace(before, groups=[*before.groups, group("", "reduce_scatter", 0, 3, exposed_ms=0)])
+    assert compare(side("a", before), side("b", before)).communication_equal is True
+    comparison = compare(side("a", before), side("b", after))
+    assert [row.op for row in comparison.communication if not row.equal] == ["reduce_scatter"]
+    [failure] = check([parse("wire_bytes_frac>0")], comparison)
+    assert failure.value == pytest.approx(1 / 20)
+    known = replace(before, groups=[*trace_analysis().groups, replace(broadcast, wire_bytes=5)])
+    comparison = compare(side("a", before), side("b", known))
+    assert comparison.communication_equal is False
+    with pytest.raises(InputError, match="undefined here"):
+        check([parse("wire_bytes_frac>0")], comparison)
+
+
 def test_a_run_against_its_estimate() -> None:
     predicted = Side(path="e", kind="estimate", communication=estimate(trace_analysis()), world_size=2)
     comparison = compare(side("a", trace_analysis(), world_size=2), predicted)
