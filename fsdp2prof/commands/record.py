@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
 
 __all__ = ["record"]
@@ -85,6 +86,8 @@ def record(
         stacks=stacks,
         memory=memory,
     )
+    if node_rank and output is None:
+        raise UsageError("--node-rank needs -o: the run directory that all nodes share")
     path = output or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     outcome = launch(list(command), path, options, node_rank=node_rank, force=force)
     if not quiet:

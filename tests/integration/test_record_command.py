@@ -144,6 +144,14 @@ def test_options_that_cannot_be_meant(tmp_path, options):
     assert not (tmp_path / "run").exists()
 
 
+def test_another_node_has_to_say_which_run_it_joins(tmp_path):
+    command = [*RECORD, "--node-rank", "1", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: --node-rank needs -o: the run directory that all nodes share\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_command_is_a_usage_error():
     done = subprocess.run(RECORD, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
