@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def bandwidth_rows(
         best[key] = max(best.get(key, 0.0), float(busbw[row]))
     rows = []
     for row, mine in zip(first.tolist(), members, strict=False):
-        bus = None if np.isnan(busbw[row]) else float(np.median(busbw[mine]))
+        bus = None if np.isnan(busbw[row]) else median(busbw[mine].tolist())
         peak = best.get((table.op[row], table.process_group[row]))
         rows.append(
             BandwidthRow(
@@ -55,7 +56,7 @@ def bandwidth_rows(
                 dtype=table.dtype[row],
                 payload_bytes=int(table.payload_bytes[row]),
                 count=len(mine),
-                algbw_bytes_per_s=float(np.median(algbw[mine])),
+                algbw_bytes_per_s=median(algbw[mine].tolist()),
                 busbw_bytes_per_s=bus,
                 best_busbw_bytes_per_s=None if bus is None else float(busbw[mine].max()),
                 of_best_frac=None if bus is None or not peak else bus / peak,

@@ -138,7 +138,7 @@ def collect(
         comms_id=facts.number("comms_id"),
     )
     issuers = trace.events.name.matches(lambda name: name.startswith("c10d::") and op_of(name) is not None)
-    served = np.intersect1d(sources.operator, np.flatnonzero(issuers))
+    issued = intervals.distinct(sources.operator[sources.operator >= 0])
     return Collectives(
         table=table,
         reason=_reasons(table, sources, phases),
@@ -146,7 +146,7 @@ def collect(
         issue_end_ns=sources.issue_end_ns,
         activity=sources.activity,
         activity_owner=sources.owner,
-        unserved=int(issuers.sum()) - len(served),
+        unserved=int(issuers.sum()) - int(issuers[issued].sum()),
     )
 
 
@@ -154,13 +154,13 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
     """Collective kernels, and device copies that a copy engine makes for a collective without kernels."""
     events = trace.events
     name = events.name.take(device.event)
-    described = np.isin(device.event, trace.collective_args.event)
+    described = np.isin(device.event, trace.collective_args.event, kind="table")
     kernel = ~device.is_copy & ~device.is_set & (name.matches(is_collective_kernel) | described)
     params = _around(trace, device, events.name.equals("record_param_comms"))
     operator = _around(trace, device, events.name.matches(lambda text: text.startswith("c10d::")))
     ranges = _around(trace, device, events.name.matches(lambda text: text.startswith("nccl:")))
-    with_kernel = np.unique(params[kernel])
-    copy = device.is_copy & name.matches(is_device_copy) & (params >= 0) & ~np.isin(params, with_kernel)
+    has_kernel = np.isin(params, params[kernel], kind="table")
+    copy = device.is_copy & name.matches(is_device_copy) & (params >= 0) & ~has_kernel
     activity = np.flatnonzero(kernel | copy)
     # Everything one operator launched is one collective; a launch outside every operator stands for itself.
     key = np.where(params[activity] >= 0, params[activity], -2 - activity)
@@ -228,7 +228,7 @@ def _around(trace: Trace, device: DeviceTable, candidates: BoolArray) -> IntArra
     events = trace.events
     found = np.full(len(device), -1, dtype=np.int64)
     rows = np.flatnonzero(candidates)
-    for thread in np.unique(events.thread[rows]):
+    for thread in intervals.distinct(events.thread[rows]):
         of_thread = rows[events.thread[rows] == thread]
         mine = np.flatnonzero((device.thread == thread) & (device.launch_ns >= 0))
         inside = intervals.innermost(
@@ -334,7 +334,7 @@ def _translate(names: Strings, rule: Callable[[str], str | None]) -> Strings:
     """Apply a rule to every name that occurs, once each."""
     lookup = np.full(len(names.values) + 1, -1, dtype=np.int32)
     results: dict[str, int] = {}
-    for code in np.unique(names.codes[names.codes >= 0]).tolist():
+    for code in intervals.distinct(names.codes[names.codes >= 0]).tolist():
         result = rule(names.values[code])
         if result is not None:
             lookup[code] = results.setdefault(result, len(results))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.collective_names import op_of
 from fsdp2prof.analyzers.phases import transfer_rows
 from fsdp2prof.tables import IntArray, Trace
@@ -22,7 +23,8 @@ def gloo_ranges(trace: Trace) -> IntArray:
     events = trace.events
     label = np.flatnonzero(events.category.equals("user_annotation") & (events.thread >= 0))
     named = label[transfer_rows(trace.labels)]
-    return np.union1d(np.flatnonzero(events.name.matches(lambda name: name.startswith("gloo:"))), named)
+    workers = np.flatnonzero(events.name.matches(lambda name: name.startswith("gloo:")))
+    return intervals.distinct(np.concatenate([workers, named]))
 
 
 def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
@@ -46,7 +48,7 @@ def match_issuers(trace: Trace, ranges: IntArray) -> IntArray:
             free = free[size[free] >= 0]
         for kind in range(len(titles)):
             of_kind, to_kind = left[title[ranges[left]] == kind], free[title[free] == kind]
-            for nelems in np.unique(size[ranges[of_kind]]) if sized else [None]:
+            for nelems in intervals.distinct(size[ranges[of_kind]]) if sized else [None]:
                 some = of_kind if nelems is None else of_kind[size[ranges[of_kind]] == nelems]
                 from_ = to_kind if nelems is None else to_kind[size[to_kind] == nelems]
                 matched[some] = _first_in_first_out(events.start_ns, from_, ranges[some])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.gloo import gloo_ranges
 from fsdp2prof.tables import IntArray, Trace
 
@@ -23,7 +24,7 @@ def leaf_operators(trace: Trace) -> IntArray:
     is_operator = events.category.equals("cpu_op") & events.name.matches(
         lambda name: "::" in name and not name.startswith(_NOT_WORK)
     )
-    workers = np.unique(events.thread[gloo_ranges(trace)])
+    workers = intervals.distinct(events.thread[gloo_ranges(trace)])
     rows = np.flatnonzero(is_operator & ~np.isin(events.thread, workers))
     rows = rows[np.argsort(events.thread[rows], kind="stable")]
     leaf = np.ones(len(rows), dtype=np.bool_)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.rank_summary import RankSummary
 from fsdp2prof.tables import BoolArray, IntArray, Strings, concat_strings
 
@@ -75,7 +76,7 @@ def match_collectives(summaries: Sequence[RankSummary]) -> Matched:
     keys: Counter[str] = Counter()
     unmatched: Counter[str] = Counter()
     warnings: list[str] = []
-    for group in np.unique(rows.group):
+    for group in intervals.distinct(rows.group):
         mine = rows.take(rows.group == group)
         name, ranks_text = group_names[int(group)]
         expected = _expected(summaries, mine, ranks_text)
@@ -99,7 +100,7 @@ def match_collectives(summaries: Sequence[RankSummary]) -> Matched:
         unmatched.update(reasons)
         accepted.append(mine.take(good))
         labels.append(identity[good])
-        keys[key] += len(np.unique(identity[good]))
+        keys[key] += len(intervals.distinct(identity[good]))
     first, rank, row = _compress(accepted, labels)
     keys = Counter({key: count for key, count in keys.items() if count})
     return Matched(
@@ -152,7 +153,7 @@ def _expected(summaries: Sequence[RankSummary], rows: _Rows, ranks_text: str) ->
     if ranks_text and re.fullmatch(r"[\[\(]?\s*\d+(\s*,\s*\d+)*\s*[\]\)]?", ranks_text):
         members = {int(number) for number in re.findall(r"\d+", ranks_text)}
         return np.asarray([i for i, s in enumerate(summaries) if s.rank in members], dtype=np.int64)
-    return np.unique(rows.rank)
+    return intervals.distinct(rows.rank)
 
 
 def _identify(rows: _Rows, expected: IntArray) -> tuple[str, IntArray, list[int]]:
@@ -163,7 +164,7 @@ def _identify(rows: _Rows, expected: IntArray) -> tuple[str, IntArray, list[int]
     """
     for key, column in (("comms_id", rows.comms_id), ("seq", rows.seq)):
         known = column >= 0
-        if len(np.unique(rows.rank[known])) >= 2:
+        if len(intervals.distinct(rows.rank[known])) >= 2:
             return key, np.where(known, column, -1), []
     order = np.lexsort((rows.issue_ns, rows.step, rows.rank))
     step, rank = rows.step[order], rows.rank[order]
@@ -189,7 +190,7 @@ def _verify(rows: _Rows, identity: IntArray, expected: int) -> tuple[BoolArray, 
     inverse = inverse.reshape(-1)
     count = np.bincount(inverse, minlength=len(values))
     span = int(rows.rank.max()) + 1
-    ranks = np.bincount(np.unique(inverse * span + rows.rank) // span, minlength=len(values))
+    ranks = np.bincount(intervals.distinct(inverse * span + rows.rank) // span, minlength=len(values))
     lowest = np.full(len(values), np.iinfo(np.int64).max)
     highest = np.full(len(values), -1)
     np.minimum.at(lowest, inverse, rows.kind)

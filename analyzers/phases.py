@@ -85,7 +85,7 @@ def transfer_rows(labels: LabelTable) -> BoolArray:
 def find_rows(phases: PhaseTable, thread: IntArray, time_ns: IntArray) -> IntArray:
     """Return the row of ``phases`` that holds each (thread, time); -1 where none does."""
     found = np.full(len(time_ns), -1, dtype=np.int64)
-    for one in np.unique(phases.thread):
+    for one in intervals.distinct(phases.thread):
         first, last = np.searchsorted(phases.thread, [one, one + 1])
         mine = np.flatnonzero(thread == one)
         row = intervals.containing(phases.start_ns[first:last], phases.end_ns[first:last], time_ns[mine])
@@ -336,7 +336,7 @@ def _with_autograd(table: PhaseTable, weak: BoolArray, labels: LabelTable) -> Ph
         for row in rest
     ]
     known = concat_tables(pieces)
-    for thread in np.unique(labels.thread[node]):
+    for thread in intervals.distinct(labels.thread[node]):
         mine, here = node & (labels.thread == thread), known.thread == thread
         nodes = intervals.union(labels.start_ns[mine], labels.end_ns[mine])
         unknown = intervals.subtract(nodes, intervals.union(known.start_ns[here], known.end_ns[here]))

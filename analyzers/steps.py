@@ -58,7 +58,7 @@ def step_windows(
     if not len(device):
         return steps, []
     launched_in = intervals.containing(steps.start_ns, steps.end_ns, device.launch_ns)
-    busy = np.unique(launched_in[launched_in >= 0])
+    busy = intervals.distinct(launched_in[launched_in >= 0])
     if not len(busy):
         message = (
             f"{trace.source}: no device activity was launched inside a step; the whole trace is one step"
@@ -66,7 +66,7 @@ def step_windows(
         return whole, [message]
     warnings = [
         f"{trace.source}: step {steps.step[row]} launched nothing on the device and has no window"
-        for row in np.setdiff1d(np.arange(len(steps)), busy)
+        for row in np.setdiff1d(np.arange(len(steps)), busy, assume_unique=True)
     ]
     first = np.full(len(steps) + 1, np.iinfo(np.int64).max)
     np.minimum.at(first, launched_in, device.start_ns)

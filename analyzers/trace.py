@@ -206,7 +206,7 @@ def _group_ranks(tables: RankTables) -> dict[str, str]:
     args, manifest = tables.trace.collective_args, tables.manifest
     groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
     known = {group.name: str(group.ranks) for group in groups if group.ranks}
-    pairs = np.unique(np.stack([args.process_group.codes, args.ranks.codes]), axis=1).T.tolist()
+    pairs = sorted(set(zip(args.process_group.codes.tolist(), args.ranks.codes.tolist(), strict=True)))
     written = {
         args.process_group.values[name]: args.ranks.values[r] for name, r in pairs if name >= 0 and r >= 0
     }

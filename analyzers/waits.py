@@ -117,7 +117,7 @@ def _device_waits(phases: PhaseTable, collectives: Collectives, calls: _WaitCall
     roots = np.array([_root(fqn) for fqn in table.fqn.values] + [""])[table.fqn.codes[reductions]]
     label_roots = np.array([_root(fqn) for fqn in phases.fqn.values] + [""])[phases.fqn.codes]
     early = np.full(len(reductions), -1, dtype=np.int64)
-    for root in np.unique(roots):
+    for root in sorted(set(roots.tolist())):
         mine = scatter & (roots == root)
         labels = np.flatnonzero(phases.activity.equals("reduce_wait") & (label_roots == root))
         early[mine] = calls.first_in(labels, issue[reductions[mine]])
