@@ -105,9 +105,8 @@ def main() -> None:
     named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
     path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_PEAKS"])
     errors: dict[str, list[float]] = {}
-    print(
-        f"{'id':5}{'class':9}{'published':>10}{'predicted':>10}{'error':>8}   16 B/param  DeepSpeed accelerate"
-    )
+    names = "  16 B/param DeepSpeed accelerate"
+    print(f"{'id':5}{'class':9}{'published':>10}{'predicted':>10}{'error':>8} {names}")
     for run in read(path):
         if arguments and run.id not in arguments:
             continue
