@@ -104,7 +104,7 @@ def _key(path: Path) -> str:
 def _reader_digest() -> str:
     """Digest of the reader's own source, so that nobody has to remember to raise a version number."""
     digest = hashlib.sha256()
-    for source in sorted([*Path(__file__).parent.glob("*.py"), Path(tables.__file__)]):
+    for source in sorted([*Path(__file__).parent.glob("*.py"), *Path(tables.__file__).parent.glob("*.py")]):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 

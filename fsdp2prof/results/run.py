@@ -1,0 +1,101 @@
+"""Result of ``analyze run``: what was run, and both analyses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2prof.results.memory import MemoryAnalysis
+from fsdp2prof.results.trace import TraceAnalysis
+
+__all__ = ["RUN_ANALYSIS_SCHEMA", "RunAnalysis", "RunRank", "RunSummary", "ShardGroup", "StepTime"]
+
+RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Wall time of one training step, as the recorder saw it."""
+
+    step: int
+    duration_ns: int
+    kind: str
+    """``plain``, ``warmup``, ``traced`` or ``memory``: the last three pay for being recorded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRank:
+    """What one rank of a run left behind."""
+
+    rank: int
+    state: str
+    """``complete``, ``partial``, ``crashed``, ``running`` (killed unheard) or ``missing``."""
+    host: str
+    device: str
+    """``cpu``, or the device's name."""
+    steps: list[StepTime]
+    traced_steps: list[int]
+    memory_steps: list[int]
+    has_trace: bool
+    has_memory: bool
+    error: str | None
+    messages: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardGroup:
+    """One FSDP parameter group as it was set up: one all-gather, one reduce-scatter."""
+
+    root: int
+    fqn: str
+    """FSDP module; the empty string is the root."""
+    parameters: int
+    numel: int
+    """Elements of the whole parameters, without padding."""
+    sharded_bytes: int | None
+    """This rank's shard in the original dtype, padding included; null for a dtype of unknown size."""
+    padding_bytes: int | None
+    """Part of ``sharded_bytes`` that is padding."""
+    dtype: str
+    """Original dtype; several are joined with commas."""
+    param_dtype: str | None
+    reduce_dtype: str | None
+    mesh: str
+    """Mesh dimensions as text: ``dp_replicate=2, dp_shard=8``."""
+    reshard_after_forward: bool | int
+    offload: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What was run, where, and how it ended."""
+
+    path: str
+    command: list[str]
+    state: str
+    exit_code: int | None
+    started_at: str
+    finished_at: str | None
+    hosts: list[str]
+    world_size: int | None
+    versions: dict[str, str]
+    environment: dict[str, str]
+    options: dict[str, Any]
+    messages: list[str]
+    ranks: list[RunRank]
+    shard_groups: list[ShardGroup]
+    """Of the lowest rank that has any."""
+    optimizers: list[str]
+    """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunAnalysis:
+    """Result of ``analyze run``: the run and both analyses, each null where nothing was captured."""
+
+    schema: str = RUN_ANALYSIS_SCHEMA
+    run: RunSummary
+    trace: TraceAnalysis | None
+    memory: MemoryAnalysis | None
+    warnings: list[str]

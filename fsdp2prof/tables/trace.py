@@ -1,0 +1,146 @@
+"""What a Kineto trace holds, in columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
+
+if TYPE_CHECKING:
+    pass
+
+from fsdp2prof.tables.columns import IntArray, Strings, Table
+from fsdp2prof.tables.steps import LabelTable
+
+__all__ = ["CollectiveArgs", "EventTable", "MemoryEventTable", "ShapeTable", "SyncTable", "Trace"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventTable(Table):
+    """One rank's complete events, one row each, sorted by ``start_ns`` (outer before inner on ties)."""
+
+    start_ns: IntArray
+    """Nanoseconds since the trace's own epoch (``baseTimeNanoseconds`` is not added)."""
+    end_ns: IntArray
+    name: Strings
+    category: Strings
+    """Kineto's ``cat``: ``cpu_op``, ``user_annotation``, ``kernel``, ``gpu_memcpy``, ``cuda_runtime``, ..."""
+    thread: IntArray
+    """Index of the (pid, tid) pair for host events; -1 on a device."""
+    device: IntArray
+    """Device index for device activities; -1 on the host."""
+    stream: IntArray
+    """Stream of a device activity; -1 on the host."""
+    correlation: IntArray
+    """Joins a device activity to its launch; -1 where there is none."""
+    external_id: IntArray
+    """Joins a launch or a device activity to its operator; -1 where there is none."""
+    bytes: IntArray
+    """Bytes of a memory copy or set; -1 elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveArgs(Table):
+    """Collective metadata of events: ``record_param_comms``, ``c10d::*``, NCCL kernels, ``gloo:*``."""
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`."""
+    collective: Strings
+    """Collective name as written (``_allgather_base``, ...); null where only shapes are known."""
+    dtype: Strings
+    """Element type as written (``BFloat16``, ``c10::BFloat16``, ...)."""
+    in_nelems: IntArray
+    """Elements of this rank's input; -1 unknown."""
+    out_nelems: IntArray
+    """Elements of this rank's output; -1 unknown."""
+    group_size: IntArray
+    """Ranks in the process group; -1 unknown."""
+    process_group: Strings
+    """Process group name."""
+    process_group_desc: Strings
+    """Process group description (``mesh_dp_shard``, ``default_pg``)."""
+    ranks: Strings
+    """Ranks as written, possibly truncated."""
+    seq: IntArray
+    """Sequence number in the group; -1 unknown."""
+    comms_id: IntArray
+    """Identifier equal on all ranks of one collective; -1 unknown."""
+    is_async: IntArray
+    """1 asynchronous, 0 not, -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeTable(Table):
+    """Recorded inputs of the operators whose sizes are needed: ``c10d::*``, matrix products, attention.
+
+    Shapes repeat a lot, so they stay compact JSON text, interned: decode each distinct value once.
+    """
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`, ascending."""
+    dims: Strings
+    """``Input Dims`` as JSON text without spaces: ``[[128,64],[64,32],[]]``."""
+    types: Strings
+    """``Input type`` as JSON text without spaces: ``["c10::BFloat16","Scalar"]``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEventTable(Table):
+    """Kineto's ``[memory]`` instants in time order: one row per allocation or free."""
+
+    time_ns: IntArray
+    """Nanoseconds on the clock of :attr:`EventTable.start_ns`."""
+    thread: IntArray
+    """Index of the (pid, tid) pair, as in :class:`EventTable`."""
+    device: IntArray
+    """Device index; -1 is the host."""
+    address: IntArray
+    bytes: IntArray
+    """Positive for an allocation, negative for a free."""
+    allocated_bytes: IntArray
+    """``Total Allocated`` after it; -1 unknown."""
+    reserved_bytes: IntArray
+    """``Total Reserved`` after it; -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncTable(Table):
+    """What ``cuda_sync`` events wait for, if the profiler was told to record them."""
+
+    event: IntArray
+    """Row of the event in its :class:`EventTable`, ascending."""
+    wait_on_stream: IntArray
+    """Stream the CUDA event was recorded on; -1 unknown."""
+    record_correlation: IntArray
+    """Correlation of the ``cudaEventRecord`` it waits for; -1 unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Everything one Kineto trace file holds, in columns; one rank."""
+
+    source: str
+    """Path it was read from."""
+    rank: int | None
+    """From the file's ``distributedInfo``; null when it has none."""
+    world_size: int | None
+    device: DeviceInfo
+    """``cuda`` (CUDA or ROCm) when the file holds device activity, else ``cpu``."""
+    process_groups: tuple[ProcessGroupInfo, ...]
+    """From ``distributedInfo.pg_config``; empty in older traces."""
+    base_time_ns: int
+    """``baseTimeNanoseconds``: add it to a time to get the host's clock; 0 where the file has none."""
+    events: EventTable
+    collective_args: CollectiveArgs
+    labels: LabelTable
+    """Every host ``user_annotation``: ``FSDP::*``, ``ProfilerStep#N``, ``Optimizer.step#*``, ``nccl:*``,
+    ``gloo:*`` (on gloo's worker threads), the user's own ranges. Sorted by start, outer before inner."""
+    shapes: ShapeTable
+    memory: MemoryEventTable
+    threads: tuple[str, ...]
+    """Name of each thread index: ``pid/tid`` as written."""
+    warnings: tuple[str, ...]
+    """What a person should know about the file, one line each."""
+    syncs: SyncTable = dataclasses.field(default_factory=SyncTable.empty)
