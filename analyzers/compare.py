@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import median
 
 from fsdp2prof.analyzers.compare_communication import communication_changes, mean
 from fsdp2prof.analyzers.memory_compare import compare_peaks
@@ -50,8 +51,9 @@ def compare(before: Side, after: Side) -> RunComparison:
         before.trace or before.communication, after.trace or after.communication
     )
     step, breakdown = _times(before.trace, after.trace)
+    unrecorded = _unrecorded_step(before.run, after.run)
     pairs = _rank_pairs(before.peaks, after.peaks)
-    if step is None and communication is None and not pairs:
+    if step is None and unrecorded is None and communication is None and not pairs:
         raise InputError(
             f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
         )
@@ -63,6 +65,7 @@ def compare(before: Side, after: Side) -> RunComparison:
         settings=_settings(before.run, after.run) if before.run and after.run else [],
         step=step,
         breakdown=breakdown,
+        unrecorded_step=unrecorded,
         communication=communication or [],
         communication_equal=None if communication is None else all(row.equal for row in communication),
         peaks=peaks,
@@ -96,21 +99,34 @@ def _times(
         return None, []
     whole = [[step.duration_ns for step in side] for side in steps]
     parts = [field.name for field in fields(BreakdownNs)]
-    return _time("step", *whole), [
-        _time(part, *([getattr(step.breakdown_ns, part) for step in side] for side in steps))
+    return _time("step", *map(_mean, whole)), [
+        _time(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in steps))
         for part in parts
     ]
 
 
-def _time(part: str, before: list[int], after: list[int]) -> TimeChange:
-    means = mean(sum(before), len(before)), mean(sum(after), len(after))
-    delta = means[1] - means[0]
+def _unrecorded_step(before: RunSummary | None, after: RunSummary | None) -> TimeChange | None:
+    durations = [
+        [step.duration_ns for rank in run.ranks for step in rank.steps if step.kind == "plain"]
+        for run in (before, after)
+        if run is not None
+    ]
+    if len(durations) < 2 or not all(durations):
+        return None
+    return _time("unrecorded_step", median(durations[0]), median(durations[1]))
+
+
+def _mean(values: Sequence[int]) -> float:
+    return mean(sum(values), len(values))
+
+
+def _time(part: str, before: float, after: float) -> TimeChange:
     return TimeChange(
         part=part,
-        before_ns=means[0],
-        after_ns=means[1],
-        delta_ns=delta,
-        delta_frac=delta / means[0] if means[0] else None,
+        before_ns=before,
+        after_ns=after,
+        delta_ns=after - before,
+        delta_frac=(after - before) / before if before else None,
     )
 
 

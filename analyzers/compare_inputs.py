@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -51,7 +52,13 @@ def read_side(path: Path, **options: Unpack[TraceOptions]) -> Side:
 
     Raises ``InputError`` (or one of its kinds) for what cannot be read.
     """
-    result = _read_document(path) or analyze_any_path(path, **options)
+    document = _read_document(path)
+    if document is None:
+        result: _Result = analyze_any_path(path, **options)
+    else:
+        result = _chosen(document, options.get("ranks"), options.get("steps"))
+        if isinstance(result, (TraceAnalysis, MemoryAnalysis)) and not result.ranks:
+            raise InputError(f"{path}: none of the chosen ranks is in it")
     if isinstance(result, RunAnalysis):
         return _of_run(path, result)
     if isinstance(result, TraceAnalysis):
@@ -101,6 +108,41 @@ def _read_document(path: Path) -> _Result | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+
+
+def _chosen(result: _Result, ranks: Collection[int] | None, steps: Collection[int] | None) -> _Result:
+    """Cut an analysis that was kept to some ranks and steps; an estimate stands for all of them."""
+    if isinstance(result, RunAnalysis):
+        trace = result.trace and _chosen_trace(result.trace, ranks, steps)
+        memory = result.memory and _chosen_memory(result.memory, ranks)
+        return replace(
+            result,
+            trace=trace if trace and trace.ranks else None,
+            memory=memory if memory and memory.ranks else None,
+        )
+    if isinstance(result, TraceAnalysis):
+        return _chosen_trace(result, ranks, steps)
+    return _chosen_memory(result, ranks) if isinstance(result, MemoryAnalysis) else result
+
+
+def _chosen_trace(
+    trace: TraceAnalysis, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> TraceAnalysis:
+    kept = [
+        replace(rank, steps=[one for one in rank.steps if steps is None or one.step in steps])
+        for rank in trace.ranks
+        if ranks is None or rank.rank in ranks
+    ]
+    groups = [
+        row
+        for row in trace.groups
+        if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
+    ]
+    return replace(trace, ranks=kept, groups=groups)
+
+
+def _chosen_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
+    return replace(memory, ranks=[rank for rank in memory.ranks if ranks is None or rank.rank in ranks])
 
 
 def _fullest(ranks: Iterable[RankMemory]) -> dict[int, Peak]:

@@ -296,6 +296,11 @@ METRICS: dict[str, Metric] = {
         "comparison",
         _of_whole(lambda comparison: comparison.step.delta_ns / 1e6 if comparison.step else None),
     ),
+    "unrecorded_step_frac": Metric(
+        "change of the median step time without recording, of before",
+        "comparison",
+        _of_whole(lambda comparison: c.delta_frac if (c := comparison.unrecorded_step) else None),
+    ),
     "exposed_time_frac": Metric(
         "change of exposed communication in a mean step, of before", "comparison", _of_whole(_exposed_frac)
     ),

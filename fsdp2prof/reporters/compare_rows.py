@@ -20,8 +20,9 @@ def flat_rows(comparison: RunComparison) -> Iterator[dict[str, Any]]:
     """Yield every change as a row of :data:`HEADER`, in raw units."""
     for setting in comparison.settings:
         yield _row("settings", setting.name, "value", setting.before, setting.after, None)
-    for time in [*([comparison.step] if comparison.step else []), *comparison.breakdown]:
-        yield _row("step", time.part, "mean_ns", time.before_ns, time.after_ns, time.delta_ns)
+    for time in [comparison.step, comparison.unrecorded_step, *comparison.breakdown]:
+        if time is not None:
+            yield _row("step", time.part, "ns", time.before_ns, time.after_ns, time.delta_ns)
     for row in comparison.communication:
         for name in _MEASURES:
             before, after = (

@@ -67,6 +67,7 @@ def _settings_grid(comparison: RunComparison, every: bool) -> Grid | None:
 def _step_grid(comparison: RunComparison) -> Grid | None:
     if comparison.step is None:
         return None
+    unrecorded = comparison.unrecorded_step
     parts = [row for row in comparison.breakdown if row.before_ns or row.after_ns]
     digits = decimals(max(comparison.step.before_ns, comparison.step.after_ns) / _MS)
     return Grid(
@@ -74,7 +75,13 @@ def _step_grid(comparison: RunComparison) -> Grid | None:
         note="ms, mean over ranks and steps; communication holds only what no compute hides",
         columns=[Col("part"), *(Col(name, "number") for name in ("before", "after", "change", "%"))],
         rows=[_time_cells(PARTS[row.part][0], row, digits) for row in parts],
-        totals=[_time_cells("step", comparison.step, digits)],
+        totals=[
+            _time_cells("step", comparison.step, digits),
+            *([_time_cells("unrecorded step", unrecorded, digits)] if unrecorded else []),
+        ],
+        remarks=["The unrecorded step is the median wall time of the steps that pay for no recording."]
+        if unrecorded
+        else [],
     )
 
 

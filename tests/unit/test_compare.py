@@ -38,7 +38,9 @@ from fsdp2prof.results import (
     LayerBytes,
     Peak,
     RunComparison,
+    RunSummary,
     SettingChange,
+    StepTime,
     TraceAnalysis,
 )
 
@@ -357,6 +359,35 @@ def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks
     assert (comparison.step is not None) == has_trace
     assert [row.delta_allocated_bytes for row in comparison.peaks] == [0] * peaks
     assert comparison.settings == []
+
+
+def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
+    kept = tmp_path / "baseline.json"
+    kept.write_text(jsonreport.render(run_analysis()))
+    read = read_side(kept, ranks={1}, steps={4})
+    assert read.trace is not None
+    assert [(rank.rank, [one.step for one in rank.steps]) for rank in read.trace.ranks] == [(1, [4])]
+    assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
+    assert list(read.peaks) == [1]
+    kept.write_text(jsonreport.render(memory_analysis()))
+    with pytest.raises(InputError, match="none of the chosen ranks"):
+        read_side(kept, ranks={9})
+
+
+def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> None:
+    def run(*durations: int) -> RunSummary:
+        plain = [StepTime(step=i, duration_ns=ns, kind="plain") for i, ns in enumerate(durations)]
+        traced = StepTime(step=99, duration_ns=10**9, kind="traced")
+        ranks = [replace(rank, steps=[*plain, traced]) for rank in run_summary().ranks]
+        return replace(run_summary(), ranks=ranks)
+
+    comparison = compare(side("a", run=run(900, 100, 120)), side("b", run=run(950, 150, 140)))
+    change = comparison.unrecorded_step
+    assert change is not None
+    assert (change.before_ns, change.after_ns, change.delta_frac) == (120, 150, 0.25)
+    [failure] = check([parse("unrecorded_step_frac>0.2")], comparison)
+    assert failure.value == 0.25
+    assert compare(side("a", trace_analysis()), side("b", trace_analysis())).unrecorded_step is None
 
 
 def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
