@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.launches import runtime_calls
 from fsdp2prof.analyzers.rank_tables import RankTables
 from fsdp2prof.tables import IntArray
 
@@ -52,11 +55,11 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
         "unknown": intervals.union(start[~known], end[~known]),
     }
     calls = {"device_sync": "Synchronize", "memcpy": "Memcpy"}
-    begin = start.copy()
+    begin, queue = start, _queue(tables)
     for cause, word in calls.items():
         blocked = _calls(tables, word)
         inside = intervals.containing(blocked.start, blocked.end, begin) >= 0
-        until = np.where(inside, empty_until, begin + _refilling(tables, blocked, begin, empty_until, launch))
+        until = np.where(inside, empty_until, begin + _refilling(queue, blocked, begin, empty_until, launch))
         until = np.where(known, until, begin)
         parts[cause] = intervals.subtract(intervals.union(begin, until), profiler)
         begin = until
@@ -65,8 +68,33 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
     return parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """How far the host was ahead of the device."""
+
+    launched: IntArray
+    """Launch times in order."""
+    reach: IntArray
+    """When what was launched before each of them, and at last everything, had run; -1: nothing was."""
+    ahead: IntArray
+    """Launches of compute while earlier compute still ran, in order."""
+
+
+def _queue(tables: RankTables) -> _Queue:
+    device, work = tables.device, tables.work
+    by_launch = np.argsort(device.launch_ns, kind="stable")
+    compute = np.flatnonzero(~work.is_fsdp & ~work.is_memcpy & (work.launch_ns >= 0))
+    running = np.maximum.accumulate(work.end_ns[compute[:-1]])
+    launch = work.launch_ns[compute[1:]]
+    return _Queue(
+        launched=device.launch_ns[by_launch],
+        reach=np.concatenate([[-1], np.maximum.accumulate(device.end_ns[by_launch])]),
+        ahead=np.sort(launch[launch < running], kind="stable"),
+    )
+
+
 def _refilling(
-    tables: RankTables, blocked: Intervals, start: IntArray, end: IntArray, launch: IntArray
+    queue: _Queue, blocked: Intervals, start: IntArray, end: IntArray, launch: IntArray
 ) -> IntArray:
     """Return how much of each gap is owed to a call before it that drained the device.
 
@@ -74,19 +102,15 @@ def _refilling(
     host the lead it had, so at most that much idle time is owed to it, and only until compute is launched
     while earlier compute still runs: then the host is ahead again.
     """
-    device, work = tables.device, tables.work
-    by_launch = np.argsort(device.launch_ns, kind="stable")
-    launched = device.launch_ns[by_launch]
-    reach = np.concatenate([[-1], np.maximum.accumulate(device.end_ns[by_launch])])
-    lead = reach[np.searchsorted(launched, blocked.start)] - blocked.start
-    drains = (lead > 0) & (reach[np.searchsorted(launched, blocked.end)] <= blocked.end)
+    reach = queue.reach
+    lead = reach[np.searchsorted(queue.launched, blocked.start)] - blocked.start
+    drains = (lead > 0) & (reach[np.searchsorted(queue.launched, blocked.end)] <= blocked.end)
     drained, lead = blocked.end[drains], lead[drains]
+    if not len(drained):
+        return np.zeros(len(start), dtype=np.int64)
     last = np.searchsorted(drained, launch, side="right") - 1
-    compute = work.take(~work.is_fsdp & ~work.is_memcpy & (work.launch_ns >= 0))
-    running = np.concatenate([[-1], np.maximum.accumulate(compute.end_ns)[:-1]])[: len(compute)]
-    ahead = np.sort(compute.launch_ns[compute.launch_ns < running])
-    since = np.searchsorted(ahead, start, side="right")
-    behind = (last >= 0) & (since == np.searchsorted(ahead, np.append(drained, -1)[last], side="right"))
+    since = np.searchsorted(queue.ahead, start, side="right")
+    behind = (last >= 0) & (since == np.searchsorted(queue.ahead, drained, side="right")[last])
     length = np.where(behind, np.maximum(end - start, 0), 0)
     order = np.argsort(last, kind="stable")
     before = np.cumsum(length[order]) - length[order]
@@ -111,9 +135,8 @@ def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
 def _calls(tables: RankTables, word: str) -> Intervals:
     """When the host stood in a runtime call whose name has the word."""
     events = tables.trace.events
-    rows = events.category.matches(lambda name: name.endswith(("runtime", "driver"))) & events.name.matches(
-        lambda name: word in name
-    )
+    calls = runtime_calls(events)
+    rows = calls[events.name.take(calls).matches(lambda name: word in name)]
     return intervals.union(events.start_ns[rows], events.end_ns[rows])
 
 

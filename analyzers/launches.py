@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp2prof.tables import BoolArray, EventTable, IntArray, Table, Trace
 
-__all__ = ["DEVICE_CATEGORIES", "DeviceTable", "device_activities", "host_launches"]
+__all__ = ["DEVICE_CATEGORIES", "DeviceTable", "device_activities", "host_launches", "runtime_calls"]
 
 DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 """Kineto categories that occupy a device; its annotations and synchronisation records do not."""
@@ -63,11 +63,15 @@ def device_activities(trace: Trace) -> DeviceTable:
     )
 
 
+def runtime_calls(events: EventTable) -> IntArray:
+    """Return the event rows of the host's calls into the device's runtime and driver."""
+    return np.flatnonzero(events.category.matches(lambda name: name.endswith(_LAUNCHING)))
+
+
 def host_launches(events: EventTable, rows: IntArray) -> IntArray:
     """Return the event row of the runtime call that launched each device event; -1 where it is missing."""
-    calls = np.flatnonzero(
-        events.category.matches(lambda name: name.endswith(_LAUNCHING)) & (events.correlation >= 0)
-    )
+    calls = runtime_calls(events)
+    calls = calls[events.correlation[calls] >= 0]
     if not len(calls):
         return np.full(len(rows), -1, dtype=np.int64)
     calls = calls[np.argsort(events.correlation[calls], kind="stable")]
