@@ -137,17 +137,16 @@ def host_work(trace: Trace, phases: PhaseTable) -> WorkTable:
 
 def timeline(work: WorkTable, device: DeviceTable, collectives: Collectives) -> Timeline:
     """Return what ran when."""
-    compute = work.take(~work.is_fsdp & ~work.is_memcpy)
-    fsdp, memcpy = work.take(work.is_fsdp), work.take(work.is_memcpy)
     if len(device):
         comm = intervals.union(device.start_ns[collectives.activity], device.end_ns[collectives.activity])
     else:
         comm = intervals.union(collectives.table.start_ns, collectives.table.end_ns)
+    compute = ~work.is_fsdp & ~work.is_memcpy
     return Timeline(
-        compute=intervals.union(compute.start_ns, compute.end_ns),
-        fsdp_copy=intervals.union(fsdp.start_ns, fsdp.end_ns),
+        compute=intervals.union(work.start_ns[compute], work.end_ns[compute]),
+        fsdp_copy=intervals.union(work.start_ns[work.is_fsdp], work.end_ns[work.is_fsdp]),
         comm=comm,
-        memcpy=intervals.union(memcpy.start_ns, memcpy.end_ns),
+        memcpy=intervals.union(work.start_ns[work.is_memcpy], work.end_ns[work.is_memcpy]),
     )
 
 

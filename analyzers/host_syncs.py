@@ -23,15 +23,15 @@ _INNER = {"aten::_local_scalar_dense": "aten::item"}
 def host_syncs(trace: Trace, phases: PhaseTable, steps: StepTable, rank: int) -> list[HostSyncRow]:
     """Return the synchronising calls inside the steps (in host time), the longest blocked first."""
     events = trace.events
-    waits = events.name.matches(lambda name: _CALL.fullmatch(name) is not None)
-    calls = np.flatnonzero(waits & (events.thread >= 0))
+    calls = np.flatnonzero(events.name.matches(lambda name: _CALL.fullmatch(name) is not None))
+    calls = calls[events.thread[calls] >= 0]
     inside = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[calls]) >= 0
     calls = calls[inside]
     row = find_rows(phases, events.thread[calls], events.start_ns[calls])
     operator = events.name.lookup(_operators(trace, calls))
     fqn, phase = phases.fqn.lookup(row), phases.phase.lookup(row)
     found: dict[tuple[str | None, ...], list[int]] = defaultdict(lambda: [0, 0])
-    blocked = (events.end_ns - events.start_ns)[calls]
+    blocked = events.end_ns[calls] - events.start_ns[calls]
     keys = zip(*(column.to_list() for column in (fqn, phase, events.name.take(calls), operator)), strict=True)
     for key, duration in zip(keys, blocked.tolist(), strict=True):
         total = found[key]

@@ -72,10 +72,11 @@ def awaited(tables: RankTables) -> AwaitedTable:
 
 def _input_ready(tables: RankTables, rows: IntArray) -> IntArray:
     """End of the last FSDP copy launched before each collective: its copy-in or chunk-cat; -1 if none."""
-    copies = tables.work.take(tables.work.is_fsdp & (tables.work.launch_ns >= 0))
-    copies = copies.take(np.argsort(copies.launch_ns, kind="stable"))
-    before = np.searchsorted(copies.launch_ns, tables.collectives.table.issue_ns[rows], side="left")
-    ends: IntArray = np.concatenate([[-1], copies.end_ns])
+    work = tables.work
+    copies = np.flatnonzero(work.is_fsdp & (work.launch_ns >= 0))
+    copies = copies[np.argsort(work.launch_ns[copies], kind="stable")]
+    before = np.searchsorted(work.launch_ns[copies], tables.collectives.table.issue_ns[rows], side="left")
+    ends: IntArray = np.concatenate([[-1], work.end_ns[copies]])
     return ends[before]
 
 
@@ -131,8 +132,10 @@ def _largest(late: dict[LateCause, int]) -> LateCause | None:
 
 def _launch_latency(tables: RankTables) -> int:
     """Shortest time from any launch to its start: what is less than this is no queue."""
-    device = tables.device.take(tables.device.launch_ns >= 0)
-    return max(int((device.start_ns - device.launch_ns).min()), 0) if len(device) else 0
+    device = tables.device
+    launched = device.launch_ns >= 0
+    latency = device.start_ns[launched] - device.launch_ns[launched]
+    return max(int(latency.min()), 0) if len(latency) else 0
 
 
 def _excess(collectives: CollectiveTable, transfer: IntArray) -> IntArray:

@@ -79,7 +79,7 @@ def summarise(
     group_ranks: Mapping[str, str] | None = None,
 ) -> RankSummary:
     """Reduce one rank's tables to a summary. ``clock`` is its host's name where known."""
-    work = device.take(~device.is_comm)
+    work_launch_ns = np.where(device.is_comm, -1, device.launch_ns)
     gap_ns, gap_end_ns, gap_fqn = _gaps(collectives, device)
     return RankSummary(
         rank=rank,
@@ -87,7 +87,7 @@ def summarise(
         base_ns=base_ns,
         collectives=collectives,
         group_ranks=group_ranks or {},
-        work=_work(work, _segments(collectives, work.launch_ns)),
+        work=_work(device, _segments(collectives, work_launch_ns)),
         gap_ns=gap_ns,
         gap_end_ns=gap_end_ns,
         gap_fqn=gap_fqn,
@@ -103,7 +103,7 @@ def _segments(collectives: CollectiveTable, launch_ns: IntArray) -> IntArray:
 
 def _work(work: DeviceWork, segment: IntArray) -> SegmentWork:
     inside = np.flatnonzero(segment >= 0)
-    duration = (work.end_ns - work.start_ns)[inside]
+    duration = work.end_ns[inside] - work.start_ns[inside]
     row, fqn = segment[inside], work.fqn.codes[inside]
     order = np.lexsort((duration, fqn, row))
     row, fqn, duration, inside = row[order], fqn[order], duration[order], inside[order]

@@ -47,20 +47,20 @@ def compute_stream(work: WorkTable) -> int:
     if not rows.any():
         return -1
     streams, index = np.unique(work.stream[rows], return_inverse=True)
-    spent = np.bincount(index, weights=(work.end_ns - work.start_ns)[rows].astype(np.float64))
+    spent = np.bincount(index, weights=(work.end_ns[rows] - work.start_ns[rows]).astype(np.float64))
     return int(streams[spent.argmax()])
 
 
 def find_waits(trace: Trace, phases: PhaseTable, work: WorkTable, collectives: Collectives) -> WaitTable:
     """Return who waits for each collective, from when, and for how long."""
     stream = compute_stream(work)
-    queue = work.take((work.stream == stream) & (work.launch_ns >= 0))
-    queue = queue.take(np.argsort(queue.launch_ns, kind="stable"))
+    queued = np.flatnonzero((work.stream == stream) & (work.launch_ns >= 0))
+    queue = work.take(queued[np.argsort(work.launch_ns[queued], kind="stable")])
     on_device = len(collectives.activity) > 0
     if not on_device:
         return _measure(queue, collectives, _host_waits(phases, queue, collectives), _NOTHING_HELD, on_device)
     calls = _WaitCalls(trace, phases)
-    held = _held(phases, work.take(work.stream != stream), calls)
+    held = _held(phases, work.take(work.is_fsdp & (work.stream != stream)), calls)
     return _measure(queue, collectives, _device_waits(phases, collectives, calls), held, on_device)
 
 
@@ -87,10 +87,9 @@ def charging_order(collectives: Collectives, waits: WaitTable) -> IntArray:
 def _held(phases: PhaseTable, aside: WorkTable, calls: _WaitCalls) -> tuple[IntArray, IntArray]:
     """Return how long each final wait holds the compute stream for copies that follow the reductions.
 
-    Host times of the waits, and the latest end so far of FSDP's casts and copies on its own streams.
+    Host times of the waits, and the latest end so far of FSDP's casts and copies on its own streams
+    (``aside``).
     """
-    in_reduce = aside.is_fsdp & (aside.phase_row >= 0)
-    aside = aside.take(in_reduce)
     aside = aside.take(phases.activity.equals("reduce")[aside.phase_row])
     told = calls.final_after(aside.launch_ns)
     end, told = aside.end_ns[told >= 0], told[told >= 0]
