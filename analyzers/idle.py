@@ -43,12 +43,10 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
     device, windows = tables.device, tables.windows
     # A gap over a window's edge would count with the wrong launch: windows begin with an activity.
     _, start, end = intervals.cut(idle.start, idle.end, windows.start_ns)
-    following = np.searchsorted(device.start_ns, end, side="left")
-    launch = np.append(device.launch_ns, -1)[following]
+    launch = np.append(device.launch_ns, -1)[np.searchsorted(device.start_ns, end, side="left")]
     known = launch >= 0
     empty_until = np.clip(launch, start, end)
-    unlaunched = intervals.union(start[known], empty_until[known])
-    profiler = intervals.intersect(unlaunched, _profiler(tables))
+    profiler = intervals.intersect(intervals.union(start[known], empty_until[known]), _profiler(tables))
     parts = {
         "profiler": profiler,
         "queued": intervals.union(empty_until[known], end[known]),
@@ -109,15 +107,18 @@ def _refilling(
     if not len(drained):
         return np.zeros(len(start), dtype=np.int64)
     last = np.searchsorted(drained, launch, side="right") - 1
-    since = np.searchsorted(queue.ahead, start, side="right")
-    behind = (last >= 0) & (since == np.searchsorted(queue.ahead, drained, side="right")[last])
-    length = np.where(behind, np.maximum(end - start, 0), 0)
+    behind = (
+        np.searchsorted(queue.ahead, start, side="right")
+        == np.searchsorted(queue.ahead, drained, side="right")[last]
+    )
+    owing = np.flatnonzero(behind & (last >= 0) & (start < end))
+    last, length = last[owing], end[owing] - start[owing]
     order = np.argsort(last, kind="stable")
     before = np.cumsum(length[order]) - length[order]
     spent = np.empty(len(length), dtype=np.int64)
     spent[order] = before - before[np.searchsorted(last[order], last[order], side="left")]
-    left = np.append(lead, 0)[last] - spent
-    owed: IntArray = np.clip(left, 0, length)
+    owed = np.zeros(len(start), dtype=np.int64)
+    owed[owing] = np.clip(lead[last] - spent, 0, length)
     return owed
 
 

@@ -56,7 +56,8 @@ def union(start: IntArray, end: IntArray) -> Intervals:
     real = end > start
     if not real.any():
         return EMPTY
-    start, end = start[real], end[real]
+    if not real.all():
+        start, end = start[real], end[real]
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
     opens = np.ones(len(start), dtype=np.bool_)
