@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.results import BreakdownNs, StepBreakdown
-from fsdp2prof.tables import BoolArray, IntArray, PhaseTable, StepTable, Table, Trace
+from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
 
 __all__ = [
     "Exposure",
@@ -44,11 +44,11 @@ class WorkTable(Table):
     """Row in the trace's events."""
     start_ns: IntArray
     end_ns: IntArray
-    stream: IntArray
+    stream: CompactArray
     """Stream; on a host-only trace the thread."""
     launch_ns: IntArray
     """Host time of its launch; -1 unknown. An operator launches itself."""
-    thread: IntArray
+    thread: CompactArray
     """Thread that launched it; -1 unknown."""
     phase_row: IntArray
     """Row of the phase it was launched in; -1 none."""

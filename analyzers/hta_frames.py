@@ -21,7 +21,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import host_launches
 from fsdp2prof.analyzers.steps import host_steps
 from fsdp2prof.errors import TraceError
-from fsdp2prof.tables import BoolArray, IntArray, Trace
+from fsdp2prof.tables import BoolArray, CompactArray, IntArray, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,7 +136,7 @@ def _symbols(symbols: Any, values: list[str] | tuple[str, ...]) -> IntArray:
     return np.asarray([table[value] for value in values], dtype=np.int64)
 
 
-def _partners(launch: IntArray, correlation: IntArray) -> IntArray:
+def _partners(launch: IntArray, correlation: CompactArray) -> IntArray:
     """HTA's ``index_correlation``: the launch of a device event, the device event of a launch.
 
     -1 where an event has no correlation id, 0 where its partner is not in the file.

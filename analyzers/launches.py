@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2prof.tables import BoolArray, EventTable, IntArray, Table, Trace
+from fsdp2prof.tables import BoolArray, CompactArray, EventTable, IntArray, Table, Trace
 
 __all__ = ["DEVICE_CATEGORIES", "DeviceTable", "device_activities", "host_launches", "runtime_calls"]
 
@@ -24,14 +24,14 @@ class DeviceTable(Table):
     """Row in the trace's :class:`~fsdp2prof.tables.EventTable`."""
     start_ns: IntArray
     end_ns: IntArray
-    stream: IntArray
+    stream: CompactArray
     is_copy: BoolArray
     """A memory copy (by kernel or copy engine is not told apart here: ``gpu_memcpy``)."""
     is_set: BoolArray
     """A memory set."""
     launch_ns: IntArray
     """Host time at which its launch began; -1 when the launch is not in the file."""
-    thread: IntArray
+    thread: CompactArray
     """Thread of its launch; -1 unknown."""
     in_graph: BoolArray
     """Launched by the one call that launched its whole graph."""

@@ -29,6 +29,7 @@ from fsdp2prof.labels import AUTOGRAD_NODE, BEFORE_FORWARD, NAMELESS, FsdpLabel,
 from fsdp2prof.tables import (
     NEVER,
     BoolArray,
+    CompactArray,
     IntArray,
     LabelTable,
     PhaseTable,
@@ -82,7 +83,7 @@ def transfer_rows(labels: LabelTable) -> BoolArray:
     return transfer & hook.any() & ~np.isin(labels.thread, labels.thread[hook])
 
 
-def find_rows(phases: PhaseTable, thread: IntArray, time_ns: IntArray) -> IntArray:
+def find_rows(phases: PhaseTable, thread: CompactArray, time_ns: IntArray) -> IntArray:
     """Return the row of ``phases`` that holds each (thread, time); -1 where none does."""
     found = np.full(len(time_ns), -1, dtype=np.int64)
     for one in intervals.distinct(phases.thread):

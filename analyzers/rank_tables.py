@@ -119,7 +119,7 @@ def phase_labels(trace: Trace) -> LabelTable:
     events = trace.events
     node = events.name.matches(lambda name: name.startswith(AUTOGRAD_NODE))
     nodes = LabelTable(
-        thread=events.thread[node],
+        thread=events.thread[node].astype(np.int64),
         start_ns=events.start_ns[node],
         end_ns=events.end_ns[node],
         name=Strings.full(int(node.sum()), AUTOGRAD_NODE),

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsdp2prof.tables import IntArray
+from fsdp2prof.tables import CompactArray, IntArray
 
-__all__ = ["Interner", "TextTimeNeededError", "int_column", "narrow", "to_ns"]
+__all__ = ["Interner", "TextTimeNeededError", "compact", "int_column", "narrow", "to_ns"]
 
 _FLOAT_EXACT_BELOW_US = float(1 << 43)
 """Below it half the spacing of float64 is under half a nanosecond, so three decimals survive the rounding."""
@@ -82,6 +82,13 @@ def narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if limits.min <= low and high <= limits.max:
             return values.astype(dtype)
     return values
+
+
+def compact(values: npt.NDArray[Any]) -> CompactArray:
+    """Return the same integers in 32 bits each if all fit, else in 64."""
+    limits = np.iinfo(np.int32)
+    fit = not len(values) or (limits.min <= values.min() and values.max() <= limits.max)
+    return values.astype(np.int32 if fit else np.int64, copy=False)
 
 
 def _integer(value: Any) -> int:

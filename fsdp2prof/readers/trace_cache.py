@@ -23,7 +23,7 @@ from isal import isal_zlib
 from fsdp2prof import tables
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.readers.json_values import narrow
+from fsdp2prof.readers.json_values import compact, narrow
 from fsdp2prof.tables import (
     CollectiveArgs,
     EventTable,
@@ -178,13 +178,14 @@ def _pack(name: str, table: Table) -> _Arrays:
 
 def _unpack(name: str, table: type[_T], arrays: Any) -> _T:
     columns: dict[str, Any] = {}
-    for column in (field.name for field in fields(table)):  # type: ignore[arg-type]
+    for field in fields(table):  # type: ignore[arg-type]
+        column = field.name
         values = arrays[f"{name}.{column}"]
         if f"{name}.{column}.values" in arrays:
             text = msgspec.json.decode(arrays[f"{name}.{column}.values"].tobytes(), type=tuple[str, ...])
             columns[column] = Strings(values.astype(np.int32), text)
         else:
-            columns[column] = values.astype(np.int64)
+            columns[column] = compact(values) if field.type == "CompactArray" else values.astype(np.int64)
     return table(**columns)
 
 

@@ -13,9 +13,9 @@ from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.columns import Columns, Share
 from fsdp2prof.readers.event_args import collective_args, shape_table, sync_table
-from fsdp2prof.readers.json_values import Interner, int_column
+from fsdp2prof.readers.json_values import Interner, compact, int_column
 from fsdp2prof.readers.kineto_schema import Header
-from fsdp2prof.tables import EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace
+from fsdp2prof.tables import CompactArray, EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace
 
 __all__ = ["assemble", "header_integer"]
 
@@ -61,7 +61,7 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
         events=events,
         collective_args=collectives,
         labels=LabelTable(
-            thread=events.thread[is_label],
+            thread=events.thread[is_label].astype(np.int64),
             start_ns=events.start_ns[is_label],
             end_ns=events.end_ns[is_label],
             name=events.name.take(is_label),
@@ -91,14 +91,14 @@ def _event_table(
     name = Strings(_join(pieces, "name")[order].astype(np.int32), tuple(share.names))
     category = Strings(_join(pieces, "category")[order].astype(np.int32), tuple(share.categories))
     integers = ("device", "stream", "correlation", "external_id", "bytes")
-    columns = {column: _join(pieces, column)[order].astype(np.int64) for column in integers}
+    columns = {column: compact(_join(pieces, column)[order]) for column in integers}
     return EventTable(start_ns=start, end_ns=end, name=name, category=category, thread=thread, **columns)
 
 
 def _memory_table(pieces: list[Columns], threads: _Threads) -> MemoryEventTable:
     names = ("time_ns", "device", "address", "bytes", "allocated_bytes", "reserved_bytes")
     columns = {name: _join(pieces, name).astype(np.int64) for name in names}
-    thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid"))
+    thread = threads.number(_join(pieces, "pid"), _join(pieces, "tid")).astype(np.int64)
     table = MemoryEventTable(thread=thread, **columns)
     return table.take(np.argsort(table.time_ns, kind="stable"))
 
@@ -143,10 +143,10 @@ class _Threads:
 
     def __init__(self, pids: Interner, tids: Interner) -> None:
         self._pids, self._tids = list(pids), list(tids)
-        self._numbers = np.full(len(pids) * len(tids), -1, dtype=np.int64)
+        self._numbers = np.full(len(pids) * len(tids), -1, dtype=np.int32)
         self.names: list[str] = []
 
-    def number(self, pid: npt.NDArray[Any], tid: npt.NDArray[Any]) -> IntArray:
+    def number(self, pid: npt.NDArray[Any], tid: npt.NDArray[Any]) -> CompactArray:
         """Thread numbers of pairs of interned pids and tids."""
         pair = pid.astype(np.int64) * len(self._tids) + tid
         host = pid >= 0

@@ -20,7 +20,15 @@ bytes, and interned strings (:class:`Strings`). Nothing here computes an analysi
 ========================  ================================================================================
 """
 
-from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table, concat_strings, concat_tables
+from fsdp2prof.tables.columns import (
+    BoolArray,
+    CompactArray,
+    IntArray,
+    Strings,
+    Table,
+    concat_strings,
+    concat_tables,
+)
 from fsdp2prof.tables.memory import (
     GIVEN,
     NEVER,
@@ -48,6 +56,7 @@ __all__ = [
     "BoolArray",
     "CollectiveArgs",
     "CollectiveTable",
+    "CompactArray",
     "EventTable",
     "IntArray",
     "LabelTable",

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["BoolArray", "IntArray", "Strings", "Table", "concat_strings", "concat_tables"]
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+CompactArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+"""Numbers that are compared, not added up: 32 bits each where all fit, half the bytes of a trace."""
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 _FEW = 6

@@ -11,7 +11,7 @@ from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 if TYPE_CHECKING:
     pass
 
-from fsdp2prof.tables.columns import IntArray, Strings, Table
+from fsdp2prof.tables.columns import CompactArray, IntArray, Strings, Table
 from fsdp2prof.tables.steps import LabelTable
 
 __all__ = ["CollectiveArgs", "EventTable", "MemoryEventTable", "ShapeTable", "SyncTable", "Trace"]
@@ -27,17 +27,17 @@ class EventTable(Table):
     name: Strings
     category: Strings
     """Kineto's ``cat``: ``cpu_op``, ``user_annotation``, ``kernel``, ``gpu_memcpy``, ``cuda_runtime``, ..."""
-    thread: IntArray
+    thread: CompactArray
     """Index of the (pid, tid) pair for host events; -1 on a device."""
-    device: IntArray
+    device: CompactArray
     """Device index for device activities; -1 on the host."""
-    stream: IntArray
+    stream: CompactArray
     """Stream of a device activity; -1 on the host."""
-    correlation: IntArray
+    correlation: CompactArray
     """Joins a device activity to its launch; -1 where there is none."""
-    external_id: IntArray
+    external_id: CompactArray
     """Joins a launch or a device activity to its operator; -1 where there is none."""
-    bytes: IntArray
+    bytes: CompactArray
     """Bytes of a memory copy or set; -1 elsewhere."""
 
 
