@@ -103,14 +103,16 @@ def _segments(collectives: CollectiveTable, launch_ns: IntArray) -> IntArray:
 
 def _work(work: DeviceWork, segment: IntArray) -> SegmentWork:
     inside = np.flatnonzero(segment >= 0)
-    duration = work.end_ns[inside] - work.start_ns[inside]
+    inside = inside[np.lexsort((work.fqn.codes[inside], segment[inside]))]
     row, fqn = segment[inside], work.fqn.codes[inside]
-    order = np.lexsort((duration, fqn, row))
-    row, fqn, duration, inside = row[order], fqn[order], duration[order], inside[order]
+    duration = work.end_ns[inside] - work.start_ns[inside]
     opens = np.ones(len(row), dtype=np.bool_)
     opens[1:] = (row[1:] != row[:-1]) | (fqn[1:] != fqn[:-1])
     first = np.flatnonzero(opens)
-    last = np.append(first[1:], len(row))[: len(first)] - 1
+    sizes = np.diff(first, append=len(row))
+    longest = np.maximum.reduceat(duration, first) if len(first) else duration
+    among = np.flatnonzero(duration == np.repeat(longest, sizes))
+    last = among[np.searchsorted(among, first + sizes) - 1]
     return SegmentWork(
         collective=row[first],
         fqn=Strings(fqn[first], work.fqn.values),

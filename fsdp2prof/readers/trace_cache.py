@@ -41,7 +41,7 @@ __all__ = ["cache_files", "read_trace_cached"]
 _SUFFIX = ".fsdp2prof-cache.npz"
 _WORTH_BYTES = {True: 1 << 20, False: 12 << 20}
 """File size (compressed or not) from which reading takes long enough to be worth a cache."""
-_HASHED_BYTES = 8 << 20
+_HASHED_BYTES = 1 << 18
 _UNUSABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.MsgspecError)
 
 _Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
