@@ -44,7 +44,7 @@ class GptTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.pos_embeddings = nn.Embedding(config.context, config.dim)
+        self.pos_embeddings: nn.Module | None = nn.Embedding(config.context, config.dim)
         self.layers = nn.ModuleList(GptBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -56,9 +56,11 @@ class GptTransformer(nn.Module):
 
     def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
         """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""
-        positions = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
-        hidden = self.tok_embeddings(tokens_bs) + self.pos_embeddings(positions)
-        for layer in self.layers:
+        hidden = self.tok_embeddings(tokens_bs)
+        if self.pos_embeddings is not None:
+            positions = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
+            hidden = hidden + self.pos_embeddings(positions)
+        for layer in self.layers.children():
             hidden = layer(hidden)
         hidden = self.norm(hidden)
         if targets_bs is None:

@@ -165,7 +165,7 @@ class LlamaTransformer(nn.Module):
         rotary = self.rotary
         if self.config.family != "llama":
             rotary = rotary.to(hidden.dtype)
-        for layer in self.layers:
+        for layer in self.layers.children():
             hidden = layer(hidden, rotary)
         hidden = self.norm(hidden)
         if targets_bs is None:

@@ -30,6 +30,8 @@ from fsdp2prof.estimators.fake_world import (
 from fsdp2prof.estimators.host_offload import host_memory
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Model, ModelSpec
+from fsdp2prof.estimators.parallel_traffic import stage_of
+from fsdp2prof.estimators.pipeline import PipelineStage
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.provenance import BlockProvenance
 from fsdp2prof.estimators.training import TrainingLoop, build_optimizer, materialize, shard
@@ -66,8 +68,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
-        model = _sharded(spec, policy, device_mesh)
-        extra = None if policy.extra_model is None else _extra(policy.extra_model, policy, device_mesh)
+        model = _sharded(spec, mesh, policy, device_mesh)
+        extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
         provenance = BlockProvenance(model.module, model.blocks, tracker)
@@ -79,6 +81,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 materialize(model.module, stand_in_device(), host)
             if extra is not None:
                 materialize(extra.module, stand_in_device(), host)
+            stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
             loop = TrainingLoop(
                 model=model,
                 extra=extra,
@@ -86,6 +89,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 optimizer=build_optimizer(model.module, policy),
                 host=host,
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+                stage=stage,
             )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
@@ -94,6 +98,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 with provenance.following(loop.optimizer):
                     loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker))
+            if stage is not None:
+                tensors += _receive_buffers(stage, tracker)
             counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
             mark = tracker.address(on_host)
         recording = tracker.recording()
@@ -122,15 +128,16 @@ def _naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         ) from error
 
 
-def _sharded(spec: ModelSpec, policy: PolicySpec, mesh: DeviceMesh) -> Model:
-    model = spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+def _sharded(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    model = stage_of(spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
-        shard(model, policy, fsdp_mesh(mesh), tensor_parallel_mesh(mesh))
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
     return model
 
 
-def _extra(source: str, policy: PolicySpec, mesh: DeviceMesh) -> Model:
-    model = _sharded(ModelSpec(source=source), replace(policy, ac="none", trainable=None), mesh)
+def _extra(source: str, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    frozen = replace(policy, ac="none", trainable=None)
+    model = _sharded(ModelSpec(source=source), mesh, frozen, device_mesh)
     model.module.requires_grad_(False)
     return model
 
@@ -156,6 +163,13 @@ def _known_tensors(
         for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
             if isinstance(state, Tensor):
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
+
+
+def _receive_buffers(stage: PipelineStage, tracker: StorageTracker) -> Iterator[TensorInfo]:
+    """Yield what a stage receives its neighbours' activations and gradients in."""
+    for name, buffers in (("received", stage.activations), ("received_gradient", stage.gradients)):
+        for micro_batch, buffer in enumerate(buffers):
+            yield _info("activation", "", f"{name}.{micro_batch}", buffer, tracker)
 
 
 def _owners(root: nn.Module) -> dict[nn.Parameter, str]:

@@ -15,7 +15,7 @@ from fsdp2prof.estimators.execution import Execution
 from fsdp2prof.estimators.memory_notes import advice, assumptions, check_modelled, outside_allocator_bytes
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.parallel_traffic import check_parallelism
+from fsdp2prof.estimators.parallel_traffic import check_parallelism, stage_of
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.reserved import allocator_settings, replay
 from fsdp2prof.estimators.sharding import parameter_groups
@@ -53,7 +53,7 @@ def predict_memory(
     check_modelled(mesh, policy)
     built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    parameter_groups(built, mesh, policy)  # refuses what fully_shard would
+    parameter_groups(stage_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how = execute_stitched(model, mesh, local)
     on_device = as_on_cuda(execution.recording, execution.host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.pipeline import micro_batches_in_flight
 from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak
 from fsdp2prof.units import format_bytes
@@ -17,11 +18,8 @@ _COMMUNICATOR_BYTES = (50 << 20, 400 << 20)
 
 def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` for what cannot be executed."""
-    if mesh.pp > 1:
-        raise ModelError(
-            f"mesh: pp={mesh.pp}: how many micro-batches a stage keeps depends on the pipeline schedule, "
-            "which is not modelled; estimate one stage as a model of its own with layers"
-        )
+    if mesh.pp > 1 and policy.extra_model is not None:
+        raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     if policy.float8 is not None and not policy.compile:
         raise ModelError(
             "float8 without compile: the casts that eager float8 keeps are not modelled; add compile"
@@ -34,7 +32,7 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int
     The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
     of channels and peers.
     """
-    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp)
+    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp)
     communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
     low, high = (
         context + communicators * each
@@ -75,6 +73,14 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         notes.append(
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
             f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
+        )
+    if mesh.pp > 1:
+        notes.append(
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} under 1F1B: "
+            f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
+            "a receive buffer per micro-batch and neighbour, made in the first step and kept, as "
+            "torch.distributed.pipelining does; sent tensors are freed when the schedule drops them; "
+            "gradients accumulate unsharded and are reduced after the last backward"
         )
     if policy.offload:
         notes.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.builtin_models import TransformerConfig
@@ -18,6 +19,9 @@ from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Model
 from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding import ParameterGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 __all__ = ["add_parallel_traffic", "check_parallelism", "stage_blocks", "stage_of"]
 
@@ -50,6 +54,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
     if mesh.pp > 1 and policy.reshard != "never":
         raise ModelError("with pp use reshard=never: stages keep parameters gathered between micro-batches")
+    if mesh.pp > 1 and policy.sync != "last":
+        raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
     if mesh.tp > 1 and isinstance(policy.reshard, int):
@@ -64,7 +70,11 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 
 def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline."""
+    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline.
+
+    The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
+    to those for the stage after.
+    """
     if mesh.pp == 1 or model.config is None:
         return model
     from torch import nn
@@ -73,13 +83,26 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     module = model.module
     layers = dict(module.layers.named_children())  # type: ignore[union-attr]
     module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
+    absent: set[str] = set()
     if policy.pp_stage > 0:
-        module.tok_embeddings = None  # type: ignore[assignment]
+        absent.add("tok_embeddings")
         if model.config.family == "gpt":
             module.pos_embeddings = None  # type: ignore[assignment]
     if policy.pp_stage < mesh.pp - 1:
-        module.norm = module.output = None  # type: ignore[assignment]
-    return replace(model, blocks=tuple(f"layers.{index}" for index in kept))
+        absent |= {"norm", "output"}
+    for name in absent:
+        module.register_module(name, nn.Identity())
+    plan = model.tensor_parallel
+
+    def plan_of_stage(loss_parallel: bool) -> dict[str, ParallelStyle]:
+        assert plan is not None
+        return {name: style for name, style in plan(loss_parallel).items() if name not in absent}
+
+    return replace(
+        model,
+        blocks=tuple(f"layers.{index}" for index in kept),
+        tensor_parallel=None if plan is None else plan_of_stage,
+    )
 
 
 def add_parallel_traffic(

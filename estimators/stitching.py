@@ -35,6 +35,9 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
     full = spec.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    if mesh.pp > 1:
+        stage = execute(spec, mesh, policy)
+        return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
     blocks, period = full.blocks, policy.ac_every or 1
     edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
     shallow = edge + period + (len(blocks) - edge) % period

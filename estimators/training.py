@@ -27,6 +27,7 @@ from fsdp2prof.estimators.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.fake_world import stand_in_device
 from fsdp2prof.estimators.host_offload import HostMemory
 from fsdp2prof.estimators.model import Model
+from fsdp2prof.estimators.pipeline import PipelineStage
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.sharding import freeze, wrap_units
 
@@ -112,11 +113,17 @@ class TrainingLoop:
     host: HostMemory
     loss_is_parallel: bool
     """The logits are sharded over the vocabulary."""
+    stage: PipelineStage | None = None
+    """Schedule of the micro-batches if the model is a stage of a pipeline."""
 
     def forward_backward(self) -> None:
         """Drop the old gradients and run every micro-batch forward and backward."""
         policy, root = self.policy, self.model.module
         root.zero_grad()
+        if self.stage is not None:
+            with loss_parallel() if self.loss_is_parallel else nullcontext():
+                self.stage.forward_backward()
+            return
         for micro_batch in range(policy.grad_accum):
             if policy.grad_accum > 1 and policy.sync == "last":
                 assert isinstance(root, FSDPModule)
