@@ -73,12 +73,16 @@ def total(intervals: Intervals) -> int:
 
 def intersect(left: Intervals, right: Intervals) -> Intervals:
     """Return the instants in both sets."""
+    if not len(left.start) or not len(right.start):
+        return EMPTY
     points, state = _sweep(left, right)
     return _from_segments(points, state == 0b11)
 
 
 def subtract(left: Intervals, right: Intervals) -> Intervals:
     """Return the instants in ``left`` and not in ``right``."""
+    if not len(right.start):
+        return left
     points, state = _sweep(left, right)
     return _from_segments(points, state == 0b01)
 
@@ -132,7 +136,7 @@ def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
 
     Intervals nest properly and are sorted by start, outer before inner.
     """
-    parent = np.full(len(start) + 1, -1, dtype=np.int64)
+    parent = np.full(len(start), -1, dtype=np.int64)
     stack: list[tuple[int, int]] = []
     for row, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         while stack and (stack[-1][0] < ends or stack[-1][0] <= begins):
@@ -140,9 +144,10 @@ def innermost(start: IntArray, end: IntArray, times: IntArray) -> IntArray:
         parent[row] = stack[-1][1] if stack else -1
         stack.append((ends, row))
     found = np.searchsorted(start, times, side="right") - 1
-    closed = np.append(end, 0)
-    while (over := (found >= 0) & (times >= closed[found])).any():
-        found = np.where(over, parent[found], found)
+    over = np.flatnonzero(found >= 0)
+    while len(over := over[times[over] >= end[found[over]]]):
+        found[over] = parent[found[over]]
+        over = over[found[over] >= 0]
     return found
 
 

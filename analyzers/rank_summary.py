@@ -109,17 +109,22 @@ def _work(work: DeviceWork, segment: IntArray) -> SegmentWork:
     opens = np.ones(len(row), dtype=np.bool_)
     opens[1:] = (row[1:] != row[:-1]) | (fqn[1:] != fqn[:-1])
     first = np.flatnonzero(opens)
-    sizes = np.diff(first, append=len(row))
-    longest = np.maximum.reduceat(duration, first) if len(first) else duration
-    among = np.flatnonzero(duration == np.repeat(longest, sizes))
-    last = among[np.searchsorted(among, first + sizes) - 1]
     return SegmentWork(
         collective=row[first],
         fqn=Strings(fqn[first], work.fqn.values),
         duration_ns=np.add.reduceat(duration, first) if len(first) else duration,
         end_ns=np.maximum.reduceat(work.end_ns[inside], first) if len(first) else duration,
-        longest=work.name.take(inside[last]),
+        longest=work.name.take(inside[_longest(duration, first)]),
     )
+
+
+def _longest(length: IntArray, first: IntArray) -> IntArray:
+    """Return the row of the longest of each group (of several the last); ``first`` are the groups' first."""
+    if not len(first):
+        return first
+    sizes = np.diff(first, append=len(length))
+    among = np.flatnonzero(length == np.repeat(np.maximum.reduceat(length, first), sizes))
+    return among[np.searchsorted(among, first + sizes) - 1]
 
 
 def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, IntArray, Strings]:
@@ -132,8 +137,8 @@ def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, I
     segment = _segments(collectives, launch)
     empty = np.where(segment >= 0, np.clip(launch, start, end) - start, 0)
     rows = np.flatnonzero(empty > 0)
-    rows = rows[np.lexsort((empty[rows], segment[rows]))]
-    longest = rows[np.append(np.diff(segment[rows]) != 0, True)[: len(rows)]]
+    rows = rows[np.argsort(segment[rows], kind="stable")]
+    longest = rows[_longest(empty[rows], np.flatnonzero(np.diff(segment[rows], prepend=-1)))]
     gap_ns = np.zeros(len(collectives), dtype=np.int64)
     np.add.at(gap_ns, segment[rows], empty[rows])
     ended = np.full(len(collectives), -1, dtype=np.int64)
