@@ -3,7 +3,7 @@
 The rules follow what FSDP2 allocates where (torch 2.13), in order; the first that holds decides:
 
 ==========================================  ==========================================================
-known address                               what the manifest says: parameter, gradient, optimizer state
+known address                               what the manifest says: parameters, gradients, optimizer state
 in ``all_gather``                           all_gather_buffer (the cast copy and the gathered output)
 in ``copy_out``                             unsharded_parameter; temporary if freed in the same range
 in ``post_forward`` (reshard to int k)      unsharded_parameter (the part this rank keeps)

@@ -73,7 +73,7 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
 
 
 def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[TensorInfo]:
-    """List the storages of sharded parameters, their gradients and optimizer state that are alive now."""
+    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now."""
     tensors: list[TensorInfo] = []
     owners: dict[int, tuple[int, str, str]] = {}
     for root in roots:
@@ -82,6 +82,9 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
                 for parameter in group.fsdp_params:
                     owner = root.index, group._module_fqn or "", parameter._param_fqn or ""
                     owners[id(parameter.sharded_param)] = owner
+                    # Not resharded yet: a root after a forward without backward (frozen, or evaluated).
+                    for gathered in parameter.all_gather_outputs:
+                        tensors.append(_tensor("unsharded_parameter", owner, gathered))
                     tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
                     if (gradient := parameter.sharded_param.grad) is not None:
                         tensors.append(_tensor("sharded_gradient", owner, gradient))

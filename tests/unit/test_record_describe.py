@@ -1,0 +1,34 @@
+"""What the recorder tells about the storages of a model that is wrapped and has run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp2prof.estimators.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.recorder.describe import describe_tensors
+from fsdp2prof.recorder.roots import Roots
+
+
+def test_a_root_without_backward_stays_gathered_and_is_told():
+    """A frozen root keeps its gathered parameters from its first forward on; its blocks reshard."""
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 6)).requires_grad_(False)
+        roots.watch(fully_shard(model[0], mesh=fsdp_mesh(mesh)))
+        roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        tensors = describe_tensors(roots, [])
+    known = [(tensor.category, tensor.fqn, tensor.name, tensor.nbytes) for tensor in tensors]
+    assert sorted(known) == [
+        ("sharded_parameter", "", "1.bias", 3 * 4),
+        ("sharded_parameter", "", "1.weight", 3 * 8 * 4),
+        ("sharded_parameter", "0", "0.weight", 4 * 8 * 4),
+        ("unsharded_parameter", "", "1.bias", 6 * 4),
+        ("unsharded_parameter", "", "1.weight", 6 * 8 * 4),
+    ]
+    gathered = {tensor.address for tensor in tensors if tensor.category == "unsharded_parameter"}
+    assert gathered == {model[1].weight.data_ptr(), model[1].bias.data_ptr()}
