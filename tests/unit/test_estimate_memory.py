@@ -134,7 +134,6 @@ def test_tensor_parallelism_is_executed() -> None:
 @pytest.mark.parametrize(
     ("mesh", "changes", "message"),
     [
-        (MeshSpec(pp=2), {"reshard": "never"}, "pp=2: how many micro-batches"),
         (MESH, {"float8": "rowwise"}, "float8 without compile"),
         (MeshSpec(dp_shard=2, tp=5), {}, "tp=5 does not divide the 12 heads"),
         (MeshSpec(dp_shard=2, cp=3), {}, "seq_len 256 is not a multiple of 6"),
