@@ -1,19 +1,19 @@
 """A cache of read traces: the second analysis of a large trace does not decode it again.
 
-The columns of a :class:`Trace` are kept as plain arrays (npz, nothing pickled, integers in as few bytes as
-they need) beside the trace, or in the user's cache folder where that cannot be written. A cache counts only
-for the same bytes of the file and the same reader. It is written by rename, and never fatal.
+The columns of a :class:`Trace` are kept as plain arrays (nothing pickled, integers in as few bytes as they
+need) behind a line of JSON that says what they are, beside the trace, or in the user's cache folder where
+that cannot be written. A cache counts only for the same bytes of the file and the same reader. It is written
+by rename, checked when it is read, and never fatal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,11 +38,11 @@ from fsdp2prof.tables import (
 
 __all__ = ["cache_files", "read_trace_cached"]
 
-_SUFFIX = ".fsdp2prof-cache.npz"
+_SUFFIX = ".fsdp2prof-cache"
 _WORTH_BYTES = {True: 1 << 20, False: 12 << 20}
 """File size (compressed or not) from which reading takes long enough to be worth a cache."""
 _HASHED_BYTES = 1 << 18
-_UNUSABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, msgspec.MsgspecError)
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError)
 
 _Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 _T = TypeVar("_T", bound=Table)
@@ -59,6 +59,10 @@ class _Head(msgspec.Struct):
     base_time_ns: int
     threads: tuple[str, ...]
     warnings: tuple[str, ...]
+    columns: tuple[tuple[str, str, int], ...]
+    """Name, dtype and bytes of each array that follows."""
+    checksum: int
+    """CRC-32 of their bytes."""
 
 
 def read_trace_cached(
@@ -85,7 +89,7 @@ def read_trace_cached(
 def cache_files(path: Path, key: str) -> tuple[Path, Path]:
     """Where the cache of a trace may be: beside it, else in the user's cache folder."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return path.with_name(path.name + _SUFFIX), home / "fsdp2prof" / f"{key}.npz"
+    return path.with_name(path.name + _SUFFIX), home / "fsdp2prof" / f"{key}{_SUFFIX}"
 
 
 def _key(path: Path) -> str:
@@ -111,6 +115,12 @@ def _reader_digest() -> str:
 
 def _store(file: Path, key: str, trace: Trace) -> bool:
     """Write a cache; whether that was possible."""
+    arrays: _Arrays = {}
+    for name in ("events", "collective_args", "labels", "shapes", "memory", "syncs"):
+        arrays |= _pack(name, getattr(trace, name))
+    checksum = 0
+    for values in arrays.values():
+        checksum = isal_zlib.crc32(values.data, checksum)
     head = _Head(
         key=key,
         rank=trace.rank,
@@ -120,16 +130,17 @@ def _store(file: Path, key: str, trace: Trace) -> bool:
         base_time_ns=trace.base_time_ns,
         threads=trace.threads,
         warnings=trace.warnings,
+        columns=tuple((name, values.dtype.str, values.nbytes) for name, values in arrays.items()),
+        checksum=checksum,
     )
-    arrays = {"head": _json_array(head)}
-    for name in ("events", "collective_args", "labels", "shapes", "memory", "syncs"):
-        arrays |= _pack(name, getattr(trace, name))
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             with unfinished.open("wb") as stream:
-                np.savez(stream, allow_pickle=False, **arrays)
+                stream.write(msgspec.json.encode(head) + b"\n")
+                for values in arrays.values():
+                    stream.write(values.data)
             unfinished.replace(file)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -141,10 +152,11 @@ def _store(file: Path, key: str, trace: Trace) -> bool:
 def _load(file: Path, key: str, source: str) -> Trace | None:
     """Read a cache; None if it is absent, for another key, or not usable."""
     try:
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            head = msgspec.json.decode(arrays["head"].tobytes(), type=_Head)
+        with file.open("rb") as stream:
+            head = msgspec.json.decode(stream.readline(), type=_Head)
             if head.key != key:
                 return None
+            arrays = _read_arrays(stream, head)
             return Trace(
                 source=source,
                 rank=head.rank,
@@ -176,13 +188,27 @@ def _pack(name: str, table: Table) -> _Arrays:
     return arrays
 
 
-def _unpack(name: str, table: type[_T], arrays: Any) -> _T:
+def _read_arrays(stream: BinaryIO, head: _Head) -> _Arrays:
+    """Read the arrays behind a head; raises ``ValueError`` if they are not what was written."""
+    arrays: _Arrays = {}
+    checksum = 0
+    for name, dtype, size in head.columns:
+        content = stream.read(size)
+        checksum = isal_zlib.crc32(content, checksum)
+        arrays[name] = np.frombuffer(content, dtype=dtype)
+    if checksum != head.checksum:
+        raise ValueError("damaged")
+    return arrays
+
+
+def _unpack(name: str, table: type[_T], arrays: _Arrays) -> _T:
+    """Build a table from its arrays, which are used up."""
     columns: dict[str, Any] = {}
     for field in fields(table):  # type: ignore[arg-type]
         column = field.name
-        values = arrays[f"{name}.{column}"]
+        values = arrays.pop(f"{name}.{column}")
         if f"{name}.{column}.values" in arrays:
-            text = msgspec.json.decode(arrays[f"{name}.{column}.values"].tobytes(), type=tuple[str, ...])
+            text = msgspec.json.decode(arrays.pop(f"{name}.{column}.values").data, type=tuple[str, ...])
             columns[column] = Strings(values.astype(np.int32), text)
         else:
             columns[column] = compact(values) if field.type == "CompactArray" else values.astype(np.int64)

@@ -8,7 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fsdp2prof.errors import TraceError
@@ -98,22 +97,30 @@ def test_another_reader_does_not_take_the_cache(trace_file: Path, monkeypatch: p
     assert len(decoded) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 half a file", b"not a zip"])
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b"no head"])
 def test_a_damaged_cache_is_replaced(trace_file: Path, damage: bytes) -> None:
     fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
-    (cache,) = trace_file.parent.glob("*.npz")
+    (cache,) = trace_file.parent.glob("*.fsdp2prof-cache")
     sound = cache.read_bytes()
     cache.write_bytes(damage or sound[: len(sound) // 2])
     assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
     assert cache.read_bytes() == sound
 
 
+def test_a_cache_with_a_flipped_bit_is_replaced(trace_file: Path) -> None:
+    fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
+    (cache,) = trace_file.parent.glob("*.fsdp2prof-cache")
+    sound = cache.read_bytes()
+    start = sound.index(b"\n") + 1
+    cache.write_bytes(sound[:start] + bytes([sound[start] ^ 1]) + sound[start + 1 :])
+    assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
+    assert cache.read_bytes() == sound
+
+
 def test_a_cache_with_columns_missing_is_replaced(trace_file: Path) -> None:
     fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
-    (cache,) = trace_file.parent.glob("*.npz")
-    with np.load(cache) as arrays:
-        kept = {name: arrays[name] for name in arrays.files if name != "events.stream"}
-    np.savez(cache, **kept)
+    (cache,) = trace_file.parent.glob("*.fsdp2prof-cache")
+    cache.write_bytes(cache.read_bytes().replace(b'"events.stream"', b'"events.others"', 1))
     assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
 
 
@@ -132,7 +139,7 @@ def test_the_users_cache_folder_serves_where_the_trace_cannot(
 
 
 def test_nowhere_to_write_is_not_fatal(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = trace_file / "cache.npz"
+    blocked = trace_file / "cache"
     monkeypatch.setattr(trace_cache, "cache_files", lambda path, key: (blocked, blocked))
     assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == as_plain(read_trace(trace_file))
 
@@ -141,7 +148,7 @@ def test_no_litter_beside_small_traces(trace_file: Path) -> None:
     read_trace_cached(trace_file)
     assert [file.name for file in trace_file.parent.iterdir()] == ["t.json"]
     read_trace_cached(trace_file, worth_bytes=0)
-    assert sorted(f.name for f in trace_file.parent.iterdir()) == ["t.json", "t.json.fsdp2prof-cache.npz"]
+    assert sorted(f.name for f in trace_file.parent.iterdir()) == ["t.json", "t.json.fsdp2prof-cache"]
 
 
 def test_errors_are_the_readers(tmp_path: Path) -> None:
