@@ -10,6 +10,7 @@ from fsdp2prof.analyzers.memory_leaks import Leak, find_leaks
 from fsdp2prof.analyzers.memory_oom import in_loss
 from fsdp2prof.analyzers.memory_usage import live_at, running_total
 from fsdp2prof.analyzers.memory_view import MemoryView
+from fsdp2prof.labels import is_root
 from fsdp2prof.results import Finding, Peak, RankMemory, Severity
 from fsdp2prof.tables import NEVER
 from fsdp2prof.units import format_bytes, format_frac
@@ -90,18 +91,19 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
     """Groups unsharded at the peak: the root kept so, and others that prefetch or no resharding adds."""
     held = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
     found = []
-    root = held.pop("", 0)
-    if root > _NOTABLE * peak.allocated_bytes and peak.fqn != "":
-        found.append(
-            Finding(
-                id="root_kept_unsharded",
-                severity=_severity(root, peak.allocated_bytes),
-                fqn="",
-                message=f"The root group stays unsharded at the peak ({format_bytes(root)}): usually "
-                "embedding and head, which nobody wrapped. Wrap them with fully_shard of their own.",
-                evidence={"bytes": root},
+    for root in [fqn for fqn in held if fqn is not None and is_root(fqn)]:
+        size = held.pop(root)
+        if size > _NOTABLE * peak.allocated_bytes and peak.fqn != root:
+            found.append(
+                Finding(
+                    id="root_kept_unsharded",
+                    severity=_severity(size, peak.allocated_bytes),
+                    fqn=root,
+                    message=f"The root group stays unsharded at the peak ({format_bytes(size)}): usually "
+                    "embedding and head, which nobody wrapped. Wrap them with fully_shard of their own.",
+                    evidence={"bytes": size},
+                )
             )
-        )
     total = sum(held.values())
     if len(held) > 1 and total > _NOTABLE * peak.allocated_bytes:
         names = sorted(str(name) for name in held)

@@ -14,6 +14,7 @@ __all__ = [
     "BEFORE_FORWARD",
     "NAMELESS",
     "FsdpLabel",
+    "is_root",
     "parse_label",
     "qualified_fqn",
     "root_label",
@@ -26,6 +27,7 @@ _FSDP = re.compile(
     r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=(?P<pg>\d+)\])?"
 )
 _ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
+_ROOT_NAME = re.compile(r"(root\d+:)?")
 
 _ACTIVITY = {
     "inputs_to_device": "inputs_to_device",
@@ -86,6 +88,11 @@ def parse_label(name: str) -> FsdpLabel | None:
 def qualified_fqn(fqn: str, root: int, roots: int) -> str:
     """Return the name a module goes by in every table: prefixed with its root where there are several."""
     return fqn if roots < 2 else f"root{root}:{fqn}"
+
+
+def is_root(fqn: str) -> bool:
+    """Tell whether a name of :func:`qualified_fqn` is a root module's own."""
+    return _ROOT_NAME.fullmatch(fqn) is not None
 
 
 def root_label(root: int) -> str:

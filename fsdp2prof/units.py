@@ -14,6 +14,7 @@ __all__ = [
     "dtype_bytes",
     "format_bytes",
     "format_count",
+    "format_flops",
     "format_frac",
     "format_ns",
     "format_rate",
@@ -81,6 +82,12 @@ def format_ns(value: int | float) -> str:
 def format_rate(value: float | None) -> str:
     """Format bytes per second as GB/s (10^9, the unit of nccl-tests), ``-`` for ``None``."""
     return "-" if value is None else f"{value / 1e9:.{2 if value < 1e11 else 0}f} GB/s"
+
+
+def format_flops(value: float) -> str:
+    """Format operations per second for people: ``412.50 TFLOP/s``, ``3.10 GFLOP/s``."""
+    name, scale = ("TFLOP/s", 1e12) if value >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{value / scale:,.2f} {name}"
 
 
 def format_frac(value: float | None) -> str:

@@ -83,8 +83,8 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
                     owner = root.index, group._module_fqn or "", parameter._param_fqn or ""
                     owners[id(parameter.sharded_param)] = owner
                     # Not resharded yet: a root after a forward without backward (frozen, or evaluated).
-                    for gathered in parameter.all_gather_outputs:
-                        tensors.append(_tensor("unsharded_parameter", owner, gathered))
+                    gathered = parameter.all_gather_outputs
+                    tensors += [_tensor("unsharded_parameter", owner, output) for output in gathered]
                     tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
                     if (gradient := parameter.sharded_param.grad) is not None:
                         tensors.append(_tensor("sharded_gradient", owner, gradient))

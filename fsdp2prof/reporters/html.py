@@ -22,6 +22,7 @@ from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, r
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
+from fsdp2prof.reporters.layers import layer_name
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
@@ -252,7 +253,7 @@ def _fill(page: _Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["printable"] = printable
+    environment.filters |= {"printable": printable, "layer_name": layer_name}
     blocks = [block for section in page.sections for block in section.blocks]
     figures = [block.figure for block in blocks if block.figure]
     scripts = [get_plotlyjs(), _asset("report.js")] if figures else []

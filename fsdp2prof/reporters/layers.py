@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from fsdp2prof.labels import is_root
 from fsdp2prof.results import GroupRow, TraceAnalysis
 
 __all__ = ["LayerRow", "fold", "fold_names", "layer_name", "layer_rows", "natural_key"]
@@ -55,8 +56,10 @@ class LayerRow:
 
 
 def layer_name(fqn: str | None) -> str:
-    """Return a layer's name for people: ``(root)`` and ``(unattributed)`` for the nameless ones."""
-    return "(unattributed)" if fqn is None else fqn or "(root)"
+    """Return a layer's name for people: ``(root)`` or ``root1:(root)``, ``(unattributed)`` for null."""
+    if fqn is None:
+        return "(unattributed)"
+    return f"{fqn}(root)" if is_root(fqn) else fqn
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:

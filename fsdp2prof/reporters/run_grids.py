@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from statistics import median
 
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
 from fsdp2prof.reporters.layers import fold_names
 from fsdp2prof.reporters.wording import dtype_label
@@ -88,7 +89,9 @@ def sharding_grid(run: RunSummary, *, every: bool = False) -> Grid | None:
     groups = run.shard_groups
     if not groups:
         return None
-    folded = fold_names([(group.fqn, _all_but_name(group)) for group in groups], every=every)
+    roots = 1 + max(group.root for group in groups)
+    names = [qualified_fqn(group.fqn, group.root, roots) for group in groups]
+    folded = fold_names(list(zip(names, map(_all_but_name, groups), strict=True)), every=every)
     return Grid(
         title="How the model is sharded",
         note="one row per parameter group, on one rank",
@@ -114,7 +117,7 @@ def _all_but_name(group: ShardGroup) -> tuple[object, ...]:
 
 def _group_cells(name: str, group: ShardGroup, count: int) -> list[Cell]:
     return [
-        name + (f" (root {group.root})" if group.root else "") + ("" if group.requires_grad else " (frozen)"),
+        name + ("" if group.requires_grad else " (frozen)"),
         format_count(group.parameters * count),
         format_count(group.numel * count),
         "-" if group.sharded_bytes is None else format_bytes(group.sharded_bytes * count),

@@ -19,6 +19,7 @@ from rich.text import Text
 from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
+from fsdp2prof.reporters.layers import layer_name
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
@@ -185,7 +186,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType | None:
         return None
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        where = "" if finding.fqn is None else f"{finding.fqn or '(root)'}: "
+        where = "" if finding.fqn is None else f"{layer_name(finding.fqn)}: "
         severity = Text(finding.severity, style=_SEVERITY_STYLES[finding.severity])
         table.add_row(severity, _text(where + finding.message))
     return Group(_heading("Findings"), _indented(table))

@@ -10,7 +10,7 @@ from fsdp2prof.reporters.grid import Cell, Col, Grid, decimals, plural, scaled
 from fsdp2prof.reporters.layers import LayerRow, fold, layer_name, layer_rows
 from fsdp2prof.reporters.wording import IDLE_CAUSES, dtype_label, op_label
 from fsdp2prof.results import BreakdownNs, RankTrace, TraceAnalysis
-from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.units import format_flops, format_frac, format_ns
 
 __all__ = [
     "NO_COLLECTIVE",
@@ -165,12 +165,13 @@ def rank_lines(analysis: TraceAnalysis) -> list[str]:
     waits = sorted(((rank, wait) for rank, wait in across.wait_ns.items() if wait), key=lambda item: -item[1])
     if waits:
         listed = ", ".join(f"rank {rank} {format_ns(wait)}" for rank, wait in waits[:8])
-        lines.append(f"Waiting for a peer to start: {listed}{', ...' if len(waits) > 8 else '.'}")
+        more = ", ..." if len(waits) > 8 else "."
+        lines.append(f"Waiting for a peer to start, all steps together: {listed}{more}")
     for straggler in across.stragglers[:5]:
         where = f" in {layer_name(straggler.fqn)}" if straggler.fqn is not None else ""
         cause = f": {straggler.cause}" if straggler.cause else ""
         wait = format_ns(straggler.wait_caused_ns)
-        lines.append(f"Rank {straggler.rank} kept others waiting for {wait}{where}{cause}.")
+        lines.append(f"Rank {straggler.rank} kept others waiting for {wait} in all{where}{cause}.")
     return lines
 
 
@@ -228,7 +229,7 @@ def _throughput_sentence(analysis: TraceAnalysis) -> list[str]:
     flops = [speed.flops_per_s for speed in speeds if speed.flops_per_s is not None]
     mfu = [speed.mfu for speed in speeds if speed.mfu is not None]
     parts = [f"{min(tokens):,.0f} tokens/s over all ranks"] if tokens else []
-    parts += [f"{sum(flops) / len(flops) / 1e12:,.2f} TFLOP/s a rank"] if flops else []
+    parts += [f"{format_flops(sum(flops) / len(flops))} a rank"] if flops else []
     parts += [f"MFU {format_frac(sum(mfu) / len(mfu))}"] if mfu else []
     return [f"Speed: {', '.join(parts)}."] if parts else []
 

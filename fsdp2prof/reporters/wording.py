@@ -58,7 +58,7 @@ OPS = {
 }
 
 LATE_CAUSES = {
-    "launch": "launched late by the host",
+    "launch": "began too late to hide",
     "communicator": "queued behind another collective",
     "stream": "queued behind other work",
     "transfer": "slow transfer",

@@ -129,7 +129,7 @@ class GroupRow:
 
 
 LateCause = Literal["launch", "communicator", "stream", "transfer", "peer"]
-"""Why a collective came late: the host launched it late; it queued behind another one of its process group,
+"""Why a collective came late: it began too late to hide; it queued behind another one of its process group,
 or behind other work of its stream; its transfer was slower than the median of its kind; a peer came late."""
 
 

@@ -387,6 +387,21 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 2, 100).read(tmp_path), None)]))
 
 
+def test_a_root_that_stays_unsharded_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RankManifest, "root_count", 2)
+    t = Training()
+    t.label("START", "fsdp2prof::root (1)")
+    for name in ("", " (a)"):
+        t.label("START", f"FSDP::pre_forward{name}")
+        t.within(f"FSDP::all_gather_copy_out{name}", ("get", f"parameter{name}", 1000))
+        t.label("END", f"FSDP::pre_forward{name}")
+    t.get("activation", 300)
+    t.within("FSDP::post_forward (a)").within("FSDP::post_forward").label("END", "fsdp2prof::root (1)")
+    analysis = analyze_memory([(0, t.read(tmp_path), RankManifest())])
+    (found,) = [finding for finding in analysis.findings if finding.id == "root_kept_unsharded"]
+    assert (found.fqn, found.evidence["bytes"]) == ("root1:", 1000)
+
+
 def test_findings_of_a_recording(tmp_path: Path):
     t = Training()
     t.get("waits", 900).event("free_requested", t._at["waits"][0], 900)
@@ -400,6 +415,7 @@ def test_findings_of_a_recording(tmp_path: Path):
     found = {finding.id: finding for finding in analysis.findings}
     assert found["root_kept_unsharded"].evidence["bytes"] == 1000
     assert found["groups_unsharded_together"].evidence["bytes"] == {"a": 1000, "b": 1000}
+    assert found["root_kept_unsharded"].fqn == ""
     assert found["held_across_streams"].evidence["bytes"] == 900
     assert found["held_across_streams"].evidence["ranks"] == [0]
 

@@ -9,6 +9,7 @@ from support.results import MIB, MS, trace_analysis
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.trace_grids import breakdown_grid
 from fsdp2prof.results import BandwidthRow, HostSyncRow, LateCause, PrefetchRow, Throughput
+from fsdp2prof.units import format_flops
 
 
 def late(fqn: str, step: int, *, issued_ms: int, finished_ms: int, cause: LateCause | None) -> PrefetchRow:
@@ -42,7 +43,7 @@ def test_late_collectives_longest_wait_first() -> None:
     assert grid is not None
     assert [list(row) for row in grid.rows] == [
         ["b", "forward", "all-gather", "0.2", "20.00", "-8.00", "2.00", "queued behind another collective"],
-        ["a", "forward", "all-gather", "0.5", "3.00", "-2.00", "1.00", "launched late by the host"],
+        ["a", "forward", "all-gather", "0.5", "3.00", "-2.00", "1.00", "began too late to hide"],
     ]
     every = late_grid(analysis, every=True)
     assert every is not None
@@ -112,3 +113,8 @@ def test_idle_time_and_speed_are_explained_under_the_breakdown() -> None:
         "Idle: 6.00 ms nothing launched in time; 2.00 ms launched, not yet started.",
         "Speed: 80,000 tokens/s over all ranks, 250.00 TFLOP/s a rank, MFU 25.0%.",
     ]
+
+
+def test_a_small_models_speed_is_not_nothing() -> None:
+    assert format_flops(3.1e9) == "3.10 GFLOP/s"
+    assert format_flops(1.2345e15) == "1,234.50 TFLOP/s"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.results import MIB, MS, group, trace_analysis
 
-from fsdp2prof.reporters.layers import fold, fold_names, layer_rows
+from fsdp2prof.reporters.layers import fold, fold_names, layer_name, layer_rows
 
 
 def test_rows_are_means_over_ranks_and_steps() -> None:
@@ -33,6 +33,20 @@ def test_bandwidths_of_folded_rows_add_up_by_time_not_by_mean() -> None:
     fast = replace(slow, busbw_bytes_per_s=3e9)
     analysis = replace(trace_analysis(), groups=[slow, fast])
     assert layer_rows(analysis)[0].busbw_bytes_per_s == pytest.approx(1.5e9)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "name"),
+    [
+        ("", "(root)"),
+        ("root1:", "root1:(root)"),
+        ("root1:layers.0", "root1:layers.0"),
+        ("root1", "root1"),
+        (None, "(unattributed)"),
+    ],
+)
+def test_roots_have_a_name_for_people(fqn: str | None, name: str) -> None:
+    assert layer_name(fqn) == name
 
 
 def test_an_unknown_size_stays_unknown() -> None:
