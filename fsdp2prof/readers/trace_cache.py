@@ -1,8 +1,8 @@
 """A cache of read traces: the second analysis of a large trace does not decode it again.
 
-The columns of a :class:`Trace` are kept as plain arrays (nothing pickled, integers in as few bytes as they
-need) behind a line of JSON that says what they are, beside the trace, or in the user's cache folder where
-that cannot be written. A cache counts only for the same bytes of the file and the same reader. It is written
+The columns of a :class:`Trace` are kept as plain arrays (nothing pickled) behind a line of JSON that says
+what they are, beside the trace, or in the user's cache folder where that cannot be written. They are mapped
+into memory, not copied. A cache counts only for the same bytes of the file and the same reader. It is written
 by rename, checked when it is read, and never fatal.
 """
 
@@ -12,6 +12,7 @@ import hashlib
 import os
 from dataclasses import fields, replace
 from functools import lru_cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
@@ -23,7 +24,6 @@ from isal import isal_zlib
 from fsdp2prof import tables
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.readers.json_values import compact, narrow
 from fsdp2prof.tables import (
     CollectiveArgs,
     EventTable,
@@ -140,6 +140,7 @@ def _store(file: Path, key: str, trace: Trace) -> bool:
             with unfinished.open("wb") as stream:
                 stream.write(msgspec.json.encode(head) + b"\n")
                 for values in arrays.values():
+                    stream.write(bytes(_padding(stream.tell())))
                     stream.write(values.data)
             unfinished.replace(file)
         finally:
@@ -156,7 +157,7 @@ def _load(file: Path, key: str, source: str) -> Trace | None:
             head = msgspec.json.decode(stream.readline(), type=_Head)
             if head.key != key:
                 return None
-            arrays = _read_arrays(stream, head)
+            arrays = _map_arrays(stream, head)
             return Trace(
                 source=source,
                 rank=head.rank,
@@ -184,34 +185,41 @@ def _pack(name: str, table: Table) -> _Arrays:
         if isinstance(values, Strings):
             arrays[f"{name}.{column}.values"] = _json_array(values.values)
             values = values.codes
-        arrays[f"{name}.{column}"] = narrow(values)
+        arrays[f"{name}.{column}"] = np.ascontiguousarray(values)
     return arrays
 
 
-def _read_arrays(stream: BinaryIO, head: _Head) -> _Arrays:
-    """Read the arrays behind a head; raises ``ValueError`` if they are not what was written."""
+def _padding(position: int) -> int:
+    """Bytes from a position to where an array may begin."""
+    return -position % 8
+
+
+def _map_arrays(stream: BinaryIO, head: _Head) -> _Arrays:
+    """Map the arrays behind a head; raises ``ValueError`` if they are not what was written."""
+    content = memoryview(mmap(stream.fileno(), 0, access=ACCESS_READ))
+    position = stream.tell()
     arrays: _Arrays = {}
     checksum = 0
     for name, dtype, size in head.columns:
-        content = stream.read(size)
-        checksum = isal_zlib.crc32(content, checksum)
-        arrays[name] = np.frombuffer(content, dtype=dtype)
+        position += _padding(position)
+        part = content[position : position + size]
+        checksum = isal_zlib.crc32(part, checksum)
+        arrays[name] = np.frombuffer(part, dtype=dtype)
+        position += size
     if checksum != head.checksum:
         raise ValueError("damaged")
     return arrays
 
 
 def _unpack(name: str, table: type[_T], arrays: _Arrays) -> _T:
-    """Build a table from its arrays, which are used up."""
     columns: dict[str, Any] = {}
-    for field in fields(table):  # type: ignore[arg-type]
-        column = field.name
-        values = arrays.pop(f"{name}.{column}")
+    for column in (field.name for field in fields(table)):  # type: ignore[arg-type]
+        values = arrays[f"{name}.{column}"]
         if f"{name}.{column}.values" in arrays:
-            text = msgspec.json.decode(arrays.pop(f"{name}.{column}.values").data, type=tuple[str, ...])
-            columns[column] = Strings(values.astype(np.int32), text)
+            text = msgspec.json.decode(arrays[f"{name}.{column}.values"].data, type=tuple[str, ...])
+            columns[column] = Strings(values, text)
         else:
-            columns[column] = compact(values) if field.type == "CompactArray" else values.astype(np.int64)
+            columns[column] = values
     return table(**columns)
 
 

@@ -111,8 +111,8 @@ def test_a_cache_with_a_flipped_bit_is_replaced(trace_file: Path) -> None:
     fresh = as_plain(read_trace_cached(trace_file, worth_bytes=0))
     (cache,) = trace_file.parent.glob("*.fsdp2prof-cache")
     sound = cache.read_bytes()
-    start = sound.index(b"\n") + 1
-    cache.write_bytes(sound[:start] + bytes([sound[start] ^ 1]) + sound[start + 1 :])
+    inside = sound.index(b"\n") + 9
+    cache.write_bytes(sound[:inside] + bytes([sound[inside] ^ 1]) + sound[inside + 1 :])
     assert as_plain(read_trace_cached(trace_file, worth_bytes=0)) == fresh
     assert cache.read_bytes() == sound
 
