@@ -17,7 +17,6 @@ __all__ = [
     "format_flops",
     "format_frac",
     "format_ns",
-    "format_rate",
     "parse_bytes",
 ]
 
@@ -77,11 +76,6 @@ def format_ns(value: int | float) -> str:
             number = value / scale
             return f"{number:.{2 if abs(number) < 10 else 1}f} {name}"
     return f"{value:.0f} ns"
-
-
-def format_rate(value: float | None) -> str:
-    """Format bytes per second as GB/s (10^9, the unit of nccl-tests), ``-`` for ``None``."""
-    return "-" if value is None else f"{value / 1e9:.{2 if value < 1e11 else 0}f} GB/s"
 
 
 def format_flops(value: float) -> str:

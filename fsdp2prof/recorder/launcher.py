@@ -65,6 +65,9 @@ def launch(
         killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
         _mark_dead_ranks(records_of_node(path, node_rank), killed)
         pids = {int(file.name) for file in alive.iterdir()}
+    except InputError:
+        (path / node_file(node_rank)).unlink()
+        raise
     finally:
         shutil.rmtree(alive)
     code = 128 - status if status < 0 else status
@@ -95,9 +98,15 @@ def _run(command: list[str], environment: dict[str, str], processes: RankProcess
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     interrupted = False
     try:
-        pid = os.posix_spawnp(
-            command[0], command, environment, setsigmask=mask, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
-        )
+        try:
+            pid = os.posix_spawnp(
+                command[0], command, environment, setsigmask=mask, setsigdef=[signal.SIGPIPE, signal.SIGXFSZ]
+            )
+        except OSError as error:
+            raise InputError(
+                f"{command[0]}: cannot be started ({error.strerror}); a script needs its interpreter "
+                "before it, or a first line that names it"
+            ) from error
         while True:
             received = signal.sigtimedwait(watched, processes.look())
             if received is not None and received.si_signo in _FORWARDED:

@@ -103,8 +103,10 @@ class CudaMemoryCapture:
             self._running = False
             self._end_step()
             self._tags.stop()
-            self.allocator_settings = dump_snapshot(self._path)
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                self.allocator_settings = dump_snapshot(self._path)
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _end_step(self) -> None:
         if self._step is not None:

@@ -233,6 +233,17 @@ class RankSession:
             self.manifest.allocator_settings = memory.allocator_settings
             self.manifest.allocator = environment.allocator_stats(self.manifest.device.type)
 
+    def _abandon_captures(self) -> None:
+        """Stop what still records, and keep what can be written of it: nothing else would ever stop it."""
+        captures = self._trace, self._memory
+        self._trace = self._memory = None
+        for capture in captures:
+            if capture is not None:
+                try:
+                    capture.finish()
+                except Exception as error:  # the second one of a recording that has ended
+                    self.tell(f"{type(capture).__name__} could not be stopped cleanly: {_reason(error)}")
+
     def _describe(self) -> None:
         """Fill the manifest from FSDP's structures; before the first forward there is nothing to tell."""
         groups = describe.describe_param_groups(self._roots)
@@ -261,14 +272,13 @@ class RankSession:
         return groups[0].mesh.device_type if groups else "cpu"
 
     def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Run a capture action; the training goes on if the disk is full or another profiler is running."""
+        """Run a capture action; the training goes on whatever happens: a full disk, another profiler."""
         self._busy = True
         try:
             action(*arguments)
-        except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self.tell(f"recording stopped at step {self._step}: {reason}")
-            self._trace = self._memory = None
+        except Exception as error:  # FSDP's private structures may be other ones in another torch
+            self.tell(f"recording stopped at step {self._step}: {_reason(error)}")
+            self._abandon_captures()
             self._stop_watching()
             self._active = False
             self.manifest.state = "partial"
@@ -300,3 +310,7 @@ class RankSession:
             manifest.state = "complete" if complete else "partial"
         manifest.error = error
         self.write_manifest()
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -133,6 +133,16 @@ def test_a_command_that_is_not_there(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_command_that_cannot_start(tmp_path):
+    script = tmp_path / "no-interpreter"
+    script.write_text("echo\n")
+    script.chmod(0o755)
+    done = record(tmp_path / "run", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {script}: cannot be started (Exec format error); a script needs")
+    assert not list((tmp_path / "run").iterdir())
+
+
 @pytest.mark.parametrize(
     "options",
     [["--ranks", "first"], ["--active", "0", "--no-memory"], ["--wait", "-1"], ["--start-step", "-3"]],

@@ -244,6 +244,23 @@ def test_what_a_signal_wants_waits_until_the_file_is_whole(start):
     assert order == ["at once", "writing", "after"]
 
 
+def test_unknown_structures_end_the_recording_and_not_the_training(start, monkeypatch):
+    model = wrapped()
+    start(model, wait=0, warmup=0)
+    session = start.sessions[-1]
+    monkeypatch.setattr("fsdp2prof.recorder.describe._param_group", lambda *_: object().mesh_info)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        loss(model).backward()
+        optimizer.step()
+    session.end()
+    assert session.manifest.state == "partial"
+    (message,) = session.manifest.messages
+    assert message == "recording stopped at step 1: 'object' object has no attribute 'mesh_info'"
+    assert not torch.autograd._profiler_enabled(), "nothing records any more"
+    assert (session.folder / "trace.json.gz").exists()
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_training(start, monkeypatch):
     model = wrapped()
     start(model, wait=0, warmup=0)

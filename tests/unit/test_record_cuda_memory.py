@@ -61,6 +61,14 @@ def test_two_steps_are_tagged_and_written(calls, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["memory.pickle"]
 
 
+def test_a_full_disk_leaves_no_history_running(calls, tmp_path):
+    capture = CudaMemoryCapture(tmp_path / "gone" / "memory.pickle", several_roots=False)
+    capture.begin_step(0)
+    with pytest.raises(FileNotFoundError):
+        capture.finish()
+    assert calls[-1] == ("history", None, {})
+
+
 def test_an_older_torch_without_annotations_or_tags(calls, tmp_path, monkeypatch):
     def history(enabled="all", context="all", stacks="all", max_entries=1):
         calls.append((enabled, context, stacks))
