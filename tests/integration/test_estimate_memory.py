@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from fsdp2prof.analyzers.memory import analyze_memory
@@ -13,9 +17,12 @@ from fsdp2prof.estimators.execution import execute
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import ModelSpec
 from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.specs import make_spec, values_of_run
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
+
+from .conftest import REPOSITORY
 
 EXACT = (
     "sharded_parameter",
@@ -76,3 +83,72 @@ def test_what_lives_at_the_peak_is_predicted_to_the_byte(measured, predicted):
     assert ours.allocated_bytes == pytest.approx(theirs.allocated_bytes, rel=0.01)
     # Parameters in fp32 on two ranks, and Adam's two moments of them with a 4-byte counter each.
     assert ours.categories["optimizer_state"] == 2 * ours.categories["sharded_parameter"] + 4 * 44
+
+
+VARIANTS = {"hsdp": 4, "accumulation": 2, "checkpointing": 2, "never_reshard": 2, "uneven": 2}
+"""Recorded scripts and their ranks."""
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def both(request, recorded):
+    """What was recorded of a variant and what its manifest and model predict."""
+    name = request.param
+    rank = open_run(recorded(name, VARIANTS[name]).run).ranks[0]
+    (recording,) = read_memory(rank.path / "memory.npz")
+    values = values_of_run(rank.manifest)
+    values["model"] = f"support.recorded_models:{name}"
+    values["policy"] |= {"clip_grad": False, "optimizer_impl": "for-loop"}
+    spec = make_spec(values)
+    execution = execute(spec.model, spec.mesh, spec.policy, steps=3)
+    return (recording, rank.manifest), (execution.recording, RankManifest(tensors=execution.tensors))
+
+
+def test_every_variant_allocates_what_its_manifest_predicts_to_the_byte(both):
+    (recording, manifest), predicted = both
+    theirs = allocated_in_step(recording, manifest, step=int(recording.steps.step[-1]))
+    assert allocated_in_step(*predicted, step=3) == theirs
+    assert {category for category, *_ in theirs} >= {"all_gather_buffer", "reduce_scatter_buffer"}
+
+
+def test_every_variant_peaks_where_predicted(both):
+    ours, theirs = (analyze_memory([(0, *side)]).ranks[0].peak for side in reversed(both))
+    states = ("sharded_parameter", "optimizer_state", "unsharded_parameter")
+    assert {name: ours.categories[name] for name in states} == {
+        name: theirs.categories[name] for name in states
+    }
+    recorded, predicted = (most_on_device(*side) for side in both)
+    assert predicted == pytest.approx(recorded, rel=0.01)
+
+
+def most_on_device(recording, manifest):
+    """Peak without what a GPU would not hold, or not as long.
+
+    That is the host's random state, which checkpointing copies, and all-gather buffers, which gloo's thread
+    holds for a while after they are dropped.
+    """
+    allocations = categorize(attribute(recording, recording.steps), manifest, recording.end_ns)
+    left_out = allocations.op.equals("torch.get_rng_state") | allocations.category.equals("all_gather_buffer")
+    device = allocations.take(~left_out)
+    changes = np.concatenate([device.size, -device.size])
+    orders = np.concatenate([device.alloc_order, device.free_order])
+    return int(changes[np.argsort(orders, kind="stable")].cumsum().max())
+
+
+@pytest.mark.parametrize("name", ["hsdp", "accumulation"])
+def test_the_command_reads_mesh_and_policy_from_the_run(recorded, name):
+    run = recorded(name, VARIANTS[name]).run
+    command = [sys.executable, "-m", "fsdp2prof", "estimate", "memory", "--from-run", str(run)]
+    command += ["--model", f"support.recorded_models:{name}", "--no-clip-grad", "--format", "json"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    estimate = json.loads(done.stdout)
+    rank = open_run(run).ranks[0]
+    (recording,) = read_memory(rank.path / "memory.npz")
+    theirs = analyze_memory([(0, recording, rank.manifest)]).ranks[0].peak.categories
+    ours = estimate["peak"]["categories"]
+    assert estimate["mesh"]["world_size"] == VARIANTS[name]
+    assert ours["sharded_parameter"] == theirs["sharded_parameter"]
+    # On a GPU Adam's 20 step counters of 4 bytes stay on the host.
+    assert ours["optimizer_state"] == theirs["optimizer_state"] - 4 * 20
