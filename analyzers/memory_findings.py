@@ -35,7 +35,7 @@ def rank_findings(view: MemoryView, result: RankMemory) -> list[Finding]:
         _gradients_kept(view),
         _fragmented(result),
         *(_leaking(result.rank, leak) for leak in leaks),
-        _unattributed(result.peak),
+        _unattributed(view, result.peak),
         _truncated(result),
     ]
     return [finding for finding in found if finding is not None]
@@ -260,17 +260,24 @@ def _leaking(rank: int, leak: Leak) -> Finding:
     )
 
 
-def _unattributed(peak: Peak) -> Finding | None:
+def _unattributed(view: MemoryView, peak: Peak) -> Finding | None:
     unknown = peak.categories["unattributed"]
     if unknown <= _NOTABLE * peak.allocated_bytes:
         return None
+    live = view.live(view.peak_order)
+    early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
+    why = (
+        "mostly from before the history began, and no manifest names it"
+        if 2 * early >= unknown
+        else "mostly made where no label tells the phase, and still there at the end"
+    )
     return Finding(
         id="unattributed",
         severity="info",
         fqn=None,
         message=f"{format_bytes(unknown)} ({format_frac(unknown / peak.allocated_bytes)} of the peak) are "
-        "unattributed: from before the history began, and no manifest names it. fsdp2prof record writes one.",
-        evidence={"bytes": unknown},
+        f"unattributed: {why}. fsdp2prof record writes manifest and labels.",
+        evidence={"bytes": unknown, "before_history_bytes": early},
     )
 
 

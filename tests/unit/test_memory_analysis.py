@@ -387,6 +387,19 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 2, 100).read(tmp_path), None)]))
 
 
+@pytest.mark.parametrize(
+    ("before", "inside", "why"),
+    [(700, 300, "before the history began"), (300, 700, "made where no label tells the phase")],
+)
+def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int, why: str):
+    t = Training().get("late", inside)
+    t.event("free_requested", 77, before).event("free_completed", 77, before)
+    (finding,) = [f for f in analyze_memory([(0, t.read(tmp_path), None)]).findings if f.id == "unattributed"]
+    assert finding.evidence["bytes"] == before + inside
+    assert finding.evidence["before_history_bytes"] == before
+    assert why in finding.message
+
+
 def test_a_root_that_stays_unsharded_is_found_among_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(RankManifest, "root_count", 2)
     t = Training()
