@@ -34,7 +34,15 @@ from fsdp2prof.estimators.parallel_traffic import stage_of
 from fsdp2prof.estimators.pipeline import PipelineStage
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.provenance import BlockProvenance
-from fsdp2prof.estimators.training import TrainingLoop, build_optimizer, materialize, shard
+from fsdp2prof.estimators.training import (
+    EXTRA_ROOT,
+    MODEL_ROOT,
+    TrainingLoop,
+    build_optimizer,
+    materialize,
+    shard,
+)
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
@@ -97,7 +105,11 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                     loop.forward_backward()
                 with provenance.following(loop.optimizer):
                     loop.update()
-            tensors = list(_known_tensors(model.module, loop.optimizer, tracker))
+            roots = 1 if extra is None else 2
+            tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, roots))
+            if extra is not None:
+                _reshard(extra.module)
+                tensors += _known_tensors(extra.module, None, tracker, EXTRA_ROOT, roots)
             if stage is not None:
                 tensors += _receive_buffers(stage, tracker)
             counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
@@ -151,18 +163,25 @@ def _same_stream(recording: MemoryRecording, mark: int) -> list[int]:
 
 
 def _known_tensors(
-    root: nn.Module, optimizer: Optimizer | None, tracker: StorageTracker
+    module: nn.Module, optimizer: Optimizer | None, tracker: StorageTracker, root: int, roots: int
 ) -> Iterator[TensorInfo]:
     """Yield the storages of sharded parameters, their gradients and the optimizer's state."""
-    owners = _owners(root)
-    for name, parameter in root.named_parameters():
-        fqn = owners[parameter]
+    owners = _owners(module)
+    for name, parameter in module.named_parameters():
+        fqn = qualified_fqn(owners[parameter], root, roots)
         yield _info("sharded_parameter", fqn, name, parameter, tracker)
         if parameter.grad is not None:
             yield _info("sharded_gradient", fqn, name, parameter.grad, tracker)
         for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
             if isinstance(state, Tensor):
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
+
+
+def _reshard(root: nn.Module) -> None:
+    """Show the sharded parameters of modules that a forward without backward leaves gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _receive_buffers(stage: PipelineStage, tracker: StorageTracker) -> Iterator[TensorInfo]:

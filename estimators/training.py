@@ -6,12 +6,13 @@ Nothing here knows that its tensors are fake: it is the loop a careful user writ
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -30,8 +31,12 @@ from fsdp2prof.estimators.model import Model
 from fsdp2prof.estimators.pipeline import PipelineStage
 from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.sharding import freeze, wrap_units
+from fsdp2prof.labels import root_label
 
-__all__ = ["TrainingLoop", "build_optimizer", "materialize", "shard"]
+__all__ = ["EXTRA_ROOT", "MODEL_ROOT", "TrainingLoop", "build_optimizer", "materialize", "shard"]
+
+MODEL_ROOT, EXTRA_ROOT = 0, 1
+"""Indices of the two root modules where there is a second model."""
 
 
 def shard(
@@ -130,9 +135,13 @@ class TrainingLoop:
                 root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
             batch = self.model.make_batch(policy.batch_size, policy.seq_len, stand_in_device())
             if self.extra is not None:
-                with torch.no_grad():
+                with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
                     self.extra.loss(self.extra.module, batch, policy.loss_chunks)
-            with loss_parallel() if self.loss_is_parallel else nullcontext():
+            with ExitStack() as stack:
+                if self.loss_is_parallel:
+                    stack.enter_context(loss_parallel())
+                if self.extra is not None:
+                    stack.enter_context(record_function(root_label(MODEL_ROOT)))
                 loss = self.model.loss(root, batch, policy.loss_chunks)
                 loss.backward()  # type: ignore[no-untyped-call]
 

@@ -165,3 +165,27 @@ def test_published_peaks_are_met(
             assert reserved == pytest.approx(run.reserved_gib, rel=percent / 100), run.id
             checked += 1
     assert checked == (13 if row is None else 1)
+
+
+def test_an_extra_model_adds_its_shards_and_what_it_gathers_and_nothing_else() -> None:
+    alone = estimate_memory(SPEC, MESH, replace(POLICY, optimizer="sgd"))
+    with_extra = predict_memory(SPEC, MESH, replace(POLICY, optimizer="sgd", extra_model="gpt2"))
+    both = with_extra.estimate.peak.categories
+    # All 12 layers of GPT-2 and its root, whose 50,257 rows are padded to 50,260; fp32 on one of four ranks.
+    layer = 12 * 768 * 768 + 13 * 768
+    root = (50_260 + 1024 + 2) * 768
+    shards = {tensor.fqn: 0 for tensor in with_extra.manifest.tensors if tensor.fqn.startswith("root1:")}
+    kinds = set()
+    for tensor in with_extra.manifest.tensors:
+        if tensor.fqn in shards:
+            shards[tensor.fqn] += tensor.nbytes or 0
+            kinds.add(tensor.category)
+    assert kinds == {"sharded_parameter"}
+    assert shards == {"root1:": root, **{f"root1:layers.{index}": layer for index in range(12)}}
+    # Its root stays gathered in bf16, its layers do not.
+    assert both["sharded_parameter"] == alone.peak.categories["sharded_parameter"] + sum(shards.values())
+    assert both["unsharded_parameter"] == alone.peak.categories["unsharded_parameter"] + 2 * root
+    for category in ("optimizer_state", "sharded_gradient", "unsharded_gradient", "activation"):
+        assert both[category] == alone.peak.categories[category]
+    gathered = {layer.fqn for layer in with_extra.estimate.layers}
+    assert {"root0:layers.0", "root0:layers.1", "root1:layers.0", "root1:layers.11"} <= gathered

@@ -1,8 +1,9 @@
 """A pipeline stage by hand: GPT-2 with 6 blocks in 3 stages of 2, each sharded over 2 ranks.
 
-T = 256 tokens of a micro-batch, D = 768. A block saves for backward, in bf16, 2TD bytes each of: two norms, the
-attention's output, the hidden states before and after the MLP; 6TD of queries, keys, values; 8TD before and after the
-GELU. Beside: two norms' mean and rstd in bf16 (8T) and the attention's logsumexp of 12 heads in fp32 (48T).
+T = 256 tokens of a micro-batch, D = 768. A block saves for backward, in bf16, 2TD bytes each of: two norms,
+the attention's output, the hidden states before and after the MLP; 6TD of queries, keys, values; 8TD before
+and after the GELU. Beside: two norms' mean and rstd in bf16 (8T) and the attention's logsumexp of 12 heads in
+fp32 (48T).
 """
 
 from __future__ import annotations
