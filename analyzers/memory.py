@@ -30,7 +30,7 @@ def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
         view = memory_view(recording, manifest)
         result = _rank_memory(rank, view)
         ranks.append(result)
-        findings.append(rank_findings(view, result))
+        findings.append(rank_findings(view, result, manifest))
     imbalance = rank_imbalance(ranks)
     return MemoryAnalysis(
         ranks=ranks,

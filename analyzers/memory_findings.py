@@ -11,6 +11,7 @@ from fsdp2prof.analyzers.memory_oom import in_loss
 from fsdp2prof.analyzers.memory_usage import live_at, running_total
 from fsdp2prof.analyzers.memory_view import MemoryView
 from fsdp2prof.labels import is_root
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import Finding, Peak, RankMemory, Severity
 from fsdp2prof.tables import NEVER
 from fsdp2prof.units import format_bytes, format_frac
@@ -22,7 +23,7 @@ _NOTABLE, _LARGE = 0.05, 0.15
 _IMBALANCE = 0.05
 
 
-def rank_findings(view: MemoryView, result: RankMemory) -> list[Finding]:
+def rank_findings(view: MemoryView, result: RankMemory, manifest: RankManifest | None) -> list[Finding]:
     """Return the findings of one rank."""
     leaks = find_leaks(view.allocations, view.steps, view.recording.stacks)
     found = [
@@ -35,7 +36,7 @@ def rank_findings(view: MemoryView, result: RankMemory) -> list[Finding]:
         _gradients_kept(view),
         _fragmented(result),
         *(_leaking(result.rank, leak) for leak in leaks),
-        _unattributed(view, result.peak),
+        _unattributed(view, result.peak, described=manifest is not None and bool(manifest.tensors)),
         _truncated(result),
     ]
     return [finding for finding in found if finding is not None]
@@ -260,23 +261,31 @@ def _leaking(rank: int, leak: Leak) -> Finding:
     )
 
 
-def _unattributed(view: MemoryView, peak: Peak) -> Finding | None:
+def _unattributed(view: MemoryView, peak: Peak, *, described: bool) -> Finding | None:
+    """A large part nobody can tell; ``described``: model and optimizer said which tensors are theirs."""
     unknown = peak.categories["unattributed"]
     if unknown <= _NOTABLE * peak.allocated_bytes:
         return None
     live = view.live(view.peak_order)
     early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
-    why = (
-        "mostly from before the history began, and no manifest names it"
-        if 2 * early >= unknown
-        else "mostly made where no label tells the phase, and still there at the end"
-    )
+    if 2 * early < unknown:
+        why = "mostly made where no label tells the phase, and still there at the end"
+    elif described:
+        why = (
+            "mostly from before the recording began, and neither model, optimizer nor FSDP know it: what the "
+            "training keeps itself (outputs or losses in a list, an EMA copy, a data cache)"
+        )
+    else:
+        why = (
+            "mostly from before the history began, and no manifest names it; fsdp2prof record writes one "
+            "of all parameters, gradients and optimizer states"
+        )
     return Finding(
         id="unattributed",
         severity="info",
         fqn=None,
         message=f"{format_bytes(unknown)} ({format_frac(unknown / peak.allocated_bytes)} of the peak) are "
-        f"unattributed: {why}. fsdp2prof record writes manifest and labels.",
+        f"unattributed: {why}.",
         evidence={"bytes": unknown, "before_history_bytes": early},
     )
 

@@ -168,10 +168,10 @@ def rank_lines(analysis: TraceAnalysis) -> list[str]:
         more = ", ..." if len(waits) > 8 else "."
         lines.append(f"Waiting for a peer to start, all steps together: {listed}{more}")
     for straggler in across.stragglers[:5]:
-        where = f" in {layer_name(straggler.fqn)}" if straggler.fqn is not None else ""
+        where = f", in {layer_name(straggler.fqn)}" if straggler.fqn is not None else ""
         cause = f": {straggler.cause}" if straggler.cause else ""
         wait = format_ns(straggler.wait_caused_ns)
-        lines.append(f"Rank {straggler.rank} kept others waiting for {wait} in all{where}{cause}.")
+        lines.append(f"Rank {straggler.rank} kept others waiting for {wait} in total{where}{cause}.")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.snapshots import SnapshotBuilder
 
+from fsdp2prof.analyzers import memory_findings
 from fsdp2prof.analyzers.memory import analyze_memory
 from fsdp2prof.analyzers.memory_compare import compare_memory
 from fsdp2prof.analyzers.memory_usage import live_at, running_total
@@ -388,13 +390,21 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("before", "inside", "why"),
-    [(700, 300, "before the history began"), (300, 700, "made where no label tells the phase")],
+    ("before", "inside", "tensors", "why"),
+    [
+        (700, 300, 0, "no manifest names it"),
+        (700, 300, 1, "what the training keeps itself"),
+        (300, 700, 1, "made where no label tells the phase"),
+    ],
 )
-def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int, why: str):
+def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int, tensors: int, why: str):
+    shard = TensorInfo(category="sharded_parameter", fqn="", address=1, nbytes=8)
     t = Training().get("late", inside)
     t.event("free_requested", 77, before).event("free_completed", 77, before)
-    (finding,) = [f for f in analyze_memory([(0, t.read(tmp_path), None)]).findings if f.id == "unattributed"]
+    manifest = RankManifest(tensors=[shard] * tensors)
+    (finding,) = [
+        f for f in analyze_memory([(0, t.read(tmp_path), manifest)]).findings if f.id == "unattributed"
+    ]
     assert finding.evidence["bytes"] == before + inside
     assert finding.evidence["before_history_bytes"] == before
     assert why in finding.message
@@ -550,3 +560,9 @@ def test_live_at_is_half_open(tmp_path: Path):
     recording = Training().get("a", 10).drop("a").read(tmp_path)
     assert live_at(recording.allocations, 0).tolist() == [True]
     assert live_at(recording.allocations, 1).tolist() == [False]
+
+
+def test_the_document_has_every_memory_finding():
+    text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text()
+    for name in set(re.findall(r'id="(\w+)"', Path(memory_findings.__file__).read_text())):
+        assert f"| `{name}` |" in text
