@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 
 __all__ = [
-    "DTYPE_BYTES",
     "ActivationCheckpointing",
     "Allocator",
     "OptimizerImpl",
@@ -29,18 +29,6 @@ OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 Allocator = Literal["expandable", "classic"]
 ActivationCheckpointing = Literal["none", "full", "op"]
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "int64": 8,
-}
-"""Bytes of an element, by torch dtype name."""
-
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
 _TRAINABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "none")
@@ -48,9 +36,10 @@ _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "ad
 
 def dtype_bytes(name: str) -> int:
     """Bytes of one element of a torch dtype name. Raises ``ModelError`` for an unknown one."""
-    if name not in DTYPE_BYTES:
-        raise ModelError(f"unknown dtype {name!r}; known: {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[name]
+    size = units.dtype_bytes(name)
+    if size is None:
+        raise ModelError(f"unknown dtype {name!r}; known: {', '.join(units.DTYPE_BYTES)}")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

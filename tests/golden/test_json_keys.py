@@ -23,9 +23,17 @@ from support.results import (
 )
 
 from fsdp2prof import results
+from fsdp2prof.estimators.checkpoint import estimate_checkpoint
+from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.reporters import jsonreport
 
 HERE = Path(__file__).parent
+MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
+POLICY = PolicySpec(seq_len=16)
 
 SCHEMAS = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
@@ -33,6 +41,21 @@ SCHEMAS = {
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
+    "memory_estimate": (
+        results.MemoryEstimate,
+        "fsdp2prof.estimate.memory/1",
+        lambda: estimate_memory(MODEL, MESH, POLICY),
+    ),
+    "comm_estimate": (
+        results.CommEstimate,
+        "fsdp2prof.estimate.comm/1",
+        lambda: estimate_comm(MODEL, MESH, POLICY),
+    ),
+    "checkpoint_estimate": (
+        results.CheckpointEstimate,
+        "fsdp2prof.estimate.checkpoint/1",
+        lambda: estimate_checkpoint(MODEL, MESH, POLICY),
+    ),
 }
 
 
