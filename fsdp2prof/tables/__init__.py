@@ -2,7 +2,8 @@
 
 A recorder and an estimator are two producers of the same tables, and analyzers never know which one made
 them. A table is a frozen dataclass of equally long columns: ``int64`` times in nanoseconds, ``int64``
-bytes, and interned strings (:class:`Strings`). Nothing here computes an analysis.
+bytes, and interned strings (:class:`Strings`); the identities of events are 32 bits wide where all fit
+(:data:`CompactArray`). Nothing here computes an analysis.
 
 ========================  ================================================================================
 :class:`EventTable`       one rank's Kineto events (host ops, annotations, kernels, copies)
