@@ -14,11 +14,9 @@ from fsdp2prof.analyzers import communication_rules, run_rules
 from fsdp2prof.analyzers.finding_evidence import Evidence, FindingThresholds
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import Finding, TraceAnalysis
+from fsdp2prof.results import SEVERITIES, Finding, TraceAnalysis
 
 __all__ = ["FindingThresholds", "find", "parse_thresholds"]
-
-_SEVERITIES = ("high", "medium", "low", "info")
 
 
 def find(
@@ -34,7 +32,7 @@ def find(
     if not evidence.total_ns:
         return []
     found = [*communication_rules.find(evidence), *run_rules.find(evidence)]
-    return sorted(found, key=lambda one: (_SEVERITIES.index(one.severity), -_cost(one)))
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), -_cost(one)))
 
 
 def parse_thresholds(options: Sequence[str]) -> FindingThresholds:

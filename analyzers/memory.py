@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.memory_peak import describe_peak, layer_peaks, timeline
 from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory
+from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, RankMemory
 from fsdp2prof.tables import MemoryRecording
 
 __all__ = ["RankRecording", "analyze_memory"]
@@ -68,5 +68,4 @@ def _merged(ranks: list[RankMemory], findings: list[list[Finding]]) -> list[Find
         replace(finding, evidence={**finding.evidence, "ranks": sorted(set(where[key]))})
         for key, finding in first.items()
     ]
-    severities = ["high", "medium", "low", "info"]
-    return sorted(merged, key=lambda finding: severities.index(finding.severity))
+    return sorted(merged, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -80,7 +80,7 @@ def bandwidth_grid(analysis: TraceAnalysis, *, every: bool = False) -> Grid | No
     with_peak = any(row.of_peak_frac is not None for row in rows)
     return Grid(
         title="Bandwidth",
-        note="GB/s, medians; busbw as in nccl-tests, without the wait for the last rank",
+        note="GB/s, medians; algbw with the wait for the last rank, busbw (as in nccl-tests) without",
         columns=[
             Col("op"),
             Col("group"),

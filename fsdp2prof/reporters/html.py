@@ -40,7 +40,15 @@ from fsdp2prof.reporters.trace_grids import (
     step_numbers,
 )
 from fsdp2prof.reporters.wording import printable
-from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, RunSummary, TraceAnalysis
+from fsdp2prof.results import (
+    SEVERITIES,
+    Finding,
+    MemoryAnalysis,
+    RankMemory,
+    RunAnalysis,
+    RunSummary,
+    TraceAnalysis,
+)
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 __all__ = ["render"]
@@ -115,7 +123,10 @@ def render(source: str, analysis: RunAnalysis | TraceAnalysis | MemoryAnalysis) 
         title=source,
         facts=run_facts(run) if run else {},
         numbers=[*(_trace_numbers(trace) if trace else ()), *(_memory_numbers(memory) if memory else ())],
-        findings=[finding for part in parts for finding in part.findings],
+        findings=sorted(
+            (finding for part in parts for finding in part.findings),
+            key=lambda finding: SEVERITIES.index(finding.severity),
+        ),
         advice=[*(trace_advice(trace) if trace else ()), *(memory_advice(memory) if memory else ())],
         warnings=[*said, *(line for part in parts for line in part.warnings)],
         sections=sections,

@@ -27,7 +27,7 @@ from fsdp2prof.results.estimate import (
     PredictedPeak,
     PredictedStep,
 )
-from fsdp2prof.results.finding import Finding, Severity
+from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
 from fsdp2prof.results.memory import (
     MEMORY_COMPARISON_SCHEMA,
     MEMORY_SCHEMA,
@@ -71,6 +71,7 @@ __all__ = [
     "MEMORY_ESTIMATE_SCHEMA",
     "MEMORY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
+    "SEVERITIES",
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-__all__ = ["Finding", "Severity"]
+__all__ = ["SEVERITIES", "Finding", "Severity"]
 
 Severity = Literal["high", "medium", "low", "info"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The most severe first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from support.results import HOSTILE, MIB, memory_analysis, run_analysis, trace_analysis
 
 from fsdp2prof.reporters import charts, html
-from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import Finding, MemoryAnalysis, RunAnalysis, TraceAnalysis
 
 
 class Outline(HTMLParser):
@@ -123,3 +123,16 @@ def test_thousands_of_rows_are_cut_and_said() -> None:
     page = html.render("name", replace(analysis, ranks=ranks))
     assert "2000 of all 2200 rows" in page
     assert page.count("<tr>") < 2200
+
+
+def test_findings_of_time_and_memory_stand_together_the_most_severe_first() -> None:
+    run = run_analysis()
+    assert run.trace is not None
+    assert run.memory is not None
+    minor, major = (
+        Finding(id=severity, severity=severity, fqn=None, message=f"something {severity}")
+        for severity in ("info", "high")
+    )
+    trace, memory = replace(run.trace, findings=[minor]), replace(run.memory, findings=[major])
+    page = html.render("name", replace(run, trace=trace, memory=memory))
+    assert 0 < page.index("something high") < page.index("something info")
