@@ -8,8 +8,10 @@ Sources of the shapes: the papers and released ``config.json`` / ``params.json``
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from fsdp2prof.errors import ModelError
 
@@ -56,117 +58,60 @@ class TransformerConfig:
         return embedding * (1 if self.tied else 2) + self.layers * layer + self.dim
 
 
-def _llama(
+_LLAMA = partial(TransformerConfig, family="llama")
+_LLAMA2 = partial(_LLAMA, vocab_size=32_000, context=4096, rope_theta=1e4)
+_LLAMA3 = partial(_LLAMA, vocab_size=128_256, context=8192, rope_theta=5e5)
+_QWEN = partial(TransformerConfig, family="qwen", rope_theta=1e6, norm_eps=1e-6)
+_QWEN2 = partial(_QWEN, context=32_768, qkv_bias=True)
+_QWEN3 = partial(_QWEN, vocab_size=151_936, context=40_960, qk_norm=True)
+_GPT2 = partial(TransformerConfig, family="gpt", vocab_size=50_257, context=1024, tied=True)
+_GPT3 = partial(_GPT2, context=2048)
+
+
+def _of(
+    series: Callable[..., TransformerConfig],
     name: str,
     dim: int,
     layers: int,
     heads: int,
     kv_heads: int,
     ffn_dim: int,
-    vocab_size: int,
-    context: int,
-    theta: float,
+    **rest: Any,
 ) -> TransformerConfig:
-    return TransformerConfig(
-        name=name,
-        family="llama",
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim // heads,
-        ffn_dim=ffn_dim,
-        vocab_size=vocab_size,
-        context=context,
-        rope_theta=theta,
-    )
-
-
-def _qwen2(
-    name: str, dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int, tied: bool
-) -> TransformerConfig:
-    return TransformerConfig(
-        name=name,
-        family="qwen",
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=dim // heads,
-        ffn_dim=ffn_dim,
-        vocab_size=vocab_size,
-        context=32_768,
-        tied=tied,
-        qkv_bias=True,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-    )
-
-
-def _qwen3(name: str, dim: int, layers: int, heads: int, ffn_dim: int, tied: bool) -> TransformerConfig:
-    return TransformerConfig(
-        name=name,
-        family="qwen",
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=8,
-        head_dim=128,
-        ffn_dim=ffn_dim,
-        vocab_size=151_936,
-        context=40_960,
-        tied=tied,
-        qk_norm=True,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-    )
-
-
-def _gpt(name: str, dim: int, layers: int, heads: int, context: int) -> TransformerConfig:
-    return TransformerConfig(
-        name=name,
-        family="gpt",
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=dim // heads,
-        ffn_dim=4 * dim,
-        vocab_size=50_257,
-        context=context,
-        tied=True,
-    )
+    """Return a model of a series; heads divide ``dim`` evenly unless ``head_dim`` is given."""
+    shape = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    return series(name=name, **{"head_dim": dim // heads, **shape, **rest})
 
 
 _ALL = (
-    _llama("llama2-7b", 4096, 32, 32, 32, 11_008, 32_000, 4096, 1e4),
-    _llama("llama2-13b", 5120, 40, 40, 40, 13_824, 32_000, 4096, 1e4),
-    _llama("llama2-70b", 8192, 80, 64, 8, 28_672, 32_000, 4096, 1e4),
-    _llama("llama3-8b", 4096, 32, 32, 8, 14_336, 128_256, 8192, 5e5),
-    _llama("llama3-70b", 8192, 80, 64, 8, 28_672, 128_256, 8192, 5e5),
-    _llama("llama3-405b", 16_384, 126, 128, 8, 53_248, 128_256, 131_072, 5e5),
-    _qwen2("qwen2-0.5b", 896, 24, 14, 2, 4864, 151_936, True),
-    _qwen2("qwen2-1.5b", 1536, 28, 12, 2, 8960, 151_936, True),
-    _qwen2("qwen2-7b", 3584, 28, 28, 4, 18_944, 152_064, False),
-    _qwen2("qwen2-72b", 8192, 80, 64, 8, 29_568, 152_064, False),
-    _qwen3("qwen3-0.6b", 1024, 28, 16, 3072, True),
-    _qwen3("qwen3-1.7b", 2048, 28, 16, 6144, True),
-    _qwen3("qwen3-4b", 2560, 36, 32, 9728, True),
-    _qwen3("qwen3-8b", 4096, 36, 32, 12_288, False),
-    _qwen3("qwen3-14b", 5120, 40, 40, 17_408, False),
-    _qwen3("qwen3-32b", 5120, 64, 64, 25_600, False),
-    _gpt("gpt2", 768, 12, 12, 1024),
-    _gpt("gpt2-medium", 1024, 24, 16, 1024),
-    _gpt("gpt2-large", 1280, 36, 20, 1024),
-    _gpt("gpt2-xl", 1600, 48, 25, 1024),
-    _gpt("gpt3-125m", 768, 12, 12, 2048),
-    _gpt("gpt3-350m", 1024, 24, 16, 2048),
-    _gpt("gpt3-760m", 1536, 24, 16, 2048),
-    _gpt("gpt3-1.3b", 2048, 24, 16, 2048),
-    _gpt("gpt3-2.7b", 2560, 32, 32, 2048),
-    _gpt("gpt3-6.7b", 4096, 32, 32, 2048),
-    _gpt("gpt3-13b", 5120, 40, 40, 2048),
-    _gpt("gpt3-175b", 12_288, 96, 96, 2048),
+    _of(_LLAMA2, "llama2-7b", 4096, 32, 32, 32, 11_008),
+    _of(_LLAMA2, "llama2-13b", 5120, 40, 40, 40, 13_824),
+    _of(_LLAMA2, "llama2-70b", 8192, 80, 64, 8, 28_672),
+    _of(_LLAMA3, "llama3-8b", 4096, 32, 32, 8, 14_336),
+    _of(_LLAMA3, "llama3-70b", 8192, 80, 64, 8, 28_672),
+    _of(_LLAMA3, "llama3-405b", 16_384, 126, 128, 8, 53_248, context=131_072),
+    _of(_QWEN2, "qwen2-0.5b", 896, 24, 14, 2, 4864, vocab_size=151_936, tied=True),
+    _of(_QWEN2, "qwen2-1.5b", 1536, 28, 12, 2, 8960, vocab_size=151_936, tied=True),
+    _of(_QWEN2, "qwen2-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
+    _of(_QWEN2, "qwen2-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
+    _of(_QWEN3, "qwen3-0.6b", 1024, 28, 16, 8, 3072, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-1.7b", 2048, 28, 16, 8, 6144, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-4b", 2560, 36, 32, 8, 9728, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-8b", 4096, 36, 32, 8, 12_288, head_dim=128),
+    _of(_QWEN3, "qwen3-14b", 5120, 40, 40, 8, 17_408, head_dim=128),
+    _of(_QWEN3, "qwen3-32b", 5120, 64, 64, 8, 25_600, head_dim=128),
+    _of(_GPT2, "gpt2", 768, 12, 12, 12, 3072),
+    _of(_GPT2, "gpt2-medium", 1024, 24, 16, 16, 4096),
+    _of(_GPT2, "gpt2-large", 1280, 36, 20, 20, 5120),
+    _of(_GPT2, "gpt2-xl", 1600, 48, 25, 25, 6400),
+    _of(_GPT3, "gpt3-125m", 768, 12, 12, 12, 3072),
+    _of(_GPT3, "gpt3-350m", 1024, 24, 16, 16, 4096),
+    _of(_GPT3, "gpt3-760m", 1536, 24, 16, 16, 6144),
+    _of(_GPT3, "gpt3-1.3b", 2048, 24, 16, 16, 8192),
+    _of(_GPT3, "gpt3-2.7b", 2560, 32, 32, 32, 10_240),
+    _of(_GPT3, "gpt3-6.7b", 4096, 32, 32, 32, 16_384),
+    _of(_GPT3, "gpt3-13b", 5120, 40, 40, 40, 20_480),
+    _of(_GPT3, "gpt3-175b", 12_288, 96, 96, 96, 49_152),
 )
 
 BUILTIN_MODELS: dict[str, TransformerConfig] = {config.name: config for config in _ALL}
