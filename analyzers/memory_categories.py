@@ -70,30 +70,32 @@ class _Rules:
 def _known_storages(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> Strings:
     """Apply the manifest's addresses; return the fqn column with the owners of the storages.
 
-    An address names a storage of the beginning, or one of the end if its size agrees too.
+    An address names a storage of the beginning, or one of the end if its size agrees too. Of several at one
+    address, the first listed is of the beginning.
     """
-    known: dict[int, tuple[int | None, str, str]] = {
-        tensor.address: (
-            tensor.nbytes,
-            tensor.category,
-            qualified_fqn(tensor.fqn, tensor.root, manifest.root_count),
-        )
-        for tensor in manifest.tensors
-    }
+    known: dict[int, list[tuple[int | None, str, str]]] = {}
+    for tensor in manifest.tensors:
+        owner = qualified_fqn(tensor.fqn, tensor.root, manifest.root_count)
+        known.setdefault(tensor.address, []).append((tensor.nbytes, tensor.category, owner))
     for group in manifest.param_groups:
         for parameter in group.parameters:
             if parameter.address is not None and parameter.address not in known:
                 owner = qualified_fqn(group.fqn, group.root, manifest.root_count)
-                known[parameter.address] = (None, "sharded_parameter", owner)
+                known[parameter.address] = [(None, "sharded_parameter", owner)]
     fqn = allocations.fqn.to_list()
     first = allocations.alloc_order < 0
     candidate = np.flatnonzero(first | (allocations.free_order == NEVER))
     rows: dict[str, list[int]] = {}
     for row in candidate.tolist():
-        found = known.get(int(allocations.address[row]))
-        if found is not None and (first[row] or found[0] == int(allocations.size[row])):
-            rows.setdefault(found[1], []).append(row)
-            fqn[row] = found[2]
+        listed = known.get(int(allocations.address[row]), [])
+        fitting = [one for one in listed if one[0] == int(allocations.size[row])]
+        if first[row] and listed:
+            _, category, fqn[row] = (fitting or listed)[0]
+        elif fitting:
+            _, category, fqn[row] = fitting[-1]
+        else:
+            continue
+        rows.setdefault(category, []).append(row)
     for category, chosen in rows.items():
         mask = np.zeros(len(allocations), dtype=np.bool_)
         mask[chosen] = True

@@ -15,6 +15,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory_kineto import innermost_operators
 from fsdp2prof.analyzers.memory_view import MemoryView
 from fsdp2prof.analyzers.rank_tables import RankTables
+from fsdp2prof.labels import is_root
 from fsdp2prof.results import AtPeak
 from fsdp2prof.tables import IntArray, PhaseTable
 
@@ -84,4 +85,6 @@ def _at(tables: RankTables, time_ns: int, match: Literal["clock", "place"]) -> A
 
 
 def _collective(op: str, fqn: str | None) -> str:
-    return op if fqn is None else f"{op} {fqn or '(root)'}"
+    if fqn is None:
+        return op
+    return f"{op} {fqn}(root)" if is_root(fqn) else f"{op} {fqn}"

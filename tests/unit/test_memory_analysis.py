@@ -223,6 +223,20 @@ def test_known_addresses_name_parameters_and_states(tmp_path: Path):
     assert found == {"sharded_parameter", "optimizer_state"}  # an address reused by another size says nothing
 
 
+def test_an_address_that_is_used_again_has_a_role_each_time(tmp_path: Path):
+    """A gathered parameter of the beginning gives way to a gradient, which lives to the end."""
+    t = Training()
+    t.event("free_requested", 1 << 30, 700).event("free_completed", 1 << 30, 700)
+    t.get("gradient", 300)
+    tensors = [
+        TensorInfo(category="unsharded_parameter", fqn="", address=1 << 30, nbytes=700),
+        TensorInfo(category="sharded_gradient", fqn="layers.0", address=1 << 30, nbytes=300),
+    ]
+    rows = memory_view(t.read(tmp_path), RankManifest(tensors=tensors)).allocations
+    found = zip(rows.size.tolist(), rows.category.to_list(), rows.fqn.to_list(), strict=True)
+    assert sorted(found) == [(300, "sharded_gradient", "layers.0"), (700, "unsharded_parameter", "")]
+
+
 def test_tags_overrule_the_join(tmp_path: Path):
     t = (
         Training()
