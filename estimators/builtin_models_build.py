@@ -21,7 +21,7 @@ from fsdp2prof.estimators.model import Batch, Model
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
+__all__ = ["build_builtin", "logits_loss", "meta_construction", "token_batch", "token_loss"]
 
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 _ROWS = ("wo", "w2")
@@ -101,7 +101,12 @@ def token_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
         return loss
     logits = module(*batch.args)
     assert batch.targets is not None
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+    return logits_loss(logits, batch.targets)
+
+
+def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over fp32 logits (B, S, V) of the targets (B, S)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dict[str, ParallelStyle]:

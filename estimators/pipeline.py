@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp2prof.estimators.builtin_models_build import logits_loss
 from fsdp2prof.estimators.fake_world import stand_in_device
 from fsdp2prof.estimators.mesh import MeshSpec
 from fsdp2prof.estimators.model import Batch, Model
@@ -39,6 +40,8 @@ class PipelineStage:
         self._in_flight = micro_batches_in_flight(mesh, policy)
         assert model.config is not None
         self._shape = (policy.batch_size, policy.seq_len // mesh.tp, model.config.dim)
+        self._output: Tensor | None = None
+        self._sent: Tensor | None = None
         self.activations: list[Tensor] = []
         """Buffers that receive the activations of the stage before; none on the first stage."""
         self.gradients: list[Tensor] = []
@@ -60,6 +63,7 @@ class PipelineStage:
         while waiting:
             self._backward(waiting.popleft(), micro_batches - len(waiting) - 1)
         _reduce_gradients(root)
+        self._output = self._sent = None
 
     def _make_buffers(self, micro_batches: int) -> None:
         dtype = getattr(torch, self._policy.compute_dtype)
@@ -74,24 +78,29 @@ class PipelineStage:
         self.gradients = [] if self._is_last else make(False)
 
     def _forward(self, micro_batch: int) -> Tensor:
-        """Return the stage's output, or its loss on the last stage."""
+        """Return the stage's output, or its loss on the last stage, and keep the output till the next."""
         policy, root = self._policy, self._model.module
         if not self._is_first and not self._is_last:
-            output: Tensor = root(self.activations[micro_batch])
-            return output
+            self._output = root(self.activations[micro_batch])
+            return self._output
         batch = self._model.make_batch(policy.batch_size, policy.seq_len, stand_in_device())
         if self._is_first:
-            output = root(*batch.args)
-            return output
+            self._output = root(*batch.args)
+            return self._output
         received = Batch(args=(self.activations[micro_batch],), targets=batch.targets)
-        return self._model.loss(root, received, policy.loss_chunks)
+        if policy.loss_chunks is not None:
+            return self._model.loss(root, received, policy.loss_chunks)
+        assert batch.targets is not None
+        self._output = root(*received.args)
+        return logits_loss(self._output, batch.targets)
 
     def _backward(self, output: Tensor, micro_batch: int) -> None:
-        """Run a micro-batch backward and drop its input's gradient, which has been sent."""
+        """Run a micro-batch backward and keep its input's gradient, which is sent, till the next."""
         gradient = None if self._is_last else self.gradients[micro_batch]
         output.backward(gradient)  # type: ignore[no-untyped-call]
         if not self._is_first:
-            self.activations[micro_batch].grad = None
+            received = self.activations[micro_batch]
+            self._sent, received.grad = received.grad, None
 
 
 def _expect_last_backward(root: FSDPModule, expected: bool) -> None:

@@ -1,0 +1,59 @@
+"""A predicted pipeline stage against torch's own ``PipelineStage`` and ``Schedule1F1B`` under torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp2prof.estimators.builtin_models import BUILTIN_MODELS
+from fsdp2prof.estimators.execution import execute
+
+from .conftest import script_path, torchrun, training_environment
+
+MICRO_BATCHES = 5
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("pipeline_script", script_path("pipeline"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del BUILTIN_MODELS[module.SMALL.name]
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    command = torchrun(
+        script_path("pipeline"), 4, "--micro-batches", str(MICRO_BATCHES), "--output", str(folder)
+    )
+    environment = training_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+def peak_of_last_step(recording) -> int:
+    """Most bytes at once in the last step, without gloo's own copies of what it sends."""
+    allocations = recording.allocations
+    own = allocations.take(~allocations.op.matches(lambda name: name.startswith("given to ")))
+    orders = np.concatenate([own.alloc_order, own.free_order])
+    order = np.argsort(orders, kind="stable")
+    totals = np.concatenate([own.size, -own.size])[order].cumsum()
+    times = np.concatenate([own.alloc_ns, own.free_ns])[order]
+    steps = recording.steps
+    return int(totals[(times >= steps.start_ns[-1]) & (times < steps.end_ns[-1])].max())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_peaks_where_predicted(script, recordings: Path, stage: int) -> None:
+    measured = torch.load(recordings / f"rank{2 * stage}.pt", weights_only=False)
+    policy = script.policy(stage, MICRO_BATCHES)
+    predicted = execute(script.SPEC, script.MESH, policy, steps=script.STEPS).recording
+    assert peak_of_last_step(predicted) == pytest.approx(peak_of_last_step(measured), rel=0.01)
