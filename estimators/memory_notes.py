@@ -79,7 +79,7 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
             f"pipeline stage {policy.pp_stage} of {mesh.pp} under 1F1B: "
             f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
             "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
-            "torch.distributed.pipelining does; the last output and the last gradient sent are kept till the next; "
+            "torch.distributed.pipelining does; what was sent last is kept till the next; "
             "gradients accumulate unsharded and are reduced after the last backward"
         )
     if policy.offload:
