@@ -134,9 +134,9 @@ def test_labels_steps_streams_and_stacks():
     with StorageTracker() as tracker:
         tracker.mark_step(7)
         with record_function("FSDP::all_gather (layers.0)"), torch.cpu.stream(side):
-            a = torch.empty(64)
+            a = torch.empty(64_003)
         tracker.mark_step(8)
-        b = torch.empty(65)
+        b = torch.empty(64_005)
         thread = threading.Thread(target=lambda: record_function("elsewhere").__enter__())
         thread.start()
         thread.join()
@@ -146,7 +146,7 @@ def test_labels_steps_streams_and_stacks():
     del a, b
     recording = tracker.recording()
     allocations, labels, steps = recording.allocations, recording.labels, recording.steps
-    first, second = row_of(recording, 256), row_of(recording, 260)
+    first, second = row_of(recording, 256_012), row_of(recording, 256_020)
     assert allocations.stream[[first, second]].tolist() == [1, 0]
     assert labels.name.to_list() == ["FSDP::all_gather (layers.0)", "still open"]
     assert labels.start_ns[0] < allocations.alloc_ns[first] < labels.end_ns[0] < steps.start_ns[1]
