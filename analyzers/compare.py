@@ -178,8 +178,8 @@ def _setup(run: RunSummary) -> dict[str, str]:
     }
     several = len({group.root for group in run.shard_groups}) > 1
     for group in run.shard_groups:
-        name = f"root{group.root}:{group.fqn}" if several else group.fqn
-        known[f"sharding of {name or '(root)'}"] = (
+        name = f"root{group.root}:{group.fqn or '(root)'}" if several else group.fqn or "(root)"
+        known[f"sharding of {name}"] = (
             f"mesh {group.mesh}; {group.dtype}, gathered as {group.param_dtype or group.dtype}, "
             f"reduced as {group.reduce_dtype or group.param_dtype or group.dtype}; "
             f"reshard after forward: {group.reshard_after_forward}{'; offloaded' if group.offload else ''}"

@@ -52,7 +52,7 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         f"attention runs as flash attention; a cuBLAS workspace of {workspace} each for forward and backward",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
-    if policy.reshard_root is True or policy.reshard == "always":
+    if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append("the root reshards after forward as told, which torch does from 2.8 on")
     if policy.compile:
         notes.append(

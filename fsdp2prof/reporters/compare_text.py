@@ -160,7 +160,7 @@ def _bytes_key(row: CommChange) -> tuple[Any, ...]:
 
 def _bytes_cells(row: CommChange) -> list[Cell]:
     sides = (row.before, row.after)
-    counts = ["0" if side is None else f"{side.count:g}" for side in sides]
+    counts = ["0" if side is None else f"{side.count:.4g}" for side in sides]
     payloads = [_size(None if side is None else side.payload_bytes) for side in sides]
     wires = [_size(None if side is None else side.wire_bytes) for side in sides]
     dtypes = [", ".join(map(dtype_label, names)) for names in (row.before_dtypes, row.after_dtypes)]

@@ -11,7 +11,7 @@ from rich.text import Text
 from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, scaled
 from fsdp2prof.reporters.layers import fold_names, layer_name
 from fsdp2prof.reporters.terminal import bullets, fact_list, grid_view, stack
-from fsdp2prof.reporters.wording import category_label, printable
+from fsdp2prof.reporters.wording import category_label, dtype_label, op_label, printable
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, CommRow, MemoryEstimate
 from fsdp2prof.units import format_bytes, format_count, format_frac
 
@@ -85,7 +85,7 @@ def _totals_grid(estimate: CommEstimate) -> Grid:
         columns=[Col("op"), *_number_columns(unit)],
         rows=[
             [
-                op,
+                op_label(op),
                 format_count(total.count),
                 scaled(total.payload_bytes, scale, 3),
                 scaled(total.wire_bytes, scale, 3),
@@ -135,9 +135,9 @@ def _layer_rows(name: str, rows: list[CommRow], scale: int) -> list[list[Cell]]:
         [
             name if index == 0 else "",
             row.phase,
-            row.op,
+            op_label(row.op),
             f"{row.mesh_dim or row.process_group or '-'} ({row.group_size})",
-            row.dtype,
+            dtype_label(row.dtype),
             format_count(row.count),
             scaled(row.payload_bytes, scale, 3),
             scaled(row.wire_bytes, scale, 3),

@@ -56,7 +56,7 @@ def test_csv_has_the_same_rows(run, tmp_path):
 def test_text_shows_the_sums_and_the_assumptions(run):
     code, out, _ = run("comm", *SMALL)
     assert code == 0
-    for expected in ("all_gather", "reduce_scatter", "(root)", "layers.0", "Assumptions", "dp_shard=4"):
+    for expected in ("all-gather", "reduce-scatter", "(root)", "layers.0", "Assumptions", "dp_shard=4"):
         assert expected in out
 
 
