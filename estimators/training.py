@@ -157,7 +157,7 @@ class TrainingLoop:
                 torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
             try:
                 self.optimizer.step()
-            except RuntimeError as error:  # also NotImplementedError
+            except RuntimeError as error:
                 kind = f"{self.policy.optimizer} ({self.policy.optimizer_impl})"
                 reason = str(error).partition("\n")[0]
                 raise ModelError(f"torch cannot run {kind} on sharded parameters: {reason}") from error

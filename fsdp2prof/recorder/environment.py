@@ -9,7 +9,7 @@ import torch
 
 from fsdp2prof.manifest import DeviceInfo
 
-__all__ = ["allocator_stats", "device_info", "library_versions"]
+__all__ = ["allocator_stats", "device_info", "package_versions"]
 
 _STATS = (
     "allocated_bytes.all.current",
@@ -23,7 +23,7 @@ _STATS = (
 )
 
 
-def library_versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python, torch, fsdp2prof and, on GPUs, of CUDA or ROCm and NCCL."""
     versions = {
         "python": platform.python_version(),

@@ -56,7 +56,7 @@ class RankSession:
             pid=os.getpid(),
             script=list(sys.argv),
             selected=is_selected(options.ranks, identity.rank, identity.world_size),
-            versions=environment.library_versions(),
+            versions=environment.package_versions(),
             environment=relevant_environment(),
         )
         self._options = options
