@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.recordings import STEPS
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 SCRIPTS = HERE / "scripts"
-STEPS = 8
-"""Training steps every shared recording runs; each step does the same collectives."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recordings import RECORDED, STEPS
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -322,22 +323,6 @@ def test_context_parallelism_is_torchs_ring_attention():
     for row in rows:
         sums[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
     assert sums == mode.counts
-
-
-RECORDED = [
-    ("train_tiny_fsdp2", 2),
-    ("two_models", 2),
-    ("accumulation", 2),
-    ("nested", 2),
-    ("hsdp", 4),
-    ("adapters", 2),
-    ("uneven", 2),
-    ("checkpointing", 2),
-    ("never_reshard", 2),
-    ("int_reshard", 4),
-    ("async_prefetch", 2),
-]
-STEPS = 8
 
 
 @pytest.mark.parametrize(("script", "nproc"), RECORDED)

@@ -8,21 +8,7 @@ import sys
 from collections import Counter
 
 import pytest
-
-SCRIPTS = [
-    ("train_tiny_fsdp2", 2),
-    ("two_models", 2),
-    ("accumulation", 2),
-    ("nested", 2),
-    ("hsdp", 4),
-    ("adapters", 2),
-    ("uneven", 2),
-    ("checkpointing", 2),
-    ("never_reshard", 2),
-    ("int_reshard", 4),
-    ("async_prefetch", 2),
-]
-STEPS = 8
+from support.recordings import RECORDED, STEPS
 
 
 def analyze_trace(run):
@@ -32,7 +18,7 @@ def analyze_trace(run):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
+@pytest.mark.parametrize(("script", "nproc"), RECORDED)
 def test_collectives_of_every_layer_and_step(recorded, script, nproc):
     recording = recorded(script, nproc)
     analysis = analyze_trace(recording.run)
@@ -61,7 +47,7 @@ def test_collectives_of_every_layer_and_step(recorded, script, nproc):
             assert measured == expected
 
 
-@pytest.mark.parametrize(("script", "nproc"), SCRIPTS)
+@pytest.mark.parametrize(("script", "nproc"), RECORDED)
 def test_every_nanosecond_is_accounted_for(recorded, script, nproc):
     analysis = analyze_trace(recorded(script, nproc).run)
     exposed_keys = [f"exposed_{op}" for op in ("all_gather", "reduce_scatter", "all_reduce", "other_comm")]
