@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from fsdp2prof.estimators.memory import MemoryPrediction, predict_memory
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.reporters import jsonreport
 
 
