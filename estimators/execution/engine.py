@@ -91,12 +91,14 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 materialize(model.module, stand_in_device(), host)
             if extra is not None:
                 materialize(extra.module, stand_in_device(), host)
+            with provenance.following():
+                optimizer = build_optimizer(model.module, policy)
             stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
             loop = TrainingLoop(
                 model=model,
                 extra=extra,
                 policy=policy,
-                optimizer=build_optimizer(model.module, policy),
+                optimizer=optimizer,
                 host=host,
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
                 stage=stage,
