@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
@@ -21,7 +22,7 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 
-__all__ = ["Output", "numbers_option", "output_options"]
+__all__ = ["Output", "numbers_option", "output_options", "refuse_given"]
 
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
@@ -178,6 +179,22 @@ def numbers_option(flag: str, what: str) -> Callable[[Callable[..., None]], Call
     return click.option(
         flag, default="all", callback=_numbers, metavar="LIST", help=f"{what}: all, or for example 0,3,8-11."
     )
+
+
+def refuse_given(*flags: str, because: str) -> None:
+    """Refuse options of the running command that have no effect here and yet were given.
+
+    ``flags`` are their long names, ``because`` says why they have none. Raises ``UsageError``.
+    """
+    context = click.get_current_context()
+    given = [
+        "/".join(named)
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        and (named := [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag in flags])
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)} would have no effect: {because}")
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int] | None:
