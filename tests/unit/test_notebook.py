@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pandas as pd
 import pytest
 from support.documents import KERNEL, Said, document
@@ -17,9 +15,8 @@ class Result(Said, Shown):
 
 
 @pytest.fixture(autouse=True)
-def builder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def builder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(documents._BUILDERS, Result, lambda _: document())
-    yield
 
 
 def test_data_frames_are_raw_and_exact() -> None:
