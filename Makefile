@@ -5,7 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: demo test lint slow clean
+# Torch releases that `make compat` goes through, one after the other: the oldest supported, one between, the newest.
+TORCH ?= 2.7.1 2.10.0 2.13.0
+COMPAT := .compat
+EXACT := exact_collectives memory_exact estimate_comm estimate_memory same_estimate_every_time
+
+.PHONY: demo test lint slow compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,5 +36,20 @@ test: lint
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+compat: $(TORCH:%=compat-%)
+
+compat-%: $(COMPAT)/%/.installed
+	$(COMPAT)/$*/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version)'
+	$(COMPAT)/$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/unit $(EXACT:%=tests/integration/test_%.py)
+
+# Some 7 GB each, most of it CUDA libraries that no test needs; `make clean` takes them away.
+.PRECIOUS: $(COMPAT)/%/.installed
+$(COMPAT)/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(COMPAT)/$*
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(COMPAT)/$*/constraints.txt
+	$(COMPAT)/$*/bin/python -m pip install --quiet --upgrade pip
+	$(COMPAT)/$*/bin/python -m pip install --quiet -c $(COMPAT)/$*/constraints.txt -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(COMPAT) build dist *.egg-info runs
