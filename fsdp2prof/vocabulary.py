@@ -19,12 +19,14 @@ __all__ = [
     "NO_LAYER",
     "OPS",
     "PHASES",
+    "REMEDIES",
     "Word",
     "category_label",
     "dtype_label",
     "layer_name",
     "op_label",
     "printable",
+    "remedy_label",
 ]
 
 NO_LAYER = "(no layer)"
@@ -105,6 +107,17 @@ CATEGORIES = {
 }
 """What an allocation holds, lasting ones first."""
 
+REMEDIES = {
+    "activation_checkpointing": Word("activation checkpointing"),
+    "smaller_batch": Word("smaller batch"),
+    "chunked_loss": Word("chunked loss"),
+    "low_precision_logits": Word("low-precision logits"),
+    "reshard_after_forward": Word("reshard after forward"),
+    "wider_sharding": Word("wider sharding"),
+    "expandable_segments": Word("expandable segments"),
+}
+"""What may bring a peak down."""
+
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),
     "communicator": Word("queued behind another collective"),
@@ -141,6 +154,11 @@ def dtype_label(dtype: str | None) -> str:
 def category_label(category: str) -> str:
     """Return a memory category in words."""
     return CATEGORIES[category].label if category in CATEGORIES else printable(category)
+
+
+def remedy_label(action: str) -> str:
+    """Return a change that saves memory in words."""
+    return REMEDIES[action].label if action in REMEDIES else printable(action)
 
 
 def layer_name(fqn: str | None) -> str:

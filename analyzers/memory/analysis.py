@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -11,55 +11,88 @@ from fsdp2prof.analyzers.memory.fragmentation import fragmentation
 from fsdp2prof.analyzers.memory.out_of_memory import out_of_memory
 from fsdp2prof.analyzers.memory.peak import describe_peak, layer_peaks, timeline
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
+from fsdp2prof.analyzers.memory.remedies import remedies_at
+from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, RankMemory
+from fsdp2prof.results import SEVERITIES, AtPeak, Finding, MemoryAnalysis, MemoryFigures, RankMemory
 from fsdp2prof.tables import MemoryRecording
 
-__all__ = ["RankRecording", "analyze_memory"]
+__all__ = ["LookUp", "RankRecording", "analyze_memory"]
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 """A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
 
+LookUp: TypeAlias = "Callable[[int, PreparedRecording], AtPeak | None]"
+"""Finds a rank's peak in its trace; ``None`` where there is none."""
 
-def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
-    """Analyse recordings of any ranks, from any source."""
+
+def analyze_memory(
+    recordings: Sequence[RankRecording], look_up: LookUp = lambda rank, view: None
+) -> MemoryAnalysis:
+    """Analyse recordings of any ranks, from any source; ``look_up`` is asked for the fullest one."""
     ranks: list[RankMemory] = []
     findings: list[list[Finding]] = []
+    fullest: PreparedRecording | None = None
     for rank, recording, manifest in recordings:
         view = prepare(recording, manifest)
-        result = _rank_memory(rank, view)
+        result = _rank_memory(rank, view, manifest)
+        if not any(one.peak.allocated_bytes >= result.peak.allocated_bytes for one in ranks):
+            fullest = view
         ranks.append(result)
         findings.append(rank_findings(view, result, manifest))
+    order = sorted(range(len(ranks)), key=lambda i: -ranks[i].peak.allocated_bytes)
+    ranks, findings = [ranks[i] for i in order], [findings[i] for i in order]
+    if fullest is not None:
+        ranks[0] = replace(ranks[0], at_peak=look_up(ranks[0].rank, fullest))
     imbalance = rank_imbalance(ranks)
+    figures = _figures(ranks[0]) if ranks else None
     return MemoryAnalysis(
         ranks=ranks,
         findings=[*([imbalance] if imbalance else []), *_merged(ranks, findings)],
         warnings=[f"rank {rank}: {text}" for rank, recording, _ in recordings for text in recording.warnings],
+        figures=figures,
+        verdict=memory_verdict(ranks, figures) if figures else [],
+        advice=memory_advice(ranks) if ranks else [],
     )
 
 
-def _rank_memory(rank: int, view: PreparedRecording) -> RankMemory:
+def _rank_memory(rank: int, view: PreparedRecording, manifest: RankManifest | None) -> RankMemory:
+    peak = describe_peak(view)
     return RankMemory(
         rank=rank,
         device=view.recording.device,
         source=view.recording.source,
-        peak=describe_peak(view),
+        peak=peak,
         layers=layer_peaks(view),
         fragmentation=fragmentation(view),
         oom=out_of_memory(view),
         truncated=view.recording.truncated,
         timeline=timeline(view),
         phase_spans=phase_spans(view.phases),
+        device_total_bytes=manifest.device.total_bytes if manifest else None,
+        remedies=remedies_at(view, view.peak_order, peak.fqn),
+    )
+
+
+def _figures(rank: RankMemory) -> MemoryFigures:
+    peak, total = rank.peak, rank.device_total_bytes
+    used = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
+    return MemoryFigures(
+        rank=rank.rank,
+        allocated_bytes=peak.allocated_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        device_total_bytes=total,
+        device_frac=used / total if total else None,
+        unattributed_frac=peak.categories["unattributed"] / max(1, peak.allocated_bytes),
     )
 
 
 def _merged(ranks: list[RankMemory], findings: list[list[Finding]]) -> list[Finding]:
-    """Say what many ranks have in common once, in the words of the fullest, and name the ranks."""
-    fullest_first = sorted(zip(ranks, findings, strict=True), key=lambda pair: -pair[0].peak.allocated_bytes)
+    """Say what many ranks have in common once, in the words of the first, the fullest, and name the ranks."""
     first: dict[tuple[str, str | None], Finding] = {}
     where: dict[tuple[str, str | None], list[int]] = {}
-    for result, found in fullest_first:
+    for result, found in zip(ranks, findings, strict=True):
         for finding in found:
             key = finding.id, finding.fqn
             first.setdefault(key, finding)

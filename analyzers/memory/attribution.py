@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.memory.stacks import RECOMPUTE, StackKinds
+from fsdp2prof.analyzers.memory.stacks import CONSTRUCTOR, RECOMPUTE, StackKinds
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import (
@@ -53,6 +53,8 @@ class Attributed:
     """Row of ``phases`` each allocation was freed in; -1 outside every one or alive."""
     recomputed: BoolArray
     """Allocations made by a forward that activation checkpointing runs again."""
+    constructed: BoolArray
+    """Allocations made while an object was built: a model, an optimizer."""
 
     def freed_in(self, activities: tuple[str, ...]) -> BoolArray:
         """Mask of the allocations freed in a backward row with one of these activities."""
@@ -85,6 +87,7 @@ def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> A
         alloc_row=alloc_row,
         free_row=free_row,
         recomputed=stacks.matching(allocations.stack, RECOMPUTE),
+        constructed=stacks.matching(allocations.stack, CONSTRUCTOR),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from fsdp2prof.tables import BoolArray, IntArray, Stacks, Strings
 from fsdp2prof.vocabulary import PHASES
 
-__all__ = ["CHECKPOINT", "LOSS", "RECOMPUTE", "StackKinds", "own_frame"]
+__all__ = ["CHECKPOINT", "CONSTRUCTOR", "LOSS", "RECOMPUTE", "StackKinds", "own_frame"]
 
 _PHASES = tuple(PHASES)
 _OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
@@ -20,6 +20,8 @@ CHECKPOINT = re.compile(r"torch[/\\]utils[/\\]checkpoint\.py:\d+:")
 """A frame of activation checkpointing."""
 RECOMPUTE = re.compile(CHECKPOINT.pattern + r"(?:recompute_fn|unpack_hook|backward)")
 """A frame of a forward that activation checkpointing runs again."""
+CONSTRUCTOR = re.compile(r":__init__$")
+"""A frame that builds an object: a model, an optimizer."""
 LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|logsumexp")
 """A frame or operator of a cross-entropy loss."""
 

@@ -5,6 +5,14 @@ renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rate
 0..1; ``None`` means unknown or undefined, never zero.
 """
 
+from fsdp2prof.results.allocator import (
+    BlockBytes,
+    Fragmentation,
+    OutOfMemory,
+    PoolBytes,
+    Remedy,
+    SegmentBytes,
+)
 from fsdp2prof.results.comparison import (
     COMPARISON_SCHEMA,
     CommChange,
@@ -29,20 +37,21 @@ from fsdp2prof.results.estimate import (
 )
 from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
 from fsdp2prof.results.memory import (
-    MEMORY_COMPARISON_SCHEMA,
     MEMORY_SCHEMA,
     AtPeak,
-    LayerBytes,
     LayerPeak,
-    LiveBlock,
     MemoryAnalysis,
-    MemoryComparison,
-    MemoryDelta,
-    OtherPeak,
-    Peak,
+    MemoryFigures,
     PhaseSpan,
     RankMemory,
 )
+from fsdp2prof.results.memory_comparison import (
+    MEMORY_COMPARISON_SCHEMA,
+    LayerMemoryDelta,
+    MemoryComparison,
+    MemoryDelta,
+)
+from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis, RunRank, RunSummary, ShardGroup, StepTime
 from fsdp2prof.results.trace import (
     TRACE_SCHEMA,
@@ -76,7 +85,9 @@ __all__ = [
     "AtPeak",
     "Attribution",
     "BandwidthRow",
+    "BlockBytes",
     "BreakdownNs",
+    "CategoryBytes",
     "CheckpointEstimate",
     "CommChange",
     "CommEstimate",
@@ -88,29 +99,37 @@ __all__ = [
     "CrossRank",
     "CrossRankGroup",
     "Finding",
+    "Fragmentation",
     "GroupRow",
     "HostSyncRow",
     "LateCause",
     "LayerBytes",
+    "LayerMemory",
+    "LayerMemoryDelta",
     "LayerPeak",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
     "MemoryDelta",
     "MemoryEstimate",
+    "MemoryFigures",
     "OtherPeak",
+    "OutOfMemory",
     "Peak",
     "PhaseSpan",
+    "PoolBytes",
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
     "RankMemory",
     "RankPeakChange",
     "RankTrace",
+    "Remedy",
     "RunAnalysis",
     "RunComparison",
     "RunRank",
     "RunSummary",
+    "SegmentBytes",
     "SettingChange",
     "Severity",
     "ShardGroup",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp2prof.results.memory import MemoryComparison
+from fsdp2prof.results.memory_comparison import MemoryComparison
 
 __all__ = [
     "COMPARISON_SCHEMA",
