@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.completion import complete_hardware, complete_model
 from fsdp2prof.commands.options import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
 
@@ -32,7 +33,11 @@ def _policy(flag: str, name: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 _INPUT_OPTIONS = (
-    click.option("--model", help="Built-in name, config.json, or package.module:factory."),
+    click.option(
+        "--model",
+        shell_complete=complete_model,
+        help="Built-in name, config.json, or package.module:factory.",
+    ),
     click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
     click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
     click.option(
@@ -84,7 +89,12 @@ _INPUT_OPTIONS = (
         is_flag=True,
         help="Gather float8 weights as float8.",
     ),
-    _policy("--extra-model", "extra_model", help="A second, frozen model run forward only."),
+    _policy(
+        "--extra-model",
+        "extra_model",
+        shell_complete=complete_model,
+        help="A second, frozen model run forward only.",
+    ),
     _policy("--pp-stage", "pp_stage", type=int, help="Pipeline stage to estimate. [0]"),
 )
 
@@ -140,7 +150,11 @@ def _first_manifest(path: Path) -> RankManifest:
 @estimate.command()
 @_input_options
 @_policy("--allocator", "allocator", help="CUDA caching allocator: expandable or classic. [expandable]")
-@click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.",
+)
 @click.option(
     "--save-run",
     type=click.Path(path_type=Path),
