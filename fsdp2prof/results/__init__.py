@@ -61,6 +61,7 @@ from fsdp2prof.results.memory import (
     RankMemory,
 )
 from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis, RunRank, RunSummary, ShardGroup, StepTime
+from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.trace import (
     TRACE_SCHEMA,
     Attribution,
@@ -143,6 +144,7 @@ __all__ = [
     "SettingChange",
     "Severity",
     "ShardGroup",
+    "Shown",
     "StepBreakdown",
     "StepTime",
     "Straggler",
