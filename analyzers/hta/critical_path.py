@@ -9,9 +9,10 @@ import numpy as np
 
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, event_rows, hta_trace
 from fsdp2prof.analyzers.hta.requirements import choose_step, need_device
+from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results import BoundByNs, CriticalPath, PathSegment
 from fsdp2prof.tables import Trace
-from fsdp2prof.units import format_count, format_frac, format_ns
+from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import PATH_BOUNDS
 
 if TYPE_CHECKING:
@@ -104,8 +105,8 @@ def _verdict(
     return [
         f"The critical path{whole} is {format_ns(duration)} long: "
         f"{format_frac(time / duration)} of it is {PATH_BOUNDS[bound].label}.",
-        f"The longest part is {first.name} ({PATH_BOUNDS[first.bound_by].label}): "
-        f"{format_ns(first.duration_ns)} in {format_count(first.count)} pieces.",
+        f"The longest part is {kernel_name(first.name)} ({PATH_BOUNDS[first.bound_by].label}): "
+        f"{format_ns(first.duration_ns)} in {plural(first.count, 'piece')}.",
         _REMEDIES[bound],
     ]
 

@@ -11,6 +11,7 @@ import numpy as np
 from fsdp2prof.analyzers.hta.frames import calling_hta, hta_trace
 from fsdp2prof.analyzers.hta.requirements import choose_step
 from fsdp2prof.analyzers.launches import DEVICE_CATEGORIES
+from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results import NameChange, TraceDiff
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_count, format_ns
@@ -114,6 +115,6 @@ def _largest(rows: Sequence[NameChange], where: str) -> str | None:
         return None
     sense = "more" if row.diff_ns > 0 else "less"
     return (
-        f"On the {where} {row.name} changed most: {format_ns(abs(row.diff_ns))} {sense} "
+        f"On the {where} {kernel_name(row.name)} changed most: {format_ns(abs(row.diff_ns))} {sense} "
         f"(calls: {format_count(row.control_count)} before, {format_count(row.test_count)} after)."
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fsdp2prof.results.shown import Shown
+
 __all__ = [
     "CRITICAL_PATH_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
@@ -57,7 +59,7 @@ class PathSegment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CriticalPath:
+class CriticalPath(Shown):
     """Result of ``--critical-path``: the longest chain of dependent work in one step."""
 
     schema: str = CRITICAL_PATH_SCHEMA
@@ -107,7 +109,7 @@ class LaunchedWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchStatistics:
+class LaunchStatistics(Shown):
     """Result of ``--launch-statistics``: every launch whose call and work are both in the trace."""
 
     schema: str = LAUNCH_STATISTICS_SCHEMA
@@ -152,7 +154,7 @@ class StreamUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class IdleCauses:
+class IdleCauses(Shown):
     """Result of ``--idle-causes``: why each stream stood idle between its activities."""
 
     schema: str = IDLE_CAUSES_SCHEMA
@@ -184,7 +186,7 @@ class NameChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceDiff:
+class TraceDiff(Shown):
     """Result of ``--diff``: what runs more often or longer in a step of one trace than of another."""
 
     schema: str = TRACE_DIFF_SCHEMA

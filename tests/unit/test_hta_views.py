@@ -142,7 +142,7 @@ def test_the_critical_path_of_a_gpu_bound_step(tmp_path: Path, prefix: str) -> N
     assert sum(row.duration_frac for row in path.rows) == pytest.approx(1)
     assert path.duration_ns <= 1_000_000
     assert "compute." in path.verdict[0]
-    assert "second_kernel (compute): 300.0 us in 1 pieces" in path.verdict[1]
+    assert "second_kernel (compute): 300.0 us in 1 piece" in path.verdict[1]
     assert not {row.name for row in path.rows} & {"cudaLaunchKernel"} or prefix == "cuda"
 
 
