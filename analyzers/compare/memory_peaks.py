@@ -47,7 +47,7 @@ def compare_peaks(before: Peak, after: Peak) -> MemoryComparison:
         by_category=_deltas(categories, lambda key: {"category": key}),
         by_layer=by_layer,
         by_stack=[],
-        layer_families=_folded(by_layer),
+        by_layer_folded=_folded(by_layer),
     )
     return replace(comparison, verdict=comparison_verdict(comparison))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdp2prof.analyzers.memory.findings import rank_findings, rank_imbalance
@@ -15,43 +15,53 @@ from fsdp2prof.analyzers.memory.remedies import remedies_at
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import SEVERITIES, AtPeak, Finding, MemoryAnalysis, MemoryFigures, RankMemory
+from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures, RankMemory
 from fsdp2prof.tables import MemoryRecording
 
-__all__ = ["LookUp", "RankRecording", "analyze_memory"]
+__all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge"]
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 """A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
 
-LookUp: TypeAlias = "Callable[[int, PreparedRecording], AtPeak | None]"
-"""Finds a rank's peak in its trace; ``None`` where there is none."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingAnalysis:
+    """One recording's part of the result."""
+
+    rank: RankMemory
+    findings: list[Finding]
+    warnings: list[str]
 
 
-def analyze_memory(
-    recordings: Sequence[RankRecording], look_up: LookUp = lambda rank, view: None
-) -> MemoryAnalysis:
-    """Analyse recordings of any ranks, from any source; ``look_up`` is asked for the fullest one."""
-    ranks: list[RankMemory] = []
-    findings: list[list[Finding]] = []
-    fullest: PreparedRecording | None = None
-    for rank, recording, manifest in recordings:
-        view = prepare(recording, manifest)
-        result = _rank_memory(rank, view, manifest)
-        if not any(one.peak.allocated_bytes >= result.peak.allocated_bytes for one in ranks):
-            fullest = view
-        ranks.append(result)
-        findings.append(rank_findings(view, result, manifest))
-    order = sorted(range(len(ranks)), key=lambda i: -ranks[i].peak.allocated_bytes)
-    ranks, findings = [ranks[i] for i in order], [findings[i] for i in order]
-    if fullest is not None:
-        ranks[0] = replace(ranks[0], at_peak=look_up(ranks[0].rank, fullest))
+def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
+    """Analyse recordings of any ranks, from any source."""
+    return merge([analyze_recording(*one) for one in recordings])
+
+
+def analyze_recording(
+    rank: int, recording: MemoryRecording, manifest: RankManifest | None
+) -> RecordingAnalysis:
+    """Analyse one recording on its own."""
+    view = prepare(recording, manifest)
+    result = _rank_memory(rank, view, manifest)
+    return RecordingAnalysis(
+        rank=result,
+        findings=rank_findings(view, result, manifest),
+        warnings=[f"rank {rank}: {text}" for text in recording.warnings],
+    )
+
+
+def merge(analyses: Sequence[RecordingAnalysis]) -> MemoryAnalysis:
+    """Put recordings together, the highest peak first, the first given among equals."""
+    fullest_first = sorted(analyses, key=lambda one: -one.rank.peak.allocated_bytes)
+    ranks = [one.rank for one in fullest_first]
     imbalance = rank_imbalance(ranks)
     figures = _figures(ranks[0]) if ranks else None
     return MemoryAnalysis(
         ranks=ranks,
-        findings=[*([imbalance] if imbalance else []), *_merged(ranks, findings)],
-        warnings=[f"rank {rank}: {text}" for rank, recording, _ in recordings for text in recording.warnings],
-        figures=figures,
+        findings=[*([imbalance] if imbalance else []), *_merged(fullest_first)],
+        warnings=[text for one in analyses for text in one.warnings],
+        key_figures=figures,
         verdict=memory_verdict(ranks, figures) if figures else [],
         advice=memory_advice(ranks) if ranks else [],
     )
@@ -88,15 +98,15 @@ def _figures(rank: RankMemory) -> MemoryFigures:
     )
 
 
-def _merged(ranks: list[RankMemory], findings: list[list[Finding]]) -> list[Finding]:
-    """Say what many ranks have in common once, in the words of the first, the fullest, and name the ranks."""
+def _merged(analyses: Sequence[RecordingAnalysis]) -> list[Finding]:
+    """Say what many ranks have in common once, in the words of the first, and name the ranks."""
     first: dict[tuple[str, str | None], Finding] = {}
     where: dict[tuple[str, str | None], list[int]] = {}
-    for result, found in zip(ranks, findings, strict=True):
-        for finding in found:
+    for one in analyses:
+        for finding in one.findings:
             key = finding.id, finding.fqn
             first.setdefault(key, finding)
-            where.setdefault(key, []).append(result.rank)
+            where.setdefault(key, []).append(one.rank.rank)
     merged = [
         replace(finding, evidence={**finding.evidence, "ranks": sorted(set(where[key]))})
         for key, finding in first.items()

@@ -105,7 +105,7 @@ def describe_peak(view: PreparedRecording) -> Peak:
         others=_other_peaks(view, place.row),
         by_category=category_shares(categories.items()),
         layers=layers,
-        layer_families=fold_layers(layers),
+        layers_folded=fold_layers(layers),
     )
 
 

@@ -69,12 +69,12 @@ def comparison_verdict(comparison: MemoryComparison) -> list[str]:
         if row.delta_bytes
     ]
     layers = [
-        f"{row.name} ({_signed(row.delta_bytes)})" for row in comparison.layer_families if row.delta_bytes
+        f"{row.name} ({_signed(row.delta_bytes)})" for row in comparison.by_layer_folded if row.delta_bytes
     ]
     lines = [whole]
     if kinds:
         lines.append(f"What changed most: {_some(kinds)}.")
-    if layers and any(fqn is not None for row in comparison.layer_families for fqn in row.fqns):
+    if layers and any(fqn is not None for row in comparison.by_layer_folded for fqn in row.fqns):
         lines.append(f"Where: {_some(layers)}.")
     return lines
 

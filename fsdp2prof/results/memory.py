@@ -8,6 +8,7 @@ from typing import Literal
 from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, Remedy
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.peak import Peak
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "MEMORY_SCHEMA",
@@ -103,7 +104,7 @@ class MemoryFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryAnalysis:
+class MemoryAnalysis(Shown):
     """Result of ``analyze memory``."""
 
     schema: str = MEMORY_SCHEMA
@@ -111,7 +112,7 @@ class MemoryAnalysis:
     """The highest peak first."""
     findings: list[Finding]
     warnings: list[str]
-    figures: MemoryFigures | None = None
+    key_figures: MemoryFigures | None = None
     verdict: list[str] = field(default_factory=list)
     """Of the fullest rank: how high its peak is, where it is and what fills it, what to try."""
     advice: list[str] = field(default_factory=list)

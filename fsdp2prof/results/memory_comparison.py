@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp2prof.results.peak import Peak
+from fsdp2prof.results.shown import Shown
 
 __all__ = ["MEMORY_COMPARISON_SCHEMA", "LayerMemoryDelta", "MemoryComparison", "MemoryDelta"]
 
@@ -41,7 +42,7 @@ class LayerMemoryDelta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryComparison:
+class MemoryComparison(Shown):
     """Two recordings at their peaks; each list sums to ``delta_bytes`` and starts with the largest change."""
 
     schema: str = MEMORY_COMPARISON_SCHEMA
@@ -52,7 +53,7 @@ class MemoryComparison:
     by_layer: list[MemoryDelta]
     by_stack: list[MemoryDelta]
     """By operator and whole stack; empty where two results are compared and not two recordings."""
-    layer_families: list[LayerMemoryDelta] = field(default_factory=list)
+    by_layer_folded: list[LayerMemoryDelta] = field(default_factory=list)
     """``by_layer`` with layers whose names differ in one number folded, where they hold the same."""
     by_place: list[MemoryDelta] = field(default_factory=list)
     """``by_stack`` summed by operator and line of the program."""

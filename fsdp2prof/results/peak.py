@@ -94,5 +94,5 @@ class Peak:
     """``categories`` with fractions, largest first; those that hold nothing are left out."""
     layers: list[LayerMemory] = field(default_factory=list)
     """``by_layer`` with one row a layer, largest first."""
-    layer_families: list[LayerMemory] = field(default_factory=list)
+    layers_folded: list[LayerMemory] = field(default_factory=list)
     """The same; layers whose names differ in one number and that hold the same share a row."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
-from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_memory
+from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_recording
+from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
 from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
@@ -26,7 +27,7 @@ from fsdp2prof.manifest import RankManifest, RankRecord, RunDirectory
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
-from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RankMemory, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
 from fsdp2prof.tables import MemoryRecording, Trace
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
 from fsdp2prof.workflows.memory_files import MemoryFile, find_memory, is_memory_file, is_trace_file
@@ -108,30 +109,31 @@ def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = Non
             unreadable.append(str(error))
     if not recordings:
         raise SnapshotError(unreadable[0])
-    result = analyze_memory(recordings)
-    joined, missing = _with_trace(path, recordings, result.ranks)
-    return replace(result, ranks=joined, warnings=[*found.warnings, *unreadable, *result.warnings, *missing])
+    analyses = [analyze_recording(*one) for one in recordings]
+    # the fullest one, whose peak is worth looking up, is the first of the result
+    fullest = max(range(len(analyses)), key=lambda at: analyses[at].rank.peak.allocated_bytes)
+    result, missing = _with_trace(path, recordings[fullest], merge_memory(analyses))
+    return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings, *missing])
 
 
 def _with_trace(
-    path: str | Path, recordings: list[RankRecording], results: list[RankMemory]
-) -> tuple[list[RankMemory], list[str]]:
-    """Look the highest peak up in its rank's trace, if the run has one; return the ranks and warnings."""
-    fullest = max(range(len(results)), key=lambda index: results[index].peak.allocated_bytes)
-    rank, recording, manifest = recordings[fullest]
+    path: str | Path, fullest: RankRecording, result: MemoryAnalysis
+) -> tuple[MemoryAnalysis, list[str]]:
+    """Look the highest peak up in its rank's trace, if the run has one; return the result and warnings."""
+    rank, recording, manifest = fullest
     traces = (
         [one.trace for one in open_run(path).ranks if one.rank == rank]
         if is_run_directory(Path(path))
         else []
     )
     if not traces or traces[0] is None:
-        return results, []
+        return result, []
     try:
         tables = rank_tables(read_trace(traces[0]), manifest)
     except TraceError as error:
-        return results, [str(error)]
-    looked_up = replace(results[fullest], at_peak=find_peak(prepare(recording, manifest), tables))
-    return [*results[:fullest], looked_up, *results[fullest + 1 :]], []
+        return result, [str(error)]
+    looked_up = replace(result.ranks[0], at_peak=find_peak(prepare(recording, manifest), tables))
+    return replace(result, ranks=[looked_up, *result.ranks[1:]]), []
 
 
 def compare_memory_paths(

@@ -187,7 +187,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 by_layer=by_layer,
                 by_category=category_shares(categories.items()),
                 layers=layers,
-                layer_families=fold_layers(layers),
+                layers_folded=fold_layers(layers),
                 largest_blocks=[
                     LiveBlock(
                         bytes=18 * MIB,
@@ -229,7 +229,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         ranks=ranks,
         findings=[],
         warnings=[],
-        figures=figures,
+        key_figures=figures,
         verdict=memory_verdict(ranks, figures),
         advice=memory_advice(ranks),
     )
@@ -280,7 +280,7 @@ def memory_comparison() -> MemoryComparison:
         by_layer=[_delta(90, 100, fqn="")],
         by_stack=[_delta(before, now, op=op) for op, before, now in places],
         by_place=[_delta(8, 20, op="aten::mm"), _delta(82, 80, op="aten::empty")],
-        layer_families=[
+        by_layer_folded=[
             LayerMemoryDelta(
                 name="(root)",
                 fqns=[""],
