@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 
-from fsdp2prof.analyzers.compare.communication import communication_changes, mean
+from fsdp2prof.analyzers.compare.communication import communication_changes
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
+from fsdp2prof.analyzers.means import mean
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
     BreakdownNs,
