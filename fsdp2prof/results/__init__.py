@@ -64,6 +64,7 @@ from fsdp2prof.results.run import (
     ShardGroup,
     StepTime,
 )
+from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import (
     BreakdownNs,
     RankMeans,
@@ -134,6 +135,7 @@ __all__ = [
     "Severity",
     "ShardFamily",
     "ShardGroup",
+    "Shown",
     "StepBreakdown",
     "StepTime",
     "Straggler",

@@ -16,6 +16,7 @@ from fsdp2prof.results.communication import (
 )
 from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
@@ -69,7 +70,7 @@ class HostSyncPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceAnalysis:
+class TraceAnalysis(Shown):
     """Result of ``analyze trace``.
 
     ``ranks``, ``groups``, ``prefetch`` and ``host_syncs`` hold each rank and step; what is made of them for
