@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 __all__ = ["known_sum", "mean", "means", "rate"]
+
+_Number = TypeVar("_Number", int, float)
 
 
 def mean(total: float, count: int) -> float:
@@ -17,7 +20,7 @@ def means(rows: Sequence[Mapping[str, int]]) -> dict[str, float]:
     return {key: mean(sum(row[key] for row in rows), len(rows)) for key in (rows[0] if rows else ())}
 
 
-def known_sum(values: Sequence[float | None]) -> float | None:
+def known_sum(values: Sequence[_Number | None]) -> _Number | None:
     """Return the sum; None where one of the values is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

@@ -101,17 +101,18 @@ def _bound(analysis: TraceAnalysis) -> str:
         explained = f"; tracing adds up to {format_ns(added)} of it" if _is_slowed(step) else ""
     elif host.time_ns > largest.time_ns:
         explained = (
-            f"; tracing accounts for the time {host.detail.removeprefix(' ')} ({format_ns(host.time_ns)})"
+            f"; tracing accounts for {format_ns(min(added, host.time_ns))} of the {format_ns(host.time_ns)}"
+            f"{host.detail}"
         )
     verb = "bounds" if largest.time_ns >= _MOST * whole else "is the largest part of"
     share = f"{format_ns(largest.time_ns)} of {format_ns(whole)} ({format_frac(largest.time_ns / whole)})"
     if step is None:
-        return f"{largest.what} {verb} the step: {share}{largest.detail}{explained}."
+        what = largest.what[0].upper() + largest.what[1:]
+        return f"{what} {verb} the step: {share}{largest.detail}{explained}."
     lead = f"A step takes {format_ns(step.median_ns)}"
     if _is_slowed(step):
         lead += f", {times(step.slowdown or 0)} as long while it is traced"
-    what = largest.what[0].lower() + largest.what[1:]
-    return f"{lead}; {what} {verb} the traced one: {share}{largest.detail}{explained}."
+    return f"{lead}; {largest.what} {verb} the traced one: {share}{largest.detail}{explained}."
 
 
 def _bounds(analysis: TraceAnalysis) -> list[_Bound]:
@@ -121,26 +122,28 @@ def _bounds(analysis: TraceAnalysis) -> list[_Bound]:
     on_cpu = _on_cpu(analysis)
     return [
         _Bound(
-            "Python and dispatch between operators" if on_cpu else "The host",
+            "the host",
             idle.get("host_bound", 0),
-            " in which no operator runs" if on_cpu else " in which it launches nothing in time",
+            " in Python and dispatch between operators"
+            if on_cpu
+            else " in which nothing is launched in time",
         ),
-        _Bound("Compute", parts["compute"]),
+        _Bound("compute", parts["compute"]),
         _Bound(
-            "Communication",
+            "communication",
             (totals.exposed_ns or 0) + idle.get("communication", 0),
             f" exposed{_waiting(analysis)}",
         ),
         _Bound("FSDP's copying", parts["fsdp_copy"]),
-        _Bound("Copying memory", parts["exposed_memcpy"]),
+        _Bound("copying memory", parts["exposed_memcpy"]),
         _Bound(
-            "Waiting of the host for the device",
+            "waiting of the host for the device",
             idle.get("device_sync", 0) + idle.get("memcpy", 0),
             " in which the device runs dry",
         ),
-        _Bound("Launch latency", idle.get("queued", 0)),
-        _Bound("The profiler", idle.get("profiler", 0)),
-        _Bound("Idle time of unknown cause", _unexplained(totals)),
+        _Bound("launch latency", idle.get("queued", 0)),
+        _Bound("the profiler", idle.get("profiler", 0)),
+        _Bound("idle time of unknown cause", _unexplained(totals)),
     ]
 
 
