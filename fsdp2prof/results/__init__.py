@@ -13,6 +13,17 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.communication import (
+    Attribution,
+    BandwidthRow,
+    Communication,
+    GroupRow,
+    LateCause,
+    LateRow,
+    LayerRow,
+    LayerTotal,
+    PrefetchRow,
+)
 from fsdp2prof.results.comparison import (
     COMPARISON_SCHEMA,
     CommChange,
@@ -23,6 +34,7 @@ from fsdp2prof.results.comparison import (
     SettingChange,
     TimeChange,
 )
+from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup, RankWait, Straggler
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -35,7 +47,7 @@ from fsdp2prof.results.estimate import (
     PredictedPeak,
     PredictedStep,
 )
-from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
+from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hta import (
     CRITICAL_PATH_SCHEMA,
     IDLE_CAUSES_SCHEMA,
@@ -69,26 +81,25 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
-from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis, RunRank, RunSummary, ShardGroup, StepTime
-from fsdp2prof.results.shown import Shown
-from fsdp2prof.results.trace import (
-    TRACE_SCHEMA,
-    Attribution,
-    BandwidthRow,
-    BreakdownNs,
-    Communication,
-    CrossRank,
-    CrossRankGroup,
-    GroupRow,
-    HostSyncRow,
-    LateCause,
-    PrefetchRow,
-    RankTrace,
-    StepBreakdown,
-    Straggler,
-    Throughput,
-    TraceAnalysis,
+from fsdp2prof.results.run import (
+    RUN_ANALYSIS_SCHEMA,
+    RunAnalysis,
+    RunRank,
+    RunSummary,
+    ShardFamily,
+    ShardGroup,
+    StepTime,
 )
+from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.step import (
+    BreakdownNs,
+    RankMeans,
+    StepBreakdown,
+    Throughput,
+    TraceTotals,
+    UnrecordedStep,
+)
+from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -122,12 +133,15 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EvidenceValue",
     "Finding",
     "Fragmentation",
     "GroupRow",
+    "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
     "LateCause",
+    "LateRow",
     "Launch",
     "LaunchStatistics",
     "LaunchedWork",
@@ -135,6 +149,8 @@ __all__ = [
     "LayerMemory",
     "LayerMemoryDelta",
     "LayerPeak",
+    "LayerRow",
+    "LayerTotal",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
@@ -151,17 +167,21 @@ __all__ = [
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
+    "RankMeans",
     "RankMemory",
     "RankPeakChange",
     "RankTrace",
+    "RankWait",
     "Remedy",
     "RunAnalysis",
     "RunComparison",
     "RunRank",
     "RunSummary",
+    "Scalar",
     "SegmentBytes",
     "SettingChange",
     "Severity",
+    "ShardFamily",
     "ShardGroup",
     "Shown",
     "StepBreakdown",
@@ -173,4 +193,6 @@ __all__ = [
     "TimeChange",
     "TraceAnalysis",
     "TraceDiff",
+    "TraceTotals",
+    "UnrecordedStep",
 ]
