@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from math import prod
 
 import msgspec
@@ -10,7 +12,7 @@ from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest, RankRecor
 from fsdp2prof.results import RunRank, RunSummary, ShardGroup, StepTime
 from fsdp2prof.units import dtype_bytes, format_bytes
 
-__all__ = ["summarize_run"]
+__all__ = ["summarize_files", "summarize_run"]
 
 
 def summarize_run(run: RunDirectory) -> RunSummary:
@@ -35,6 +37,33 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         ranks=sorted([*map(_rank, run.ranks), *_missing(run, world_size)], key=lambda rank: rank.rank),
         shard_groups=[_group(group) for group in sharded.param_groups] if sharded else [],
         optimizers=next((_optimizers(manifest) for manifest in manifests if manifest.optimizers), []),
+    )
+
+
+def summarize_files(
+    path: str, traced: Collection[int], recorded: Collection[int], world_size: int | None
+) -> RunSummary:
+    """Summarize files that no recorder described: which ranks left a trace, and which a memory recording."""
+    ranks = [
+        replace(_nothing(rank, "unknown", []), has_trace=rank in traced, has_memory=rank in recorded)
+        for rank in sorted({*traced, *recorded})
+    ]
+    return RunSummary(
+        path=path,
+        command=[],
+        state="unknown",
+        exit_code=None,
+        started_at="",
+        finished_at=None,
+        hosts=[],
+        world_size=world_size,
+        versions={},
+        environment={},
+        options={},
+        messages=[],
+        ranks=ranks,
+        shard_groups=[],
+        optimizers=[],
     )
 
 

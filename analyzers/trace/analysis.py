@@ -6,7 +6,8 @@ ranks can be analysed in processes of their own; :func:`merge` compares them and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -38,7 +39,15 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.tables import Trace, concat_strings
 
-__all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
+__all__ = [
+    "RankAnalysis",
+    "References",
+    "analyze_rank",
+    "analyze_tables",
+    "analyze_trace",
+    "merge",
+    "throughput",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +69,8 @@ class References:
 
     tokens_per_step: int | None = None
     """All ranks together."""
-    peak_flops_per_s: float | None = None
-    """Of one device, in the type that the model computes in."""
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of one device, by dtype."""
     peak_bus_bytes_per_s: float | None = None
     """Of the fabric, as nccl-tests' busbw."""
     thresholds: FindingThresholds = field(default_factory=FindingThresholds)
@@ -94,7 +103,12 @@ def analyze_rank(
 
     ``default_rank`` is its number if neither file nor manifest says.
     """
-    tables = rank_tables(trace, manifest, window, chosen)
+    return analyze_tables(rank_tables(trace, manifest, window, chosen), default_rank=default_rank)
+
+
+def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis:
+    """Analyse one rank whose tables are joined up already, as :func:`analyze_rank` does."""
+    trace, manifest = tables.trace, tables.manifest
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
@@ -128,13 +142,14 @@ def merge(
     The findings take from ``manifests`` what a trace cannot say (the padding of uneven shards).
     """
     references = references or References()
+    dtype = _computing_dtype(analyses)
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
     collectives = [
         (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
     ]
     result = TraceAnalysis(
-        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
+        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references, dtype)) for a in analyses],
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
@@ -151,13 +166,16 @@ def merge(
     return replace(result, findings=findings.find(result, manifests, references.thresholds))
 
 
-def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:
-    """Return one rank's speed over its steps; null where there is no step."""
+def throughput(
+    steps: Sequence[StepBreakdown], references: References, dtype: str | None = None
+) -> Throughput | None:
+    """Return one rank's speed over its steps, computed in ``dtype``; null where there is no step."""
     durations = [step.duration_ns for step in steps if step.duration_ns > 0]
     if not durations:
         return None
     step_ns = int(median_low(durations))
-    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
+    tokens = references.tokens_per_step
+    peak = None if dtype is None else references.peak_flops_per_s.get(dtype)
     counted = [step for step in steps if step.flops is not None and step.duration_ns > 0]
     flops = (
         sum(step.flops or 0 for step in counted) * 1e9 / sum(s.duration_ns for s in counted)
@@ -170,6 +188,15 @@ def throughput(steps: Sequence[StepBreakdown], references: References) -> Throug
         flops_per_s=flops,
         mfu=None if flops is None or not peak else flops / peak,
     )
+
+
+def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
+    """Return the dtype the model computes in: that in which most parameters are gathered."""
+    gathered: Counter[str] = Counter()
+    for row in (row for analysis in analyses for row in analysis.groups):
+        if row.op == "all_gather" and row.dtype is not None:
+            gathered[row.dtype] += row.payload_bytes or 0
+    return next((dtype for dtype, _ in gathered.most_common(1)), None)
 
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from fsdp2prof.reporters.grid import Cell, Grid
     from fsdp2prof.tables import Trace
+    from fsdp2prof.workflows.job_files import JobFiles
 
 __all__ = ["view_options", "write_view"]
 
@@ -58,11 +59,10 @@ def view_options(command: _Command) -> _Command:
 
 
 def write_view(
-    path: Path,
-    view: str | None,
-    diff: Path | None,
+    job: JobFiles,
+    diff: JobFiles | None = None,
     *,
-    ranks: Collection[int] | None,
+    view: str | None,
     steps: Collection[int] | None,
     every: bool,
     output: Output,
@@ -75,10 +75,12 @@ def write_view(
     if steps is not None and len(steps) != 1:
         raise UsageError(f"--{view or 'diff'} looks at one step: give --steps one number")
     step = None if steps is None else min(steps)
-    with output.progress(f"analysing the trace of {path}"):
-        trace = _read(path, ranks)
+    with output.progress(f"analysing the trace of {job.path}"):
+        from fsdp2prof.workflows.analyze import read_first_trace
+
+        trace = read_first_trace(job)
         if diff is not None:
-            found = _compare(_read(diff, ranks), trace, step)
+            found = _compare(read_first_trace(diff), trace, step)
         else:
             found = _VIEWS[view or ""](trace, step)
     if output.format == "csv":
@@ -98,17 +100,6 @@ def write_view(
 
         text = stack(grid_view(_grid(found, every)), bullets("Warnings", found.warnings, "yellow"))
         output.write(render(text, to_terminal=output.to_terminal))
-
-
-def _read(path: Path, ranks: Collection[int] | None) -> Trace:
-    from fsdp2prof.errors import InputError
-    from fsdp2prof.readers.chrome_trace import read_trace
-    from fsdp2prof.workflows.trace_files import find_traces
-
-    files = [file for file in find_traces(path).files if ranks is None or file.rank in ranks]
-    if not files:
-        raise InputError(f"{path}: none of the chosen ranks is here")
-    return read_trace(files[0].path, rank=files[0].rank)
 
 
 def _critical_path(trace: Trace, step: int | None) -> _View:
