@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
+from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options, refuse_given
 from fsdp2prof.commands.trace_options import trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.errors import UsageError
@@ -71,9 +72,9 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        _refuse_conditions(fail_on, f"--{view or 'diff'}")
-        jobs = [choice.open(one) for one in (path, diff) if one is not None]
-        write_view(*jobs, view=view, steps=options["steps"], every=verbose, output=output)
+        refuse_given("--table", because=f"--{view or 'diff'} has its own")
+        output = replace(output, verbose=verbose)
+        write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):

@@ -41,7 +41,6 @@ __all__ = [
     "analyze_memory",
     "analyze_run",
     "analyze_trace",
-    "read_first_trace",
     "read_recordings",
 ]
 
@@ -128,14 +127,6 @@ def analyze_any(
     if job.memory.files:
         return analyze_memory(job, cache=options.get("cache", False))
     return analyze_trace(job, **options)
-
-
-def read_first_trace(job: JobFiles) -> Trace:
-    """Read the trace of a job's lowest rank. Raises ``TraceError`` if it has none or it cannot be read."""
-    if not job.traces.files:
-        raise TraceError(job.traces.absent)
-    first = job.traces.files[0]
-    return read_trace(first.path, rank=first.rank)
 
 
 def read_recordings(path: Path) -> list[MemoryRecording]:
