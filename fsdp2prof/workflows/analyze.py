@@ -16,6 +16,7 @@ from fsdp2prof.analyzers.memory.analysis import RankRecording
 from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
+from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
 from fsdp2prof.analyzers.steps import Window, host_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
@@ -112,7 +113,7 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
         except TraceError as error:
             warnings.append(str(error))
     result = None if memory is None else memory.with_peak(at_peak)
-    return RunAnalysis(run=summary, trace=trace, memory=result, warnings=warnings)
+    return combine(summary, trace, result, warnings)
 
 
 def analyze_any(
