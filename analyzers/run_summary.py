@@ -6,8 +6,7 @@ from math import prod
 
 import msgspec
 
-from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.readers.run_directory import RankRecord, RunDirectory
+from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest, RankRecord, RunDirectory
 from fsdp2prof.results import RunRank, RunSummary, ShardGroup, StepTime
 from fsdp2prof.units import dtype_bytes, format_bytes
 

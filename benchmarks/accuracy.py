@@ -18,9 +18,10 @@ from statistics import mean
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import Allocator, PolicySpec
+from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import Allocator, PolicySpec
 
 GIB = 1 << 30
 
@@ -110,8 +111,12 @@ def main() -> None:
     for run in read(path):
         if arguments and run.id not in arguments:
             continue
-        parameters = run.model.config().parameters
-        naive = formulas(run, parameters, run.model.config().vocab_size * run.model.config().dim)
+        parameters = builtin_config(run.model.source).parameters
+        naive = formulas(
+            run,
+            parameters,
+            builtin_config(run.model.source).vocab_size * builtin_config(run.model.source).dim,
+        )
         others = "".join(f"{100 * (value / run.reserved_gib - 1):+10.0f}%" for value in naive.values())
         try:
             predicted = estimate_memory(run.model, run.mesh, run.policy).peak.reserved_bytes / GIB

@@ -57,7 +57,7 @@ def floor(path: Path, workers: int) -> Callable[[], Result]:
 
 
 def ours(path: Path, workers: int, cache: bool = False) -> Callable[[], Result]:
-    from fsdp2prof.analyzers.pipeline import analyze_trace_path
+    from fsdp2prof.workflows.analyze import analyze_trace_path
 
     def run() -> Result:
         result = analyze_trace_path(path, workers=workers, cache=cache)
@@ -109,7 +109,7 @@ def prepare(name: str, path: Path, workers: int) -> Callable[[], Result]:
 
 def trace_files(path: Path) -> dict[int, Path]:
     """The traces of a file or a folder by rank, as every contestant gets them."""
-    from fsdp2prof.readers.trace_files import find_traces
+    from fsdp2prof.workflows.trace_files import find_traces
 
     return {file.rank: file.path for file in find_traces(path).files}
 

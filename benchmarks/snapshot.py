@@ -32,7 +32,7 @@ CONTESTANTS = ("ours", "mosaic", "memory_viz", "unpickle")
 
 
 def ours(path: Path) -> Callable[[], int]:
-    from fsdp2prof.analyzers.pipeline import analyze_memory_path
+    from fsdp2prof.workflows.analyze import analyze_memory_path
 
     return lambda: analyze_memory_path(path).ranks[0].peak.allocated_bytes
 

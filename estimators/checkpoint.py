@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
-from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import CheckpointEstimate
 
 __all__ = ["estimate_checkpoint"]
@@ -27,7 +28,7 @@ def estimate_checkpoint(
         raise ModelError("checkpoint sizes are modelled for FSDP and HSDP meshes: leave tp and pp at 1")
     if bandwidth_bytes_per_s is not None and bandwidth_bytes_per_s <= 0:
         raise ModelError("bandwidth: must be more than 0 bytes per second")
-    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     freeze(built.module, policy)
     parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]

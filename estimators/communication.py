@@ -6,13 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.forward_flow import forward_flow
-from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import Model, ModelSpec
-from fsdp2prof.estimators.parallel_traffic import add_parallel_traffic, check_parallelism, stage_of
-from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.execution.forward_flow import forward_flow
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
 from fsdp2prof.results import CommEstimate, CommRow, CommTotals
 
 __all__ = ["estimate_built", "estimate_comm", "group_traffic", "summarise", "totals"]
@@ -128,7 +130,7 @@ def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
-    return model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    return build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
 
 
 def _one_dtype(dtypes: Iterable[str]) -> str:

@@ -7,19 +7,20 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from fsdp2prof.analyzers.memory import analyze_memory
-from fsdp2prof.analyzers.memory_attribution import attribute
-from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
-from fsdp2prof.estimators.cuda_kernels import as_on_cuda, with_fused_blocks
-from fsdp2prof.estimators.execution import Execution
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
+from fsdp2prof.analyzers.memory.attribution import attribute
+from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
+from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
+from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.execution.engine import Execution
+from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.memory_notes import advice, assumptions, check_modelled, outside_allocator_bytes
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.parallel_traffic import check_parallelism, stage_of
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.reserved import allocator_settings, replay
+from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
-from fsdp2prof.estimators.stitching import execute_stitched
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.parallel import check_parallelism, stage_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results import MemoryEstimate, PredictedPeak, PredictedStep
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
@@ -51,7 +52,7 @@ def predict_memory(
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     check_modelled(mesh, policy)
-    built = model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
     parameter_groups(stage_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.pipeline import micro_batches_in_flight
-from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak
 from fsdp2prof.units import format_bytes
 

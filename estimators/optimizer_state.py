@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from fsdp2prof.estimators.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 
 __all__ = ["ModelStates", "model_states", "optimizer_state_bytes", "step_counter_bytes"]
 

@@ -15,9 +15,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import Model
-from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 if TYPE_CHECKING:
     from torch import nn

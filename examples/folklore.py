@@ -19,12 +19,15 @@ from rich.table import Table
 from torch import nn
 
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
-from fsdp2prof.estimators.foreign_models import build_factory
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import Model, ModelSpec
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.models.foreign import build_factory
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.optimizer_state import ModelStates, model_states
-from fsdp2prof.estimators.policy import PolicySpec
 from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 GB = 10**9
 MB = 10**6
@@ -54,7 +57,7 @@ def wire_gb(model: Model, ranks: int, **changes: object) -> float:
 
 def builtin(name: str) -> Model:
     """A built-in model on the meta device."""
-    return ModelSpec(source=name).build(seq_len=1024)
+    return build_model(ModelSpec(source=name), seq_len=1024)
 
 
 def groups_of(model: Model, ranks: int) -> tuple[ParameterGroup, ...]:
@@ -116,7 +119,7 @@ def qwen_traffic() -> Row:
 def qwen_peak() -> Row:
     """States and logits alone."""
     states = states_of("qwen2-7b", 8).total_bytes / GB
-    config = ModelSpec(source="qwen2-7b").config()
+    config = builtin_config("qwen2-7b")
     logits = 2 * 4096 * config.vocab_size * 4 / GB
     return Row(
         "Qwen2-7B on 8 GPUs peaks at 18 GB",

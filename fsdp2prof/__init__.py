@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from fsdp2prof.estimators.checkpoint import estimate_checkpoint
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import estimate_memory
-    from fsdp2prof.estimators.mesh import MeshSpec
-    from fsdp2prof.estimators.model import ModelSpec
-    from fsdp2prof.estimators.policy import PolicySpec
+    from fsdp2prof.estimators.spec.mesh import MeshSpec
+    from fsdp2prof.estimators.spec.model import ModelSpec
+    from fsdp2prof.estimators.spec.policy import PolicySpec
     from fsdp2prof.recorder import Recorder
 
 __all__ = [
@@ -30,9 +30,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _LAZY = {
-    "MeshSpec": "fsdp2prof.estimators.mesh",
-    "ModelSpec": "fsdp2prof.estimators.model",
-    "PolicySpec": "fsdp2prof.estimators.policy",
+    "MeshSpec": "fsdp2prof.estimators.spec.mesh",
+    "ModelSpec": "fsdp2prof.estimators.spec.model",
+    "PolicySpec": "fsdp2prof.estimators.spec.policy",
     "Recorder": "fsdp2prof.recorder",
     "estimate_checkpoint": "fsdp2prof.estimators.checkpoint",
     "estimate_comm": "fsdp2prof.estimators.communication",

@@ -16,6 +16,8 @@ a reader refuses a schema with a higher number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -38,7 +40,9 @@ __all__ = [
     "ParameterInfo",
     "ProcessGroupInfo",
     "RankManifest",
+    "RankRecord",
     "RecordOptions",
+    "RunDirectory",
     "RunInfo",
     "State",
     "StepInfo",
@@ -234,7 +238,7 @@ class TensorInfo(_Record):
     """A storage whose role is known, alive when the memory recording began or ended."""
 
     category: str
-    """One of ``fsdp2prof.tables.CATEGORIES``."""
+    """One of ``fsdp2prof.vocabulary.CATEGORIES``."""
     fqn: str
     """Parameter group's fqn."""
     address: int
@@ -288,3 +292,32 @@ class RankManifest(_Record):
     def root_count(self) -> int:
         """Root modules of the process that have parameter groups."""
         return len({group.root for group in self.param_groups})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What one rank left in the run directory."""
+
+    rank: int
+    path: Path
+    manifest: RankManifest | None
+    """None where the rank never came to life or its manifest cannot be read."""
+    trace: Path | None
+    memory: Path | None
+    """``memory.pickle`` (CUDA snapshot) or ``memory.npz`` (storage count)."""
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDirectory:
+    """A recorded run: what its launchers said and its ranks in order, the missing ones left out."""
+
+    path: Path
+    info: RunInfo
+    ranks: tuple[RankRecord, ...]
+    messages: tuple[str, ...] = ()
+    """What a person should know, the ranks' own messages included."""
+
+    def rank(self, rank: int) -> RankRecord | None:
+        """Return one rank's record, or None where it left nothing."""
+        return next((record for record in self.ranks if record.rank == rank), None)

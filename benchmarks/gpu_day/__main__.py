@@ -50,7 +50,7 @@ def main() -> None:
     backend = choose_backend(day)
     outcomes = [outcome for part in _PARTS if part in chosen for outcome in _PARTS[part](day, backend)]
     folder.write(day.folder, machine, backend.why, outcomes)
-    print("\n".join(map(str, outcomes)))
+    print("\nSummary", *outcomes, sep="\n")
     counts = Counter(outcome.state for outcome in outcomes)
     print(f"{', '.join(f'{count} {state}' for state, count in counts.items())}; see {args.output}/README.md")
     sys.exit(1 if counts["failed"] else 0)

@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from benchmarks.gpu_day.machine import Machine
@@ -89,27 +91,26 @@ class Day:
 
         Raises :class:`Skipped` without time for it, :class:`Failed` if it fails or runs past ``limit_s``.
         """
-        left = min(limit_s, self.end_s - time.monotonic())
-        if left < _LEAST_S:
+        left_s = self.end_s - time.monotonic()
+        if left_s < _LEAST_S:
             raise Skipped("out of time")
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=REPOSITORY,
-            env=_environment(environment or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=left)
-            late = False
-        except subprocess.TimeoutExpired:
-            out, err = _end(process)
-            late = True
+        limit_s = min(limit_s, left_s)
+        with TemporaryFile("w+") as out_file, TemporaryFile("w+") as err_file:  # no pipe that orphans hold
+            process = subprocess.Popen(
+                [str(word) for word in command],
+                cwd=REPOSITORY,
+                env=_environment(environment or {}),
+                stdout=out_file,
+                stderr=err_file,
+                start_new_session=True,
+            )
+            late = not _ends(process, limit_s)
+            out_file.seek(0)
+            err_file.seek(0)
+            out, err = out_file.read(), err_file.read()
         self._keep(log, f"$ {' '.join(map(str, command))}\n{out[-_LOGGED:]}\n{err[-_LOGGED:]}")
         if late:
-            raise Failed(f"ran past {left:.0f} s: see logs/{log}.txt")
+            raise Failed(f"ran past {limit_s:.0f} s: see logs/{log}.txt")
         if process.returncode and not may_fail:
             raise Failed(f"exit code {process.returncode}: {_last_words(err or out)}; see logs/{log}.txt")
         return out
@@ -140,14 +141,22 @@ def _environment(extra: dict[str, str]) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, **extra}
 
 
-def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a command that ran too long, its ranks by the launcher's own means first."""
-    process.send_signal(signal.SIGTERM)
+def _ends(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a command; one that runs too long is ended with all it started, by SIGTERM first."""
     try:
-        return process.communicate(timeout=_GRACE_S)
+        process.wait(limit_s)
+        return True
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+    killed_s = time.monotonic() + _GRACE_S
+    with suppress(ProcessLookupError):
+        while time.monotonic() < killed_s:
+            process.poll()
+            os.killpg(process.pid, 0)  # the launcher of the ranks may outlive its own parent
+            time.sleep(0.2)
         os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()
+    process.wait()
+    return False
 
 
 def _last_words(text: str) -> str:

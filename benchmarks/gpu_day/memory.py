@@ -1,7 +1,7 @@
 """Peaks of one rank of a large world, measured, beside their estimates.
 
-``tests/gpu/train_fake_world.py`` trains one rank with a process group without peers: tensors, kernels, streams
-and the caching allocator are real. Its configuration file is the estimate's, too.
+``tests/gpu/train_fake_world.py`` trains one rank with a process group without peers: tensors, kernels,
+streams and the caching allocator are real. Its configuration file is the estimate's, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_day.day import Day, Failed, Job, Outcome
-from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
+from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 
 __all__ = ["STATED_ERROR_FRAC", "run"]
 

@@ -17,9 +17,9 @@ from fsdp2prof.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fsdp2prof.analyzers.pipeline import TraceOptions
-    from fsdp2prof.analyzers.thresholds import Condition
+    from fsdp2prof.analyzers.fail_on import Condition
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+    from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["analyze"]
 
@@ -74,7 +74,7 @@ def trace(
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
-        from fsdp2prof.analyzers.pipeline import analyze_trace_path
+        from fsdp2prof.workflows.analyze import analyze_trace_path
 
         analysis = analyze_trace_path(path, **options)
 
@@ -132,7 +132,7 @@ def memory(
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the memory of {path}"):
-        from fsdp2prof.analyzers.pipeline import analyze_memory_path
+        from fsdp2prof.workflows.analyze import analyze_memory_path
 
         analysis = analyze_memory_path(path, ranks=ranks)
 
@@ -171,7 +171,7 @@ def run(
     """
     conditions = _parse(fail_on)
     with output.progress(f"analysing {run}"):
-        from fsdp2prof.analyzers.pipeline import analyze_run_path
+        from fsdp2prof.workflows.analyze import analyze_run_path
 
         analysis = analyze_run_path(run, **options)
 
@@ -193,7 +193,7 @@ def _memory_diff(
     if output.format == "html":
         raise UsageError("--diff has no HTML form: use text, json or csv")
     with output.progress(f"comparing {before} with {after}"):
-        from fsdp2prof.analyzers.pipeline import compare_memory_paths
+        from fsdp2prof.workflows.analyze import compare_memory_paths
 
         comparison = compare_memory_paths(before, after, ranks=ranks)
     if output.format == "json":
@@ -246,13 +246,13 @@ def _refuse_conditions(conditions: Sequence[str], instead: str) -> None:
 
 
 def _parse(conditions: Sequence[str]) -> list[Condition]:
-    from fsdp2prof.analyzers.thresholds import parse
+    from fsdp2prof.analyzers.fail_on import parse
 
     return [parse(text) for text in conditions]
 
 
 def _check(conditions: Sequence[Condition], analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis) -> None:
-    from fsdp2prof.analyzers.thresholds import check
+    from fsdp2prof.analyzers.fail_on import check
     from fsdp2prof.errors import ThresholdError
 
     failures = check(conditions, analysis)

@@ -11,7 +11,7 @@ import click
 from fsdp2prof.commands.options import Output, numbers_option, output_options
 
 if TYPE_CHECKING:
-    from fsdp2prof.analyzers.pipeline import TraceOptions
+    from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["compare"]
 
@@ -45,10 +45,10 @@ def compare(
     that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
     compared; of a run against an estimate it is said what is exactly equal.
     """
-    from fsdp2prof.analyzers import compare as comparing
-    from fsdp2prof.analyzers.compare_inputs import read_side
-    from fsdp2prof.analyzers.thresholds import check, parse
+    from fsdp2prof.analyzers.compare import sides as comparing
+    from fsdp2prof.analyzers.fail_on import check, parse
     from fsdp2prof.errors import ThresholdError
+    from fsdp2prof.workflows.compare_inputs import read_side
 
     conditions = [parse(text) for text in fail_on]
     options: TraceOptions = {"ranks": ranks, "steps": steps, "cache": True}

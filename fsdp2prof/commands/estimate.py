@@ -102,7 +102,7 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
         from_run: Path | None,
         **options: Any,
     ) -> None:
-        from fsdp2prof.estimators.specs import load_config, values_of_run
+        from fsdp2prof.estimators.spec.inputs import load_config, values_of_run
 
         manifest = None if from_run is None else _first_manifest(from_run)
         values: dict[str, Any] = {} if manifest is None else values_of_run(manifest)
@@ -159,8 +159,9 @@ def memory(
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
-    from fsdp2prof.estimators.specs import make_spec
-    from fsdp2prof.reporters import estimate_run, estimate_text, jsonreport, terminal
+    from fsdp2prof.estimators.spec.inputs import make_spec
+    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
+    from fsdp2prof.workflows import save_estimate as estimate_run
 
     if save_run is not None:
         estimate_run.refuse_existing_run(save_run)
@@ -193,8 +194,8 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, o
     With --from-run and no --model the recorded parameter groups are used as they are.
     """
     from fsdp2prof.estimators.communication import estimate_comm
-    from fsdp2prof.estimators.recorded import estimate_comm_of_run
-    from fsdp2prof.estimators.specs import make_spec
+    from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
+    from fsdp2prof.estimators.spec.inputs import make_spec
     from fsdp2prof.reporters import csvreport, estimate_text, jsonreport, terminal
 
     if manifest is not None and "model" not in values:
@@ -221,7 +222,7 @@ def checkpoint(
 ) -> None:
     """Estimate the size of a distributed checkpoint and the time to write it."""
     from fsdp2prof.estimators.checkpoint import estimate_checkpoint
-    from fsdp2prof.estimators.specs import make_spec
+    from fsdp2prof.estimators.spec.inputs import make_spec
     from fsdp2prof.reporters import estimate_text, jsonreport, terminal
     from fsdp2prof.units import parse_bytes
 

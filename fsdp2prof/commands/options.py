@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import click
 
 from fsdp2prof.errors import InputError, UsageError
+from fsdp2prof.files import replacing
 
 __all__ = ["Output", "numbers_option", "output_options"]
 
@@ -49,7 +49,8 @@ class Output:
             return
         _refuse_existing(self.path, self.force)
         try:
-            _replace(self.path, text)
+            with replacing(self.path) as temporary:
+                temporary.write_text(text, encoding="utf-8", newline="")
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         if not self.quiet and sys.stderr.isatty():
@@ -171,18 +172,3 @@ def _refuse_existing(path: Path, force: bool) -> None:
         raise InputError(f"{path}: exists already; add -f to overwrite it")
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path}: its folder does not exist")
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise

@@ -11,7 +11,7 @@ from fsdp2prof.commands.options import Output, output_options
 from fsdp2prof.commands.trace_options import trace_options
 
 if TYPE_CHECKING:
-    from fsdp2prof.analyzers.pipeline import TraceOptions
+    from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["report"]
 
@@ -26,7 +26,7 @@ def report(path: Path, *, options: TraceOptions, output: Output) -> None:
     RUN is a run directory; a trace, a memory snapshot or a folder of either gives the part it has.
     """
     with output.progress(f"analysing {path}"):
-        from fsdp2prof.analyzers.pipeline import analyze_any_path
+        from fsdp2prof.workflows.analyze import analyze_any_path
 
         analysis = analyze_any_path(path, **options)
     from fsdp2prof.reporters import html

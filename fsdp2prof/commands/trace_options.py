@@ -12,8 +12,8 @@ from fsdp2prof.commands.options import numbers_option
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdp2prof.analyzers.pipeline import TraceOptions
     from fsdp2prof.analyzers.steps import Window
+    from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["trace_options"]
 
@@ -76,9 +76,9 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         cache: bool,
         **rest: Any,
     ) -> None:
-        from fsdp2prof.analyzers.findings import parse_thresholds
-        from fsdp2prof.analyzers.trace import References
-        from fsdp2prof.estimators.hardware import HardwareSpec
+        from fsdp2prof.analyzers.findings.find import parse_thresholds
+        from fsdp2prof.analyzers.trace.analysis import References
+        from fsdp2prof.estimators.spec.hardware import HardwareSpec
 
         if window == "trace" and steps is not None:
             raise UsageError("--window trace takes the whole trace as one step: leave out --steps")

@@ -103,7 +103,7 @@ def write_view(
 def _read(path: Path, ranks: Collection[int] | None) -> Trace:
     from fsdp2prof.errors import InputError
     from fsdp2prof.readers.chrome_trace import read_trace
-    from fsdp2prof.readers.trace_files import find_traces
+    from fsdp2prof.workflows.trace_files import find_traces
 
     files = [file for file in find_traces(path).files if ranks is None or file.rank in ranks]
     if not files:
@@ -112,7 +112,7 @@ def _read(path: Path, ranks: Collection[int] | None) -> Trace:
 
 
 def _critical_path(trace: Trace, step: int | None) -> _View:
-    from fsdp2prof.analyzers.hta_views import critical_path
+    from fsdp2prof.analyzers.hta.views import critical_path
     from fsdp2prof.units import format_ns
 
     found = critical_path(trace, step)
@@ -129,7 +129,7 @@ def _critical_path(trace: Trace, step: int | None) -> _View:
 
 
 def _launch_statistics(trace: Trace, _: int | None) -> _View:
-    from fsdp2prof.analyzers.hta_views import launch_statistics
+    from fsdp2prof.analyzers.hta.views import launch_statistics
 
     table = launch_statistics(trace).sort_values("delay_ns", ascending=False, kind="stable")
     title = f"Launches of rank {trace.rank}"
@@ -137,14 +137,14 @@ def _launch_statistics(trace: Trace, _: int | None) -> _View:
 
 
 def _idle_causes(trace: Trace, _: int | None) -> _View:
-    from fsdp2prof.analyzers.hta_views import idle_causes
+    from fsdp2prof.analyzers.hta.views import idle_causes
 
     title = f"Idle time of rank {trace.rank} by stream and cause"
     return _View(name="idle_causes", title=title, note="", table=idle_causes(trace))
 
 
 def _compare(control: Trace, test: Trace, step: int | None) -> _View:
-    from fsdp2prof.analyzers.hta_views import trace_diff
+    from fsdp2prof.analyzers.hta.views import trace_diff
 
     return _View(
         name="diff",

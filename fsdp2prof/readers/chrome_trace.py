@@ -14,12 +14,12 @@ import msgspec
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers import kineto_schema as schema
-from fsdp2prof.readers.columns import Share
+from fsdp2prof.readers.event_columns import Share
 from fsdp2prof.readers.event_stream import PIECE_BYTES, WrongCutError, decode_pieces, read_head
 from fsdp2prof.readers.json_values import TextTimeNeededError
-from fsdp2prof.readers.processes import Task, usable_cores
 from fsdp2prof.readers.trace_tables import assemble, header_integer
 from fsdp2prof.tables import Trace
+from fsdp2prof.worker_processes import Task, usable_cores
 
 __all__ = ["peek_rank", "read_trace"]
 

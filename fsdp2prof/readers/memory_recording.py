@@ -1,4 +1,4 @@
-"""Memory files: any of them to a :class:`~fsdp2prof.tables.MemoryRecording`, and ours back to disk.
+"""Memory files: any of them to a :class:`~fsdp2prof.tables.MemoryRecording`.
 
 A CUDA run leaves the allocator's own pickle (:mod:`fsdp2prof.readers.memory_snapshot`); a CPU run and an
 estimate leave ``memory.npz``: every column of the recording as a plain array, strings and scalars in one
@@ -7,7 +7,6 @@ JSON header. Neither needs an object to be unpickled.
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
 from dataclasses import fields
@@ -32,11 +31,19 @@ from fsdp2prof.tables import (
     Table,
 )
 
-__all__ = ["RECORDING_SCHEMA", "read_memory", "read_recording", "write_recording"]
+__all__ = [
+    "HEADER",
+    "RECORDING_SCHEMA",
+    "RECORDING_TABLES",
+    "RecordingHeader",
+    "read_memory",
+    "read_recording",
+]
 
 RECORDING_SCHEMA = "fsdp2prof.memory_recording/1"
-_HEADER = "header"
-_TABLES: dict[str, type[Table]] = {
+HEADER = "header"
+"""Entry of the archive with a :class:`RecordingHeader`."""
+RECORDING_TABLES: dict[str, type[Table]] = {
     "allocations": AllocationTable,
     "segments": SegmentTable,
     "blocks": BlockTable,
@@ -44,9 +51,10 @@ _TABLES: dict[str, type[Table]] = {
     "steps": StepTable,
     "ooms": OomTable,
 }
+"""Tables of a recording, a column an entry of the archive: ``allocations.size``."""
 
 
-class _Header(msgspec.Struct, kw_only=True):
+class RecordingHeader(msgspec.Struct, kw_only=True):
     """Everything of a recording that is no numeric column."""
 
     schema: str
@@ -71,39 +79,11 @@ def read_memory(path: Path) -> list[MemoryRecording]:
     return [read_recording(path)] if archive else read_snapshot(path)
 
 
-def write_recording(path: Path, recording: MemoryRecording) -> None:
-    """Write a recording to ``path`` (``memory.npz``); the file appears complete or not at all."""
-    arrays: dict[str, Any] = {}
-    strings: dict[str, list[str]] = {}
-    for name, kind in _TABLES.items():
-        table = getattr(recording, name)
-        for field in fields(kind):  # type: ignore[arg-type]
-            _put(arrays, strings, f"{name}.{field.name}", getattr(table, field.name))
-    _put(arrays, strings, "stacks.offsets", recording.stacks.offsets)
-    _put(arrays, strings, "stacks.frames", recording.stacks.frames)
-    header = _Header(
-        schema=RECORDING_SCHEMA,
-        source=recording.source,
-        device=recording.device,
-        events=recording.events,
-        end_ns=recording.end_ns,
-        truncated=recording.truncated,
-        settings=recording.settings,
-        warnings=list(recording.warnings),
-        strings=strings,
-    )
-    arrays[_HEADER] = np.frombuffer(msgspec.json.encode(header), dtype=np.uint8)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    temporary.replace(path)
-
-
 def read_recording(path: Path) -> MemoryRecording:
-    """Read a recording written by :func:`write_recording`. Raises ``SnapshotError``."""
+    """Read ``memory.npz``. Raises ``SnapshotError``."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            header = msgspec.json.decode(archive[_HEADER].tobytes(), type=_Header)
+            header = msgspec.json.decode(archive[HEADER].tobytes(), type=RecordingHeader)
             if header.schema != RECORDING_SCHEMA:
                 raise SnapshotError(
                     f"{path}: schema {header.schema!r} is not {RECORDING_SCHEMA!r}; "
@@ -116,7 +96,7 @@ def read_recording(path: Path) -> MemoryRecording:
                         for field in fields(kind)  # type: ignore[arg-type]
                     }
                 )
-                for name, kind in _TABLES.items()
+                for name, kind in RECORDING_TABLES.items()
             }
             stacks = Stacks(
                 _get(archive, header, "stacks.offsets", "IntArray"),
@@ -145,14 +125,7 @@ def read_recording(path: Path) -> MemoryRecording:
     )
 
 
-def _put(arrays: dict[str, Any], strings: dict[str, list[str]], name: str, column: Any) -> None:
-    if isinstance(column, Strings):
-        strings[name] = list(column.values)
-        column = column.codes
-    arrays[name] = column
-
-
-def _get(archive: Any, header: _Header, name: str, kind: str) -> Any:
+def _get(archive: Any, header: RecordingHeader, name: str, kind: str) -> Any:
     """Read one column and refuse one whose shape, type or string codes are not what the table says."""
     array = archive[name]
     wanted = {"Strings": np.int32, "BoolArray": np.bool_}.get(kind, np.int64)

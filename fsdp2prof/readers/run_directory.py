@@ -6,7 +6,6 @@ A rank may be missing, cut short or crashed; opening says so in ``messages`` and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2prof.errors import RunDirectoryError
@@ -18,43 +17,16 @@ from fsdp2prof.manifest import (
     STORAGE_COUNT_FILE,
     TRACE_FILE,
     RankManifest,
+    RankRecord,
+    RunDirectory,
     RunInfo,
 )
 from fsdp2prof.readers.run_documents import UnreadableError, read_document
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 
-__all__ = ["RankRecord", "RunDirectory", "is_run_directory", "open_run"]
+__all__ = ["is_run_directory", "open_run"]
 
 _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankRecord:
-    """What one rank left in the run directory."""
-
-    rank: int
-    path: Path
-    manifest: RankManifest | None
-    """None where the rank never came to life or its manifest cannot be read."""
-    trace: Path | None
-    memory: Path | None
-    """``memory.pickle`` (CUDA snapshot) or ``memory.npz`` (storage count)."""
-    messages: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunDirectory:
-    """A recorded run: what its launchers said and its ranks in order, the missing ones left out."""
-
-    path: Path
-    info: RunInfo
-    ranks: tuple[RankRecord, ...]
-    messages: tuple[str, ...] = ()
-    """What a person should know, the ranks' own messages included."""
-
-    def rank(self, rank: int) -> RankRecord | None:
-        """Return one rank's record, or None where it left nothing."""
-        return next((record for record in self.ranks if record.rank == rank), None)
 
 
 def is_run_directory(path: Path) -> bool:

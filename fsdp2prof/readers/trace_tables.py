@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
-from fsdp2prof.readers.columns import Columns, Share
 from fsdp2prof.readers.event_args import collective_args, shape_table, sync_table
+from fsdp2prof.readers.event_columns import Columns, Share
 from fsdp2prof.readers.json_values import Interner, compact, int_column
 from fsdp2prof.readers.kineto_schema import Header
 from fsdp2prof.tables import CompactArray, EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace

@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, RecordOptions, RunInfo, State, node_file
-from fsdp2prof.readers.run_directory import RankRecord
-from fsdp2prof.recorder.files import temporaries, write_json
-from fsdp2prof.recorder.processes import RankProcesses, end_orphans
+from fsdp2prof.files import temporaries, write_json
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    RankManifest,
+    RankRecord,
+    RecordOptions,
+    RunInfo,
+    State,
+    node_file,
+)
+from fsdp2prof.recorder.host_processes import RankProcesses, end_orphans
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
 

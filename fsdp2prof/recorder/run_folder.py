@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import MANIFEST_FILE, RecordOptions, RunInfo, node_file
-from fsdp2prof.readers.run_directory import RankRecord, is_run_directory, open_run
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import MANIFEST_FILE, RankRecord, RecordOptions, RunInfo, node_file
+from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.readers.run_nodes import node_ranks
-from fsdp2prof.recorder.files import write_json
+from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.settings import validate
-from fsdp2prof.recorder.variables import relevant_environment
 
 __all__ = ["is_alone", "now", "prepare_run", "records_of_node"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2prof.files import write_json
 from fsdp2prof.manifest import (
     MANIFEST_FILE,
     SNAPSHOT_FILE,
@@ -21,15 +22,15 @@ from fsdp2prof.manifest import (
     StepInfo,
     rank_folder,
 )
-from fsdp2prof.recorder import describe, environment
-from fsdp2prof.recorder.files import write_json
+from fsdp2prof.recorder import describe
+from fsdp2prof.recorder import devices as environment
+from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.memory import MemoryCapture, OomDump, memory_capture
+from fsdp2prof.recorder.memory_history import MemoryCapture, OomDump, memory_capture
 from fsdp2prof.recorder.roots import Roots
 from fsdp2prof.recorder.settings import Schedule, Settings, is_selected
 from fsdp2prof.recorder.stepping import OptimizerWatch, TrainingSteps
 from fsdp2prof.recorder.tracing import TraceCapture
-from fsdp2prof.recorder.variables import relevant_environment
 
 __all__ = ["RankSession"]
 

@@ -12,8 +12,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
+from fsdp2prof.files import replacing, scratch
 from fsdp2prof.manifest import RecordOptions
-from fsdp2prof.recorder.files import replacing, scratch
 
 __all__ = ["TraceCapture"]
 

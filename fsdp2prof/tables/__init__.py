@@ -21,16 +21,7 @@ bytes, and interned strings (:class:`Strings`); the identities of events are 32 
 ========================  ================================================================================
 """
 
-from fsdp2prof.tables.columns import (
-    BoolArray,
-    CompactArray,
-    IntArray,
-    Strings,
-    Table,
-    concat_strings,
-    concat_tables,
-)
-from fsdp2prof.tables.memory import (
+from fsdp2prof.tables.allocations import (
     GIVEN,
     NEVER,
     AllocationTable,
@@ -41,17 +32,21 @@ from fsdp2prof.tables.memory import (
     SegmentTable,
     Stacks,
 )
+from fsdp2prof.tables.columns import (
+    BoolArray,
+    CompactArray,
+    IntArray,
+    Strings,
+    Table,
+    concat_strings,
+    concat_tables,
+)
 from fsdp2prof.tables.steps import CollectiveTable, LabelTable, PhaseTable, StepTable
 from fsdp2prof.tables.trace import CollectiveArgs, EventTable, MemoryEventTable, ShapeTable, SyncTable, Trace
-from fsdp2prof.tables.vocabulary import ACTIVITIES, CATEGORIES, OPS, PHASES
 
 __all__ = [
-    "ACTIVITIES",
-    "CATEGORIES",
     "GIVEN",
     "NEVER",
-    "OPS",
-    "PHASES",
     "AllocationTable",
     "BlockTable",
     "BoolArray",

@@ -3,8 +3,8 @@
     python tests/gpu/train_fake_world.py --config run.yaml
 
 The file is what `fsdp2prof estimate memory --config` reads (model, mesh, policy), so that the two can be set
-side by side: the same modules, `fully_shard` calls and loop, once on fake tensors and once on a GPU (without one,
-on the CPU). Prints one JSON line per step with the allocator's own peaks.
+side by side: the same modules, `fully_shard` calls and loop, once on fake tensors and once on a GPU (or,
+without one, on the CPU). Prints one JSON line per step with the allocator's own peaks.
 """
 
 import argparse
@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2prof.estimators.host_offload import HostMemory
-from fsdp2prof.estimators.specs import load_config, make_spec
-from fsdp2prof.estimators.training import TrainingLoop, build_optimizer, shard
+from fsdp2prof.estimators.execution.host_offload import HostMemory
+from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, shard
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.spec.inputs import load_config, make_spec
 
 PEAKS = ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes")
 
@@ -57,7 +58,7 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("fake", rank=0, world_size=mesh.world_size, store=FakeStore())
-    model = spec.model.build(seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    model = build_model(spec.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     shard(model, policy, make_mesh(device.type, mesh), None)
     model.module.to_empty(device=device)
     with torch.no_grad():

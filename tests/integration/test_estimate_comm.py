@@ -24,17 +24,17 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2prof.estimators.builtin_models import TransformerConfig
-from fsdp2prof.estimators.builtin_models_build import build_builtin
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
-from fsdp2prof.estimators.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
-from fsdp2prof.estimators.fsdp_traffic import Ledger, walk_step
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.recorded import estimate_comm_of_run
+from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
+from fsdp2prof.estimators.execution.training import shard
+from fsdp2prof.estimators.models.builtin import build_builtin
+from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding import parameter_groups
-from fsdp2prof.estimators.specs import make_spec, values_of_run
-from fsdp2prof.estimators.training import shard
+from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
 from fsdp2prof.readers.run_directory import open_run
 
 from .conftest import SCRIPTS

@@ -10,14 +10,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fsdp2prof.analyzers.memory import analyze_memory
-from fsdp2prof.analyzers.memory_attribution import attribute
-from fsdp2prof.analyzers.memory_categories import categorize
-from fsdp2prof.estimators.execution import execute
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.specs import make_spec, values_of_run
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
+from fsdp2prof.analyzers.memory.attribution import attribute
+from fsdp2prof.analyzers.memory.categories import categorize
+from fsdp2prof.estimators.execution.engine import execute
+from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp2prof.estimators.builtin_models import BUILTIN_MODELS
-from fsdp2prof.estimators.execution import execute
+from fsdp2prof.estimators.execution.engine import execute
+from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
 
 from .conftest import script_path, torchrun, training_environment
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp2prof.analyzers.memory import analyze_memory
-from fsdp2prof.analyzers.memory_peak import sum_by
-from fsdp2prof.analyzers.memory_usage import allocated_totals, event_times
-from fsdp2prof.analyzers.memory_view import memory_view
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
+from fsdp2prof.analyzers.memory.peak import sum_by
+from fsdp2prof.analyzers.memory.prepared import prepare
+from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
@@ -162,7 +162,7 @@ def test_whatever_fsdp_allocates_in_a_step_is_where_the_rules_put_it(
     run = runs(name, nproc)
     for rank in range(nproc):
         manifest = run.ranks[rank].manifest
-        view = memory_view(run.recording(rank), manifest)
+        view = prepare(run.recording(rank), manifest)
         backend = view.allocations.op.matches(lambda op: op.startswith("given to"))  # gloo's own copies
         rows = view.allocations.take((view.allocations.step == manifest.memory_steps[0]) & ~backend)
         allocated = sum_by(rows.size, rows.fqn, rows.category)

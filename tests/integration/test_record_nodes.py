@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.analyzers.pipeline import analyze_run_path
-from fsdp2prof.readers.run_directory import RunDirectory, open_run
+from fsdp2prof.manifest import RunDirectory
+from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.workflows.analyze import analyze_run_path
 
 from .conftest import script_path, training_environment
 

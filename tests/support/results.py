@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp2prof.analyzers.compare import Side, compare
+from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.results import (
     Attribution,
     BreakdownNs,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from fsdp2prof.analyzers.rank_summary import DeviceWork, RankSummary, summarise
+from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary, summarise
 from fsdp2prof.tables import CollectiveTable, IntArray, Strings
 from synthetic.kineto import EPOCH_NS
 from synthetic.timeline import Collective

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.traces import WORKER, TraceBuilder
 
-from fsdp2prof.analyzers import overlap
-from fsdp2prof.analyzers.accounting import breakdown
-from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace import overlap
+from fsdp2prof.analyzers.trace.accounting import breakdown
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.results import GroupRow
 
 NCCL = "ncclDevKernel_AllGather_RING_LL"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.traces import TraceBuilder
 
-from fsdp2prof.analyzers.bandwidth import bandwidth_rows
-from fsdp2prof.analyzers.rank_tables import rank_tables
+from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.tables import CollectiveTable
 
 NCCL = "ncclDevKernel_Generic"

@@ -14,10 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
-from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 LLAMA = ModelSpec(source="llama3-8b")
 PARAMETERS = 8_030_261_248
@@ -74,7 +75,7 @@ def test_the_last_rank_plans_to_write_its_short_shard():
     spec = ModelSpec(source="gpt2", layers=1)
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     try:
-        module = spec.build(seq_len=16).module
+        module = build_model(spec, seq_len=16).module
         device_mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp_shard",))
         fully_shard(module.layers[0], mesh=device_mesh)
         fully_shard(module, mesh=device_mesh)

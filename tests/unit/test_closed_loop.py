@@ -13,9 +13,9 @@ from synthetic import Layer, Recording, Schedule, record, transformer, truth_of,
 from synthetic.strategies import schedules
 from synthetic.truth import GroupKey, GroupTruth
 
-from fsdp2prof.analyzers.pipeline import analyze_trace_path
-from fsdp2prof.analyzers.trace import RankAnalysis, analyze_rank
+from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_rank
 from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.workflows.analyze import analyze_trace_path
 
 
 def analyse(recording: Recording, folder: Path, **options: Any) -> RankAnalysis:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from synthetic import Activity, Recording, Schedule, record, transformer, truth_of, write, write_run
 from synthetic.strategies import schedules
 
-from fsdp2prof.analyzers.pipeline import analyze_trace_path
 from fsdp2prof.results import CrossRank
+from fsdp2prof.workflows.analyze import analyze_trace_path
 
 SKEWS = (0, 5_000_123, -72_000_456, 911)
 BASE = Schedule(roots=(transformer(3),))

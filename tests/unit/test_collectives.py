@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from support.traces import WORKER, TraceBuilder
 
-from fsdp2prof.analyzers.collective_names import dtype_name, is_collective_kernel, itemsize, op_of, wire_bytes
-from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace.collective_names import (
+    dtype_name,
+    is_collective_kernel,
+    itemsize,
+    op_of,
+    wire_bytes,
+)
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.tables import Strings
 

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.builtin_models import TransformerConfig
-from fsdp2prof.estimators.builtin_models_build import build_builtin
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
-from fsdp2prof.estimators.fsdp_traffic import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.parallel_traffic import stage_blocks
-from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.models.builtin import build_builtin
+from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.parallel import stage_blocks
 
 CONFIG = TransformerConfig(
     name="tiny",

@@ -24,9 +24,8 @@ from support.results import (
     trace_analysis,
 )
 
-from fsdp2prof.analyzers.compare import Side, compare
-from fsdp2prof.analyzers.compare_inputs import read_side
-from fsdp2prof.analyzers.thresholds import check, parse
+from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.reporters import jsonreport
 from fsdp2prof.reporters.compare_text import compare_view
@@ -43,6 +42,7 @@ from fsdp2prof.results import (
     StepTime,
     TraceAnalysis,
 )
+from fsdp2prof.workflows.compare_inputs import read_side
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fsdp2prof.analyzers.memory import analyze_memory
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.cuda_kernels import BLAS_WORKSPACE_BYTES
+from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import PolicySpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results import MemoryEstimate
 
 GIB = 1 << 30

@@ -9,13 +9,13 @@ import pytest
 from support.results import trace_analysis
 from synthetic import Layer, Schedule, record, transformer, write_run
 
-from fsdp2prof.analyzers import findings
-from fsdp2prof.analyzers.findings import FindingThresholds, find, parse_thresholds
-from fsdp2prof.analyzers.pipeline import analyze_trace_path
-from fsdp2prof.analyzers.thresholds import METRICS
+from fsdp2prof.analyzers.fail_on import METRICS
+from fsdp2prof.analyzers.findings import find as findings
+from fsdp2prof.analyzers.findings.find import FindingThresholds, find, parse_thresholds
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results import CrossRank, Finding, Straggler, TraceAnalysis
+from fsdp2prof.workflows.analyze import analyze_trace_path
 
 MS = 1_000_000
 LAYERS = 6

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp2prof.analyzers.hta_views import critical_path, idle_causes, launch_statistics, trace_diff
+from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_statistics, trace_diff
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.tables import Trace
@@ -209,6 +209,6 @@ def test_the_critical_path_of_a_real_step_fits_into_it(real_data: Path) -> None:
 
 def test_hta_and_pandas_are_imported_only_when_used() -> None:
     code = (
-        "import sys, fsdp2prof.analyzers.hta_views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
+        "import sys, fsdp2prof.analyzers.hta.views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.snapshots import SnapshotBuilder
 
-from fsdp2prof.analyzers import memory_findings
-from fsdp2prof.analyzers.memory import analyze_memory
-from fsdp2prof.analyzers.memory_compare import compare_memory
-from fsdp2prof.analyzers.memory_usage import live_at, running_total
-from fsdp2prof.analyzers.memory_view import MemoryView, memory_view
+from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
+from fsdp2prof.analyzers.memory import findings as memory_findings
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
+from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import MemoryAnalysis, RankMemory
@@ -120,7 +120,7 @@ def analyze(recording: MemoryRecording, manifest: RankManifest | None = None) ->
     return analyze_memory([(0, recording, manifest)]).ranks[0]
 
 
-def categories(view: MemoryView) -> dict[int, str]:
+def categories(view: PreparedRecording) -> dict[int, str]:
     """Category by size, where all allocations of a size agree."""
     found: dict[int, set[str]] = {}
     rows = view.allocations
@@ -130,7 +130,7 @@ def categories(view: MemoryView) -> dict[int, str]:
 
 
 def test_every_category_of_a_step(tmp_path: Path):
-    view = memory_view(one_step().read(tmp_path), None)
+    view = prepare(one_step().read(tmp_path), None)
     assert categories(view) == {
         16: "unattributed",  # from before, freed inside
         64: "input",
@@ -162,7 +162,7 @@ def test_every_category_of_a_step(tmp_path: Path):
 
 def test_history_that_ends_inside_the_backward(tmp_path: Path):
     """Nothing outlives a backward that never ended: the last allocation of the reduce is the gradient."""
-    found = categories(memory_view(one_step(tail=False).read(tmp_path), None))
+    found = categories(prepare(one_step(tail=False).read(tmp_path), None))
     assert found[1600] == "reduce_scatter_buffer"
     assert found[806] == "sharded_gradient"
     assert found[802] == "unsharded_gradient"
@@ -232,7 +232,7 @@ def test_an_address_that_is_used_again_has_a_role_each_time(tmp_path: Path):
         TensorInfo(category="unsharded_parameter", fqn="", address=1 << 30, nbytes=700),
         TensorInfo(category="sharded_gradient", fqn="layers.0", address=1 << 30, nbytes=300),
     ]
-    rows = memory_view(t.read(tmp_path), RankManifest(tensors=tensors)).allocations
+    rows = prepare(t.read(tmp_path), RankManifest(tensors=tensors)).allocations
     found = zip(rows.size.tolist(), rows.category.to_list(), rows.fqn.to_list(), strict=True)
     assert sorted(found) == [(300, "sharded_gradient", "layers.0"), (700, "unsharded_parameter", "")]
 
@@ -244,7 +244,7 @@ def test_tags_overrule_the_join(tmp_path: Path):
         .get("tagged", 20, user_metadata="step=4;phase=forward;activity=all_gather;fqn=a=b;c")
     )
     t.get("foreign", 30, user_metadata="phase=forward")
-    rows = memory_view(t.read(tmp_path), None).allocations
+    rows = prepare(t.read(tmp_path), None).allocations
     found = list(
         zip(rows.size.tolist(), rows.step.tolist(), rows.phase.to_list(), rows.fqn.to_list(), strict=True)
     )
@@ -499,7 +499,7 @@ def test_comparison_by_category_layer_and_stack(tmp_path: Path):
     there = [{"filename": "model.py", "line": 5, "name": "forward"}]
     before = Training().get("a", 100, frames=here).get("b", 50, frames=there)
     after = Training().get("a", 100, frames=here).get("b", 50, frames=there).get("c", 70, frames=there)
-    result = compare_memory(memory_view(before.read(tmp_path), None), memory_view(after.read(tmp_path), None))
+    result = compare_memory(prepare(before.read(tmp_path), None), prepare(after.read(tmp_path), None))
     assert result.delta_bytes == 70
     assert [(row.stack, row.delta_bytes) for row in result.by_stack] == [
         (["model.py:5:forward"], 70),
@@ -518,7 +518,7 @@ def test_real_fsdp2_out_of_memory(real_data: Path):
     folder = real_data / "snapshots" / "fsdp2-llama8b-a100-oom"
     for rank in (0, 1):
         (recording,) = read_memory(folder / f"rank{rank}_memory_snapshot.pickle")
-        view = memory_view(recording, None)
+        view = prepare(recording, None)
         rows = view.allocations
         gathered = rows.category.equals("all_gather_buffer")
         assert int(rows.size[gathered].sum()) // MIB == 15316

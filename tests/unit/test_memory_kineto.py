@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from support.snapshots import SnapshotBuilder
 
-from fsdp2prof.analyzers.memory_join import find_peak
-from fsdp2prof.analyzers.memory_kineto import kineto_recordings
-from fsdp2prof.analyzers.memory_usage import allocated_totals, reserved_totals
-from fsdp2prof.analyzers.memory_view import memory_view
-from fsdp2prof.analyzers.pipeline import analyze_memory_path
-from fsdp2prof.analyzers.rank_tables import rank_tables
+from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
+from fsdp2prof.analyzers.memory.prepared import prepare
+from fsdp2prof.analyzers.memory.trace_join import find_peak
+from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import AtPeak
 from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.workflows.analyze import analyze_memory_path
 
 
 def trace(
@@ -113,7 +113,7 @@ def test_peak_in_its_own_trace_names_operator_and_collective(real_data: Path):
     """The V100's peak: its last launch before is the gradient's all-reduce, which is still running."""
     source = read_trace(real_data / "traces" / "ddp2-v100-rank1-memory" / "df_index_resolver.json.gz")
     recording = kineto_recordings(source)[0]
-    found = find_peak(memory_view(recording, None), rank_tables(source))
+    found = find_peak(prepare(recording, None), rank_tables(source))
     assert found is not None
     assert (found.match, found.step, found.operator) == ("clock", 2, "aten::empty")
     peak = source.memory.time_ns[np.argmax(source.memory.allocated_bytes)]
@@ -140,6 +140,6 @@ def test_peak_of_another_step_is_looked_up_at_the_same_place(tmp_path: Path):
     builder.trace[-3]["size"] = builder.trace[-1]["size"] = 20
     builder.label("END", "ProfilerStep#5")
     (recording,) = read_memory(builder.write(tmp_path / "s.pickle"))
-    found = find_peak(memory_view(recording, None), rank_tables(source))
+    found = find_peak(prepare(recording, None), rank_tables(source))
     # the layer computes for 4 us and allocates after 3; in the trace for 100 us, so after 75
     assert found == AtPeak(match="place", step=4, operator="aten::mm", launched=None, running=[])

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.builtin_models import BUILTIN_MODELS, TransformerConfig
-from fsdp2prof.estimators.builtin_models_build import build_builtin
-from fsdp2prof.estimators.model import ModelSpec
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.builtin import build_builtin
+from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
+from fsdp2prof.estimators.spec.model import ModelSpec
 
 # As the model cards and papers publish them; Qwen's tied models without the duplicate head.
 PUBLISHED = {
@@ -40,7 +41,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_MODELS))
 def test_parameters_are_counted_the_same_by_module_and_formula(name):
-    model = ModelSpec(source=name).build(seq_len=128)
+    model = build_model(ModelSpec(source=name), seq_len=128)
     counted = sum(parameter.numel() for parameter in model.module.parameters())
     assert counted == model.config.parameters == PUBLISHED.get(name, counted)
     assert all(parameter.device.type == "meta" for parameter in model.module.parameters())
@@ -55,7 +56,7 @@ def test_llama3_8b_by_hand():
     # attention 4096*4096*2 + 4096*1024*2 = 41,943,040; ffn 3*4096*14336 = 176,160,768; two norms 8,192.
     # 32 * 218,112,000 + 2 * 128256*4096 (1,050,673,152) + 4,096.
     assert PUBLISHED["llama3-8b"] == 32 * 218_112_000 + 1_050_673_152 + 4_096
-    model = ModelSpec(source="llama3-8b").build(seq_len=8192)
+    model = build_model(ModelSpec(source="llama3-8b"), seq_len=8192)
     block = model.module.get_submodule(model.blocks[0])
     assert sum(parameter.numel() for parameter in block.parameters()) == 218_112_000
     assert len(model.blocks) == 32
@@ -130,7 +131,7 @@ def test_rotary_attention_sees_relative_positions_only(family):
 
 
 def test_original_dtype_is_the_parameters_and_not_the_rotary_table():
-    module = ModelSpec(source="llama3-8b", layers=1).build(seq_len=64, orig_dtype="bfloat16").module
+    module = build_model(ModelSpec(source="llama3-8b", layers=1), seq_len=64, orig_dtype="bfloat16").module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     assert module.rotary.dtype == torch.complex64
     assert torch.get_default_dtype() == torch.float32
@@ -138,7 +139,7 @@ def test_original_dtype_is_the_parameters_and_not_the_rotary_table():
 
 def test_layers_can_be_changed():
     spec = ModelSpec(source="llama3-8b").with_layers(3)
-    assert spec.build(seq_len=64).blocks == ("layers.0", "layers.1", "layers.2")
+    assert build_model(spec, seq_len=64).blocks == ("layers.0", "layers.1", "layers.2")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_bad_sources_are_one_clear_line(source, message, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "factories", raising=False)
     with pytest.raises(ModelError, match=message) as error:
-        ModelSpec(source=source).build(seq_len=16)
+        build_model(ModelSpec(source=source), seq_len=16)
     assert "\n" not in str(error.value)
 
 
@@ -179,12 +180,12 @@ def test_a_configuration_without_an_architecture_is_refused(content, message, tm
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(ModelError, match=message):
-        ModelSpec(source=str(path)).build(seq_len=16)
+        build_model(ModelSpec(source=str(path)), seq_len=16)
 
 
 def test_gpt_has_no_more_positions_than_learned():
     with pytest.raises(ModelError, match="gpt2 has 1024 learned positions: seq_len 2048 is too long"):
-        ModelSpec(source="gpt2").build(seq_len=2048)
+        build_model(ModelSpec(source="gpt2"), seq_len=2048)
 
 
 def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch):
@@ -199,7 +200,7 @@ def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch)
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    model = ModelSpec(source="mine:factory").build(seq_len=16)
+    model = build_model(ModelSpec(source="mine:factory"), seq_len=16)
     assert model.blocks == ("body.0", "body.1", "body.2")
     with pytest.raises(ModelError, match="no token embedding to feed"):
         model.make_batch(1, 4, torch.device("cpu"))
@@ -212,7 +213,7 @@ def test_a_configuration_that_transformers_refuses(values, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ModelError, match="transformers cannot build it") as error:
-        ModelSpec(source=str(tmp_path)).build(seq_len=16)
+        build_model(ModelSpec(source=str(tmp_path)), seq_len=16)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
 
@@ -230,7 +231,7 @@ def test_hugging_face_configuration(tmp_path):
         "tie_word_embeddings": False,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = ModelSpec(source=str(tmp_path)).build(seq_len=16)
+    model = build_model(ModelSpec(source=str(tmp_path)), seq_len=16)
     assert model.blocks == ("model.layers.0", "model.layers.1", "model.layers.2")
     # attention 64*64*2 + 64*32*2, ffn 3*64*128, two norms; embedding, head, norm.
     assert sum(p.numel() for p in model.module.parameters()) == 3 * (12_288 + 24_576 + 128) + 2 * 6_400 + 64

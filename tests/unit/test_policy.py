@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fsdp2prof.errors import InputError, ModelError
-from fsdp2prof.estimators.hardware import HARDWARE, HardwareSpec
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.specs import load_config, make_spec
+from fsdp2prof.estimators.spec.hardware import HARDWARE, HardwareSpec
+from fsdp2prof.estimators.spec.inputs import load_config, make_spec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 
 def test_dtypes_have_short_names():

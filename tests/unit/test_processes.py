@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2prof import worker_processes as processes
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers import processes
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.readers.processes import Task, map_in_processes, usable_cores
 from fsdp2prof.units import parse_bytes
+from fsdp2prof.worker_processes import Task, map_in_processes, usable_cores
 
 
 @pytest.fixture(params=["fork", "interpreter"], autouse=True)
@@ -85,7 +85,7 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from fsdp2prof.readers.processes import Task\n"
+        "from fsdp2prof.worker_processes import Task\n"
         f"with Path({str(tmp_path / 'runs')!r}).open('a') as log: log.write('x')\n"
         "print(Task(max, 3, 5).result())\n"
     )

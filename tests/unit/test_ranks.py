@@ -11,8 +11,8 @@ from synthetic import Recording, Schedule, record, transformer
 from synthetic.tables import summary_of
 from synthetic.timeline import Collective, Timeline
 
-from fsdp2prof.analyzers import ranks
-from fsdp2prof.analyzers.rank_summary import RankSummary
+from fsdp2prof.analyzers.ranks import comparison as ranks
+from fsdp2prof.analyzers.ranks.summary import RankSummary
 
 SKEWS = (0, 5_000_123, -72_000_456, 911)
 """Clock errors of four ranks, the first one's taken as the reference."""

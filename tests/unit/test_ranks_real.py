@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.analyzers.pipeline import analyze_trace_path
+from fsdp2prof.workflows.analyze import analyze_trace_path
 
 pytestmark = pytest.mark.real_data
 

@@ -12,9 +12,9 @@ import pytest
 from synthetic import Schedule, record, transformer, write
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.steps import Window
-from fsdp2prof.analyzers.trace import analyze_rank, merge
+from fsdp2prof.analyzers.trace.analysis import analyze_rank, merge
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import TraceAnalysis
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp2prof.estimators.fake_world import fake_process_group, fsdp_mesh
-from fsdp2prof.estimators.mesh import MeshSpec
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.recorder.describe import describe_tensors
 from fsdp2prof.recorder.roots import Roots
 

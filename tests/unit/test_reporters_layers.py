@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.results import MIB, MS, group, trace_analysis
 
-from fsdp2prof.reporters.layers import fold, fold_names, layer_name, layer_rows
+from fsdp2prof.analyzers.layers import fold_names
+from fsdp2prof.reporters.layers import fold, layer_rows
+from fsdp2prof.vocabulary import layer_name
 
 
 def test_rows_are_means_over_ranks_and_steps() -> None:
@@ -42,7 +44,7 @@ def test_bandwidths_of_folded_rows_add_up_by_time_not_by_mean() -> None:
         ("root1:", "root1:(root)"),
         ("root1:layers.0", "root1:layers.0"),
         ("root1", "root1"),
-        (None, "(unattributed)"),
+        (None, "(no layer)"),
     ],
 )
 def test_roots_have_a_name_for_people(fqn: str | None, name: str) -> None:

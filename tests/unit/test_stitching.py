@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fsdp2prof.estimators.execution import execute
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.reserved import allocator_settings, replay
-from fsdp2prof.estimators.stitching import execute_stitched, growth_between
-from fsdp2prof.estimators.tape import read_tape
+from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.execution.engine import execute
+from fsdp2prof.estimators.execution.stitching import execute_stitched, growth_between
+from fsdp2prof.estimators.execution.tape import read_tape
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.tables import NEVER
 
 POLICY = PolicySpec(seq_len=128)
@@ -36,6 +36,8 @@ def positions(allocations) -> np.ndarray:
             replace(POLICY, ac="full", grad_accum=2, reduce_dtype="bfloat16", offload=True),
             "5 and 6 blocks",
         ),
+        (12, MeshSpec(dp_shard=2), replace(POLICY, optimizer_impl="for-loop"), "5 and 6 blocks"),
+        (12, MeshSpec(dp_shard=2), replace(POLICY, optimizer="adagrad"), "5 and 6 blocks"),
     ],
 )
 def test_a_stitched_execution_equals_the_full_one(

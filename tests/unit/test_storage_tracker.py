@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import record_function
 
-from fsdp2prof.analyzers.memory_usage import allocated_totals
+from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER, MemoryRecording
 

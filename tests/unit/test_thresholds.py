@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.results import memory_analysis, run_summary, trace_analysis
 
-from fsdp2prof.analyzers.thresholds import METRICS, check, parse
+from fsdp2prof.analyzers.fail_on import METRICS, check, parse
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.results import RunAnalysis, TraceAnalysis
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers import trace_cache
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.readers.trace_cache import cache_files, read_trace_cached
 from fsdp2prof.tables import Strings, Trace
+from fsdp2prof.workflows import trace_cache
+from fsdp2prof.workflows.trace_cache import cache_files, read_trace_cached
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import RankManifest, RunInfo
-from fsdp2prof.readers.trace_files import TraceSet, find_traces
+from fsdp2prof.workflows.trace_files import TraceSet, find_traces
 
 
 def trace(path: Path, rank: int | None = None, world_size: int | None = None) -> Path:

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from fsdp2prof.estimators.builtin_models import BUILTIN_MODELS, TransformerConfig
-from fsdp2prof.estimators.mesh import MeshSpec
-from fsdp2prof.estimators.model import ModelSpec
-from fsdp2prof.estimators.parallel_traffic import stage_of
-from fsdp2prof.estimators.policy import PolicySpec
-from fsdp2prof.estimators.training import build_optimizer, shard
+from fsdp2prof.estimators.execution.training import build_optimizer, shard
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.parallel import stage_of
 from fsdp2prof.storage_tracker import StorageTracker
 
 SEQ_LEN, VOCAB, STEPS = 256, 1000, 3
@@ -65,7 +66,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     index = mesh["pp"].get_local_rank()
     how = policy(index, args.micro_batches)
-    model = stage_of(SPEC.build(seq_len=SEQ_LEN), MESH, how)
+    model = stage_of(build_model(SPEC, seq_len=SEQ_LEN), MESH, how)
     shard(model, how, mesh["dp_shard"], None)
     tracker = StorageTracker()
     with tracker:

@@ -1,0 +1,1 @@
+"""What changed from one side to another: time, communication, memory."""

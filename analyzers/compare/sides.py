@@ -1,0 +1,237 @@
+"""``compare``: what changed from one run, trace, recording or estimate to another.
+
+Both sides are results already, measured or predicted, and each part is compared where both sides know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from statistics import median
+
+from fsdp2prof.analyzers.compare.communication import communication_changes, mean
+from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
+from fsdp2prof.errors import InputError
+from fsdp2prof.results import (
+    BreakdownNs,
+    CommEstimate,
+    ComparedInput,
+    Peak,
+    RankPeakChange,
+    RankTrace,
+    RunComparison,
+    RunSummary,
+    SettingChange,
+    TimeChange,
+    TraceAnalysis,
+)
+
+__all__ = ["Side", "compare"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One side: what is known of it, each part absent where it is not."""
+
+    path: str
+    kind: str
+    """As in :class:`ComparedInput`."""
+    trace: TraceAnalysis | None = None
+    communication: CommEstimate | None = None
+    peaks: Mapping[int, Peak] = field(default_factory=dict)
+    """By rank."""
+    run: RunSummary | None = None
+    world_size: int | None = None
+    warnings: Sequence[str] = ()
+
+
+def compare(before: Side, after: Side) -> RunComparison:
+    """Compare two sides in all they share. Raises ``InputError`` if that is nothing."""
+    communication = communication_changes(
+        before.trace or before.communication, after.trace or after.communication
+    )
+    step, breakdown = _times(before.trace, after.trace)
+    unrecorded = _unrecorded_step(before.run, after.run)
+    pairs = _rank_pairs(before.peaks, after.peaks)
+    if step is None and unrecorded is None and communication is None and not pairs:
+        raise InputError(
+            f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
+        )
+    peaks = [_peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
+    peaks.sort(key=lambda row: -row.delta_allocated_bytes)
+    return RunComparison(
+        before=_describe(before),
+        after=_describe(after),
+        settings=_settings(before.run, after.run) if before.run and after.run else [],
+        step=step,
+        breakdown=breakdown,
+        unrecorded_step=unrecorded,
+        communication=communication or [],
+        communication_equal=None if communication is None else all(row.equal for row in communication),
+        peaks=peaks,
+        memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])
+        if peaks
+        else None,
+        warnings=_warnings(before, after),
+    )
+
+
+def _describe(side: Side) -> ComparedInput:
+    durations = [step.duration_ns for rank in _ranks(side.trace) for step in rank.steps]
+    return ComparedInput(
+        path=side.path,
+        kind=side.kind,
+        world_size=side.world_size,
+        traced_ranks=[rank.rank for rank in _ranks(side.trace)],
+        memory_ranks=sorted(side.peaks),
+        steps=len(durations),
+        step_min_ns=min(durations, default=None),
+        step_max_ns=max(durations, default=None),
+    )
+
+
+def _times(
+    before: TraceAnalysis | None, after: TraceAnalysis | None
+) -> tuple[TimeChange | None, list[TimeChange]]:
+    """Return the change of the step and of its parts; none without steps on both sides."""
+    steps = [[step for rank in _ranks(trace) for step in rank.steps] for trace in (before, after)]
+    if not all(steps):
+        return None, []
+    whole = [[step.duration_ns for step in side] for side in steps]
+    parts = [field.name for field in fields(BreakdownNs)]
+    return _time("step", *map(_mean, whole)), [
+        _time(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in steps))
+        for part in parts
+    ]
+
+
+def _unrecorded_step(before: RunSummary | None, after: RunSummary | None) -> TimeChange | None:
+    durations = [
+        [step.duration_ns for rank in run.ranks for step in rank.steps if step.kind == "plain"]
+        for run in (before, after)
+        if run is not None
+    ]
+    if len(durations) < 2 or not all(durations):
+        return None
+    return _time("unrecorded_step", median(durations[0]), median(durations[1]))
+
+
+def _mean(values: Sequence[int]) -> float:
+    return mean(sum(values), len(values))
+
+
+def _time(part: str, before: float, after: float) -> TimeChange:
+    return TimeChange(
+        part=part,
+        before_ns=before,
+        after_ns=after,
+        delta_ns=after - before,
+        delta_frac=(after - before) / before if before else None,
+    )
+
+
+def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:
+    """Pair the ranks that both sides have, else the fullest of each."""
+    if not before or not after:
+        return []
+    shared = sorted(set(before) & set(after))
+    if shared:
+        return [(rank, rank) for rank in shared]
+    fullest = [max(sorted(peaks), key=lambda rank: peaks[rank].allocated_bytes) for peaks in (before, after)]
+    return [(fullest[0], fullest[1])]
+
+
+def _peak_change(before: Peak, after: Peak, before_rank: int, after_rank: int) -> RankPeakChange:
+    reserved = before.reserved_bytes, after.reserved_bytes
+    return RankPeakChange(
+        before_rank=before_rank,
+        after_rank=after_rank,
+        before_allocated_bytes=before.allocated_bytes,
+        after_allocated_bytes=after.allocated_bytes,
+        delta_allocated_bytes=after.allocated_bytes - before.allocated_bytes,
+        before_reserved_bytes=reserved[0],
+        after_reserved_bytes=reserved[1],
+        delta_reserved_bytes=None
+        if reserved[0] is None or reserved[1] is None
+        else reserved[1] - reserved[0],
+    )
+
+
+def _settings(before: RunSummary, after: RunSummary) -> list[SettingChange]:
+    """Return what was set up otherwise: command, libraries, environment, devices, sharding, optimizers."""
+    sides = _setup(before), _setup(after)
+    return [
+        SettingChange(name=name, before=sides[0].get(name), after=sides[1].get(name))
+        for name in {**sides[0], **sides[1]}
+        if sides[0].get(name) != sides[1].get(name)
+    ]
+
+
+def _setup(run: RunSummary) -> dict[str, str]:
+    known = {
+        "command": " ".join(run.command),
+        "world_size": "" if run.world_size is None else str(run.world_size),
+        "device": ", ".join(sorted({rank.device for rank in run.ranks if rank.device})),
+        "optimizer": ", ".join(run.optimizers),
+        **{f"versions.{name}": value for name, value in run.versions.items()},
+        **{f"environment.{name}": value for name, value in run.environment.items()},
+    }
+    several = len({group.root for group in run.shard_groups}) > 1
+    for group in run.shard_groups:
+        name = f"root{group.root}:{group.fqn or '(root)'}" if several else group.fqn or "(root)"
+        known[f"sharding of {name}"] = (
+            f"mesh {group.mesh}; {group.dtype}, gathered as {group.param_dtype or group.dtype}, "
+            f"reduced as {group.reduce_dtype or group.param_dtype or group.dtype}; "
+            f"reshard after forward: {group.reshard_after_forward}{'; offloaded' if group.offload else ''}"
+        )
+    return {name: value for name, value in known.items() if value}
+
+
+def _warnings(before: Side, after: Side) -> list[str]:
+    lines = []
+    for side, other in ((before, after), (after, before)):
+        missing = []
+        if side.trace is None and other.trace is not None:
+            missing.append("times" if side.communication is not None else "times and collectives")
+        if not side.peaks and other.peaks:
+            missing.append("memory")
+        if missing:
+            lines.append(f"{side.path} has {_parts(side)}: {' and '.join(missing)} cannot be compared")
+    worlds = before.world_size, after.world_size
+    if None not in worlds and worlds[0] != worlds[1]:
+        lines.append(f"{worlds[0]} ranks before, {worlds[1]} after: times and bytes are means per rank")
+    devices = [
+        ", ".join(sorted({rank.device_type for rank in _ranks(side.trace)})) for side in (before, after)
+    ]
+    if all(devices) and devices[0] != devices[1]:
+        lines.append(f"{devices[0]} before, {devices[1]} after: their times do not compare")
+    for side, other in ((before, after), (after, before)):
+        if side.kind == "estimate" and side.peaks and _devices(other) == {"cpu"}:
+            lines.append(
+                f"{other.path} ran on a CPU, {side.path} predicts a GPU with its libraries' workspaces "
+                "and the temporaries of its kernels"
+            )
+    named = [f"{side.path}: {text}" for side in (before, after) for text in side.warnings]
+    return list(dict.fromkeys(lines + named))
+
+
+def _devices(side: Side) -> set[str]:
+    recorded = {rank.device for rank in side.run.ranks if rank.device} if side.run else set()
+    return {rank.device_type for rank in _ranks(side.trace)} or recorded
+
+
+def _parts(side: Side) -> str:
+    parts = [
+        name
+        for name, is_there in (
+            ("a trace", side.trace is not None),
+            ("predicted collectives", side.communication is not None),
+            ("memory", bool(side.peaks)),
+        )
+        if is_there
+    ]
+    return " and ".join(parts) or "nothing"
+
+
+def _ranks(trace: TraceAnalysis | None) -> list[RankTrace]:
+    return [] if trace is None else trace.ranks

@@ -1,0 +1,1 @@
+"""What is worth changing in a step, with its evidence."""

@@ -1,0 +1,356 @@
+"""Findings about FSDP's collectives: late, queued, slow, too small, too large, in a wide type, needless."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, layer_name
+from fsdp2prof.results import Finding, GroupRow, LateCause, PrefetchRow
+from fsdp2prof.units import format_bytes, format_frac
+
+__all__ = ["find"]
+
+_HALF = ("bfloat16", "float16")
+
+
+def find(evidence: Evidence) -> list[Finding]:
+    """Return the findings about collectives; on a CPU, only that they block in line."""
+    if not evidence.on_device:
+        return _in_line(evidence)
+    return [
+        *_communication_bound(evidence),
+        *_late(evidence),
+        *_wrapped_too_fine(evidence),
+        *_wrapped_too_coarse(evidence),
+        *_resharded_needlessly(evidence),
+        *_root_kept(evidence),
+        *_reduced_in_fp32(evidence),
+        *_exposed_all_reduce(evidence),
+        *_outside_fsdp(evidence),
+    ]
+
+
+def _in_line(evidence: Evidence) -> list[Finding]:
+    exposed = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
+    message = (
+        "On a CPU, FSDP2's collectives block the thread that calls them, so communication is hardly ever "
+        f"hidden: {evidence.per_step(exposed)}. That is how gloo works, not a fault of the model; judge "
+        "overlap on a GPU."
+    )
+    return evidence.finding("cpu_collectives_in_line", None, exposed, message, severity="info")
+
+
+def _communication_bound(evidence: Evidence) -> list[Finding]:
+    ranks = evidence.analysis.ranks
+    waiting = sum(evidence.analysis.cross_rank.wait_ns.values())
+    total = sum(rank.communication.total_ns for rank in ranks) - waiting
+    compute = sum(step.breakdown_ns.compute for rank in ranks for step in rank.steps)
+    if total <= compute:
+        return []
+    message = (
+        f"Communication takes longer than compute ({evidence.per_step(total)} against "
+        f"{evidence.per_step(compute)}), so no schedule can hide it all. Do more work per gathered "
+        "parameter (larger batch, gradient accumulation without sync) or send less (smaller dtypes, shard "
+        "over fewer ranks with HSDP)."
+    )
+    exposed = sum(rank.communication.exposed_ns for rank in ranks)
+    return evidence.finding(
+        "communication_bound", None, min(exposed, total), message, communication_ns=total, compute_ns=compute
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Lateness:
+    """What to say about one cause of stalls."""
+
+    name: str
+    what: str
+    change: str
+
+
+_OWN_COMMUNICATOR = (
+    "Give reductions a communicator of their own: set_separate_reduce_scatter_group() (torch 2.13)."
+)
+
+_LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
+    ("all_gather", "any", "launch"): _Lateness(
+        "all_gather_launched_late",
+        "are launched too late to be there when their layer needs them",
+        "Prefetch further ahead (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch) and "
+        "keep host work and synchronisation out of the way.",
+    ),
+    ("all_gather", "forward", "communicator"): _Lateness(
+        "all_gathers_back_to_back",
+        "follow one another without a pause, because gathering a layer takes longer than computing one",
+        "Do more work per gathered parameter (larger batch), gather in a smaller dtype, or shard over "
+        "fewer ranks.",
+    ),
+    ("all_gather", "backward", "communicator"): _Lateness(
+        "all_gather_queued",
+        "are launched in time but queue behind other collectives of their process group (all-gather and "
+        "reduce-scatter share one)",
+        _OWN_COMMUNICATOR,
+    ),
+    ("all_gather", "any", "stream"): _Lateness(
+        "all_gather_behind_stream",
+        "are launched in time but wait for earlier work on the streams they use: the previous layer's "
+        "copy-out, or all compute before them with unshard_async_op",
+        "Prefetch explicitly (set_modules_to_forward_prefetch, set_modules_to_backward_prefetch).",
+    ),
+    ("all_gather", "any", "transfer"): _Lateness(
+        "slow_transfer",
+        "take longer than the median of their size",
+        "Look at the links of the ranks involved, and at traffic that shares them.",
+    ),
+    ("reduce_scatter", "any", "communicator"): _Lateness(
+        "reduce_scatter_queued", "queue behind all-gathers of their process group", _OWN_COMMUNICATOR
+    ),
+    ("reduce_scatter", "any", "transfer"): _Lateness(
+        "slow_transfer",
+        "take longer than the median of their size",
+        "Look at the links of the ranks involved, and at traffic that shares them.",
+    ),
+    ("reduce_scatter", "any", "launch"): _Lateness(
+        "reduce_scatter_too_long",
+        "outlast the backward of the next layer, which has to wait for their buffer",
+        "Let more of them be in flight with set_reduce_scatter_max_input_buffers() (torch 2.13), at the "
+        "cost of their memory, or reduce in a smaller dtype.",
+    ),
+}
+
+
+def _late(evidence: Evidence) -> list[Finding]:
+    """Judge stalls by operation, phase and cause; the first gathers of a step have nothing to hide behind."""
+    kinds: dict[tuple[str, str, LateCause], list[PrefetchRow]] = defaultdict(list)
+    unavoidable = _first_and_last(evidence)
+    for row in evidence.analysis.prefetch:
+        if row.fqn is None or (row.rank, row.step, row.op, row.phase, row.fqn) in unavoidable:
+            continue
+        for cause in row.late_ns:
+            kinds[row.op, row.phase, cause].append(row)
+    found = []
+    for (op, phase, cause), rows in kinds.items():
+        lateness = _LATENESS.get((op, phase, cause), _LATENESS.get((op, "any", cause)))
+        if lateness is None:
+            continue
+        layers = by_layer(rows, lambda row, cause=cause: row.late_ns.get(cause, 0))  # type: ignore[misc]
+        cost = sum(late for _, late in layers)
+        worst, most = layers[0]
+        many = len(layers) > 1
+        whose = f"{len(layers)} layers" if many else layer_name(worst)
+        detail = f", most for {layer_name(worst)} ({evidence.per_step(most)})" if many else ""
+        message = (
+            f"{op.replace('_', '-').capitalize()}s of {whose} in {phase} {lateness.what}: the compute "
+            f"stream waits {evidence.per_step(cost)}{detail}. {lateness.change}"
+        )
+        found += evidence.finding(
+            lateness.name,
+            worst,
+            cost,
+            message,
+            op=op,
+            phase=phase,
+            layers={layer or "": late // evidence.rank_steps for layer, late in layers[:5]},
+        )
+    return found
+
+
+def _first_and_last(evidence: Evidence) -> set[tuple[int, int, str, str, str | None]]:
+    """The first all-gather and the last reduce-scatter of each step: nothing runs that could hide them."""
+    first: dict[tuple[int, int], GroupRow] = {}
+    last: dict[tuple[int, int], GroupRow] = {}
+    for row in evidence.all_gathers:
+        first.setdefault((row.rank, row.step), row)
+    for row in evidence.reduce_scatters:
+        last[row.rank, row.step] = row
+    return {(row.rank, row.step, row.op, row.phase, row.fqn) for row in [*first.values(), *last.values()]}
+
+
+def _wrapped_too_fine(evidence: Evidence) -> list[Finding]:
+    limits = evidence.thresholds
+    slow = {
+        (row.op, row.process_group, row.dtype, row.payload_bytes): row
+        for row in evidence.analysis.bandwidth
+        if row.payload_bytes < limits.small_payload_bytes
+        and min(row.of_best_frac or 1.0, row.of_peak_frac or 1.0) < limits.knee_frac
+    }
+    rows = [
+        row
+        for row in [*evidence.all_gathers, *evidence.reduce_scatters]
+        if row.payload_bytes is not None
+        and (row.op, row.process_group, row.dtype, row.payload_bytes // row.count) in slow
+    ]
+    count = sum(row.count for row in rows)
+    if count < limits.small_count * evidence.rank_steps:
+        return []
+    cost = sum(row.exposed_ns for row in rows)
+    payload = sum(row.payload_bytes or 0 for row in rows) // count
+    message = (
+        f"{count // evidence.rank_steps} collectives a step carry only {format_bytes(payload)} on average "
+        f"and run below {format_frac(limits.knee_frac)} of the bandwidth that larger ones reach; they are "
+        f"exposed for {evidence.per_step(cost)}. Apply fully_shard to larger modules, or to several "
+        "together: fully_shard([a, b])."
+    )
+    return evidence.finding(
+        "wrapping_too_fine",
+        None,
+        cost,
+        message,
+        collectives_per_step=count // evidence.rank_steps,
+        mean_payload_bytes=payload,
+        layers=sorted({row.fqn or "" for row in rows})[:5],
+    )
+
+
+def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
+    shares = _payload_shares(evidence)
+    if not shares:
+        return []
+    fqn, (payload, share) = max(shares.items(), key=lambda item: item[1][1])
+    if share < evidence.thresholds.coarse_frac:
+        return []
+    cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
+    message = (
+        f"One all-gather, of {layer_name(fqn)}, brings {format_frac(share)} of all parameters "
+        f"({format_bytes(payload)}) at once; nothing can run before it ends, and {evidence.per_step(cost)} "
+        "of it is exposed. Apply fully_shard to the blocks inside before the module around them."
+    )
+    return evidence.finding(
+        "wrapping_too_coarse", fqn, cost, message, payload_bytes=payload, share_frac=share
+    )
+
+
+def _payload_shares(evidence: Evidence) -> dict[str, tuple[int, float]]:
+    """Layer -> payload of one forward all-gather and its share of all layers'."""
+    payloads: dict[str, int] = {}
+    for row in evidence.all_gathers:
+        if row.phase == "forward" and row.payload_bytes is not None and row.fqn is not None:
+            payloads.setdefault(row.fqn, row.payload_bytes // row.count)
+    total = sum(payloads.values())
+    return {fqn: (payload, payload / total) for fqn, payload in payloads.items()} if total else {}
+
+
+def _resharded_needlessly(evidence: Evidence) -> list[Finding]:
+    """A layer whose forward ends last, or the root, gathered again as soon as backward begins."""
+    costs: dict[str, int] = defaultdict(int)
+    for rows in _by_rank_step(evidence.all_gathers).values():
+        forward = [row for row in rows if row.phase == "forward"]
+        backward = [row for row in rows if row.phase == "backward"]
+        inner = [row for row in backward if not _is_root(row.fqn)]
+        for row in backward:
+            again = forward and inner and row is inner[0] and row.fqn == forward[-1].fqn
+            if row.fqn is not None and (again or _is_root(row.fqn)):
+                costs[row.fqn] += max(row.exposed_ns, row.stall_ns or 0)
+    found = []
+    for fqn, cost in costs.items():
+        message = (
+            f"{layer_name(fqn)} is resharded at the end of forward only to be gathered again as backward "
+            f"begins: {evidence.per_step(cost)} of waiting. Keep it: reshard_after_forward=False."
+        )
+        found += evidence.finding("resharded_needlessly", fqn, cost, message[0].upper() + message[1:])
+    return found
+
+
+def _by_rank_step(rows: list[GroupRow]) -> dict[tuple[int, int], list[GroupRow]]:
+    grouped: dict[tuple[int, int], list[GroupRow]] = defaultdict(list)
+    for row in rows:
+        grouped[row.rank, row.step].append(row)
+    return grouped
+
+
+def _root_kept(evidence: Evidence) -> list[Finding]:
+    """The root keeps its parameters from forward to the end of backward: of note if they are many."""
+    gathered_again = {row.fqn for row in evidence.all_gathers if row.phase == "backward"}
+    shares = _payload_shares(evidence)
+    found = []
+    for fqn, (payload, share) in shares.items():
+        if not _is_root(fqn) or fqn in gathered_again or len(shares) == 1:
+            continue
+        limits = evidence.thresholds
+        if share >= limits.root_frac and payload >= limits.root_payload_bytes:
+            message = (
+                f"The root holds {format_frac(share)} of all parameters and keeps them unsharded "
+                f"({format_bytes(payload)}) from its forward to the end of backward, which is FSDP2's "
+                "default. If memory is short, apply fully_shard to its large children (embedding, head) as "
+                "well."
+            )
+            found.append(
+                Finding(
+                    id="root_not_resharded",
+                    severity="info",
+                    fqn=fqn,
+                    message=message,
+                    evidence={"payload_bytes": payload, "share_frac": share},
+                )
+            )
+    return found
+
+
+def _is_root(fqn: str | None) -> bool:
+    return fqn is not None and fqn.rpartition(":")[2] == ""
+
+
+def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
+    half = {row.fqn for row in evidence.all_gathers if row.dtype in _HALF}
+    wide = [row for row in evidence.reduce_scatters if row.dtype == "float32" and row.fqn in half]
+    gathers = sum(row.total_ns for row in evidence.all_gathers) - _waited(evidence, "all_gather")
+    if sum(row.total_ns for row in wide) - _waited(evidence, "reduce_scatter") < gathers:
+        return []
+    cost = sum(row.exposed_ns for row in wide) - _for_peers(evidence, "reduce_scatter")
+    message = (
+        "Gradients are reduced in float32 while parameters are gathered in half precision: reduce-scatter "
+        f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed. "
+        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) halves its bytes, if training stays stable with "
+        "it."
+    )
+    worst = by_layer(wide, lambda row: row.exposed_ns)
+    return evidence.finding("reduce_in_float32", worst[0][0] if worst else None, cost, message)
+
+
+def _waited(evidence: Evidence, op: str) -> int:
+    """Time that ranks waited for one another in one kind of collective."""
+    return sum(row.wait_ns for row in evidence.analysis.cross_rank.groups if row.op == op)
+
+
+def _for_peers(evidence: Evidence, op: str) -> int:
+    """Stalls that end late because a rank came late: a straggler's fault, not the collective's."""
+    return sum(row.late_ns.get("peer", 0) for row in evidence.analysis.prefetch if row.op == op)
+
+
+def _exposed_all_reduce(evidence: Evidence) -> list[Finding]:
+    rows = [row for row in evidence.analysis.groups if row.op == "all_reduce" and row.fqn is not None]
+    cost = sum(row.exposed_ns for row in rows) - _for_peers(evidence, "all_reduce")
+    message = (
+        f"The all-reduce between HSDP replicas is exposed for {evidence.per_step(cost)}. Use fewer replicas "
+        "(larger shard dimension), reduce in a smaller dtype, or accumulate gradients with "
+        "set_requires_all_reduce(False) on all but the last micro-batch."
+    )
+    worst = by_layer(rows, lambda row: row.exposed_ns)
+    return evidence.finding("all_reduce_exposed", worst[0][0] if worst else None, cost, message)
+
+
+def _outside_fsdp(evidence: Evidence) -> list[Finding]:
+    if not evidence.has_layers or "its launch is not in the file" in (
+        evidence.analysis.attribution.unattributed_reasons
+    ):
+        return []
+    found = []
+    outside = [row for row in evidence.analysis.groups if row.fqn is None]
+    for op in dict.fromkeys(row.op for row in outside):
+        rows = [row for row in outside if row.op == op]
+        cost = sum(row.exposed_ns for row in rows)
+        count = sum(row.count for row in rows) / evidence.rank_steps
+        phases = ", ".join(dict.fromkeys(row.phase for row in rows))
+        reason = {
+            "all_gather": "full_tensor(), a state dict or another parallelism gathers there; keep it out "
+            "of the step",
+            "all_reduce": "gradient clipping, metrics or another parallelism reduces there; log less "
+            "often, and keep metrics on the device",
+        }.get(op, "another parallelism or your own code communicates there")
+        message = (
+            f"{count:.3g} {op.replace('_', '-')}s a step ({phases}) are not FSDP's and are exposed for "
+            f"{evidence.per_step(cost)}: {reason}."
+        )
+        found += evidence.finding(f"{op}_outside_fsdp", None, cost, message, per_step=count, phases=phases)
+    return found

@@ -1,0 +1,1 @@
+"""Critical path, launch statistics, idle causes and trace diff by HolisticTraceAnalysis."""

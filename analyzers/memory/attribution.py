@@ -1,0 +1,160 @@
+"""Allocation -> (step, phase, module, activity), and the same for the moment it was freed.
+
+In order of trust: the tag that the recorder set on the allocation itself, else the join of its host time
+to the phases built from FSDP's labels, else its stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.phases import build_phases
+from fsdp2prof.labels import parse_label
+from fsdp2prof.tables import (
+    AllocationTable,
+    BoolArray,
+    IntArray,
+    LabelTable,
+    MemoryRecording,
+    PhaseTable,
+    Stacks,
+    StepTable,
+    Strings,
+    concat_strings,
+    concat_tables,
+)
+from fsdp2prof.vocabulary import ACTIVITIES, PHASES
+
+__all__ = ["Attributed", "attribute"]
+
+_PHASES = tuple(PHASES)
+_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
+_MODULE = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:_call_impl")
+_BACKWARD = re.compile(r"torch::autograd::Engine::|torch[/\\]autograd[/\\]graph\.py:\d+:_engine_run_backward")
+_TAG = re.compile(
+    rf"step=(?P<step>-?\d{{1,18}});phase=(?P<phase>{'|'.join(PHASES)});"
+    rf"activity=(?P<activity>{'|'.join(ACTIVITIES)});fqn=(?P<fqn>.*)",
+    re.DOTALL,
+)
+"""What the recorder writes into ``user_metadata``."""
+_RECOMPUTE = re.compile(r"torch[/\\]utils[/\\]checkpoint\.py:\d+:(?:recompute_fn|unpack_hook|backward)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attributed:
+    """Allocations with step, phase, fqn and activity filled in, and what they were joined to."""
+
+    allocations: AllocationTable
+    phases: PhaseTable
+    """Phases of the one thread that allocates; empty without labels."""
+    alloc_row: IntArray
+    """Row of ``phases`` each allocation was made in; -1 outside every one."""
+    free_row: IntArray
+    """Row of ``phases`` each allocation was freed in; -1 outside every one or alive."""
+    recomputed: BoolArray
+    """Allocations made by a forward that activation checkpointing runs again."""
+
+    def freed_in(self, activities: tuple[str, ...]) -> BoolArray:
+        """Mask of the allocations freed in a backward row with one of these activities."""
+        wanted = self.phases.activity.matches(lambda name: name in activities)
+        wanted &= self.phases.phase.equals("backward")
+        return np.append(wanted, False)[self.free_row]
+
+
+def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> Attributed:
+    """Attribute every allocation; ``steps`` are on its clock, ``roots`` as in ``build_phases``."""
+    allocations = recording.allocations
+    phases = _memory_phases(recording, steps, roots)
+    alloc_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.alloc_ns)
+    free_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.free_ns)
+    step = np.append(phases.step, -1)[alloc_row]
+    in_step = intervals.containing(steps.start_ns, steps.end_ns, allocations.alloc_ns)
+    stacks = _StackKinds(recording.stacks)
+    return Attributed(
+        allocations=_with_tags(
+            allocations.with_columns(
+                step=np.where(step < 0, np.append(steps.step, -1)[in_step], step),
+                phase=_either(alloc_row >= 0, phases.phase.select(alloc_row), stacks.phase(allocations)),
+                fqn=phases.fqn.select(alloc_row),
+                activity=phases.activity.select(alloc_row),
+            )
+        ),
+        phases=phases,
+        alloc_row=alloc_row,
+        free_row=free_row,
+        recomputed=stacks.matching(allocations, _RECOMPUTE),
+    )
+
+
+def _with_tags(allocations: AllocationTable) -> AllocationTable:
+    """Let the recorder's tags overrule the join; what others wrote there says nothing."""
+    parsed = [*(_TAG.fullmatch(tag) for tag in allocations.tag.values), None]
+    rows = allocations.tag.codes
+    known = np.array([match is not None for match in parsed])[rows]
+    step = np.array([-1 if match is None else int(match["step"]) for match in parsed], dtype=np.int64)[rows]
+
+    def tagged(part: str, only: Collection[str] = PHASES) -> Strings:
+        texts = [match[part] if match is not None and match["phase"] in only else None for match in parsed]
+        return Strings.intern(texts).take(rows)
+
+    return allocations.with_columns(
+        step=np.where(known, step, allocations.step),
+        phase=_either(known, tagged("phase"), allocations.phase),
+        fqn=_either(known, tagged("fqn", ("forward", "backward")), allocations.fqn),
+        activity=_either(known, tagged("activity"), allocations.activity),
+    )
+
+
+def _either(choose: BoolArray, chosen: Strings, otherwise: Strings) -> Strings:
+    """Take each row of one column or of the other."""
+    joined = concat_strings([chosen, otherwise])
+    first, second = np.split(joined.codes, 2)
+    return Strings(np.where(choose, first, second), joined.values)
+
+
+def _memory_phases(recording: MemoryRecording, steps: StepTable, roots: int) -> PhaseTable:
+    """Build the phases and carry the last one on to the end of the history.
+
+    A run that dies between two labels has no label after the work it died in. A backward label one
+    nanosecond after the end closes whatever was open there, and is dropped again.
+    """
+    labels, end = recording.labels, recording.end_ns
+    if not any(parse_label(name) is not None for name in labels.name.values):
+        return build_phases(labels, steps, roots)
+    closing = LabelTable(
+        thread=labels.thread[-1:],
+        start_ns=np.array([end + 1], dtype=np.int64),
+        end_ns=np.array([end + 2], dtype=np.int64),
+        name=Strings.full(1, "FSDP::root_post_backward_callback"),
+    )
+    ended = labels.with_columns(end_ns=np.minimum(labels.end_ns, end + 1))
+    phases = build_phases(concat_tables([ended, closing]), steps, roots)
+    return phases.take(phases.start_ns <= end)
+
+
+class _StackKinds:
+    """What a stack alone says about an allocation, decided once per distinct frame."""
+
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._stack_of_frame = np.repeat(np.arange(len(stacks)), np.diff(stacks.offsets))
+
+    def matching(self, allocations: AllocationTable, pattern: re.Pattern[str]) -> BoolArray:
+        """Mask of the allocations that have a frame like ``pattern`` in their stack."""
+        hit = self._stacks.frames.matches(lambda frame: pattern.search(frame) is not None)
+        found = np.zeros(len(self._stacks) + 1, dtype=np.bool_)
+        found[self._stack_of_frame[hit]] = True
+        return found[allocations.stack]
+
+    def phase(self, allocations: AllocationTable) -> Strings:
+        """Phase of each allocation from its stack; ``other`` without one."""
+        code = np.full(len(allocations), _PHASES.index("other"), dtype=np.int32)
+        code[self.matching(allocations, _MODULE)] = _PHASES.index("forward")
+        code[self.matching(allocations, _OPTIMIZER)] = _PHASES.index("optimizer")
+        code[self.matching(allocations, _BACKWARD)] = _PHASES.index("backward")
+        return Strings(code, _PHASES)

@@ -1,0 +1,176 @@
+"""What every allocation holds: the categories of :data:`fsdp2prof.vocabulary.CATEGORIES`.
+
+The rules follow what FSDP2 allocates where (torch 2.13), in order; the first that holds decides:
+
+==========================================  ==========================================================
+known address                               what the manifest says: parameters, gradients, optimizer state
+in ``all_gather``                           all_gather_buffer (the cast copy and the gathered output)
+in ``copy_out``                             unsharded_parameter; temporary if freed in the same range
+in ``post_forward`` (reshard to int k)      unsharded_parameter (the part this rank keeps)
+in ``post_backward_reduce``                 sharded_gradient if it outlives the backward, else
+                                            reduce_scatter_buffer
+in ``post_backward_accumulate``             unsharded_gradient; so in ``post_backward_reshard`` without sync
+in ``inputs_to_device``                     input
+in the optimizer                            optimizer_state if it outlives the step, else temporary
+elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
+                                            accumulated or outliving the backward; else temporary
+in forward                                  activation if alive when the backward begins, else temporary
+outside of everything                       input if a forward begins in its life; activation if a backward
+                                            does (no label tells its forward); else temporary
+no time known, no address known             unattributed, unless sizes prove what it is
+                                            (:mod:`fsdp2prof.analyzers.memory.shards`)
+==========================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdp2prof.analyzers.memory.attribution import Attributed
+from fsdp2prof.analyzers.memory.shards import place_shards
+from fsdp2prof.labels import qualified_fqn
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.tables import GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.vocabulary import CATEGORIES
+
+__all__ = ["categorize"]
+
+_CATEGORIES = tuple(CATEGORIES)
+
+
+def categorize(attributed: Attributed, manifest: RankManifest | None, end_ns: int) -> AllocationTable:
+    """Return the allocations with category, and with the fqn of the storages the manifest knows.
+
+    ``end_ns`` is the end of the history: work that was cut short there counts by where it was cut.
+    """
+    allocations = attributed.allocations
+    rules = _Rules(allocations)
+    fqn = allocations.fqn
+    if manifest is not None:
+        fqn = _known_storages(rules, allocations, manifest)
+    _fsdp_rules(rules, attributed, end_ns)
+    _lifetime_rules(rules, attributed)
+    allocations = allocations.with_columns(category=rules.column(), fqn=fqn)
+    return place_shards(allocations, attributed) if manifest is None else allocations
+
+
+class _Rules:
+    """Category codes, each set once: the first rule that holds decides."""
+
+    def __init__(self, allocations: AllocationTable) -> None:
+        self._codes = np.full(len(allocations), -1, dtype=np.int32)
+
+    def put(self, category: str, rows: BoolArray) -> None:
+        """Give a category to the rows that have none yet."""
+        self._codes[rows & (self._codes < 0)] = _CATEGORIES.index(category)
+
+    def column(self) -> Strings:
+        """Return the column; rows without a category are unattributed."""
+        codes = np.where(self._codes < 0, _CATEGORIES.index("unattributed"), self._codes)
+        return Strings(codes.astype(np.int32), _CATEGORIES)
+
+
+def _known_storages(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> Strings:
+    """Apply the manifest's addresses; return the fqn column with the owners of the storages.
+
+    An address names a storage of the beginning, or one of the end if its size agrees too. Of several at one
+    address, the first listed is of the beginning.
+    """
+    known: dict[int, list[tuple[int | None, str, str]]] = {}
+    for tensor in manifest.tensors:
+        owner = qualified_fqn(tensor.fqn, tensor.root, manifest.root_count)
+        known.setdefault(tensor.address, []).append((tensor.nbytes, tensor.category, owner))
+    for group in manifest.param_groups:
+        for parameter in group.parameters:
+            if parameter.address is not None and parameter.address not in known:
+                owner = qualified_fqn(group.fqn, group.root, manifest.root_count)
+                known[parameter.address] = [(None, "sharded_parameter", owner)]
+    fqn = allocations.fqn.to_list()
+    first = allocations.alloc_order < 0
+    candidate = np.flatnonzero(first | (allocations.free_order == NEVER))
+    rows: dict[str, list[int]] = {}
+    for row in candidate.tolist():
+        listed = known.get(int(allocations.address[row]), [])
+        fitting = [one for one in listed if one[0] == int(allocations.size[row])]
+        if first[row] and listed:
+            _, category, fqn[row] = (fitting or listed)[0]
+        elif fitting:
+            _, category, fqn[row] = fitting[-1]
+        else:
+            continue
+        rows.setdefault(category, []).append(row)
+    for category, chosen in rows.items():
+        mask = np.zeros(len(allocations), dtype=np.bool_)
+        mask[chosen] = True
+        rules.put(category, mask)
+    return Strings.intern(fqn)
+
+
+def _fsdp_rules(rules: _Rules, attributed: Attributed, end_ns: int) -> None:
+    """Allocations that FSDP makes itself, by the label they are made in."""
+    allocations, phases = attributed.allocations, attributed.phases
+    doing = {
+        name: allocations.activity.equals(name)
+        for name in ("all_gather", "copy_out", "reshard", "reduce", "accumulate", "inputs_to_device")
+    }
+    at_once = attributed.alloc_row == attributed.free_row
+    rules.put("all_gather_buffer", doing["all_gather"])
+    rules.put("temporary", doing["copy_out"] & at_once)
+    rules.put("unsharded_gradient", doing["reshard"] & allocations.phase.equals("backward"))
+    rules.put("unsharded_parameter", doing["copy_out"] | doing["reshard"])
+    # FSDP drops its last buffers right after the backward; what lives on into other work is a gradient.
+    backward = allocations.phase.equals("backward")
+    begins = phases.start_ns[phases.phase.matches(lambda name: name in ("forward", "optimizer"))]
+    known = allocations.alloc_order >= 0
+    kept = _outlives(allocations, known & ~backward) | (
+        allocations.free_ns >= _next_time(begins, allocations.alloc_ns, end_ns)
+    )
+    # Where the history ends inside the backward nothing has had the time to live on. Then the gradient is
+    # what came last in its range, after the reduce-scatter's input.
+    done = _next_time(phases.end_ns[phases.activity.equals("final_wait")], allocations.alloc_ns, NEVER)
+    cut_short = (allocations.free_order == NEVER) & (done == NEVER)
+    backend = allocations.op.matches(lambda name: name.startswith(GIVEN))  # gloo frees when it likes
+    rules.put("reduce_scatter_buffer", doing["reduce"] & backend)
+    rules.put("sharded_gradient", doing["reduce"] & np.where(cut_short, _last_of_row(attributed), kept))
+    rules.put("reduce_scatter_buffer", doing["reduce"])
+    rules.put("unsharded_gradient", doing["accumulate"])
+    rules.put("input", doing["inputs_to_device"])
+    rules.put("activation", backward & attributed.recomputed)
+    reduced = attributed.freed_in(("reduce", "accumulate", "reshard"))
+    rules.put("unsharded_gradient", backward & (reduced | (kept & ~cut_short)) & (attributed.alloc_row >= 0))
+
+
+def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
+    """Allocations of the model, the loss and the training loop, by what they live to see."""
+    allocations = attributed.allocations
+    known = allocations.alloc_order >= 0
+    phase = {name: known & allocations.phase.equals(name) for name in ("forward", "backward", "optimizer")}
+    rules.put("optimizer_state", phase["optimizer"] & _outlives(allocations, known & ~phase["optimizer"]))
+    rules.put("temporary", phase["optimizer"])
+    rules.put("activation", phase["forward"] & _outlives(allocations, phase["backward"]))
+    rules.put("temporary", phase["forward"] | phase["backward"])
+    if len(attributed.phases):
+        rules.put("input", known & _outlives(allocations, phase["forward"]))
+        rules.put("activation", known & _outlives(allocations, phase["backward"]))
+        rules.put("temporary", known & (allocations.free_order != NEVER))
+
+
+def _outlives(allocations: AllocationTable, events: BoolArray) -> BoolArray:
+    """Mask of the allocations still alive at the next of the allocations ``events``, or at the very end."""
+    orders = np.append(np.sort(allocations.alloc_order[events]), NEVER - 1)
+    following = orders[np.searchsorted(orders[:-1], allocations.alloc_order, side="right")]
+    return np.asarray(allocations.free_order > following)
+
+
+def _next_time(times: IntArray, after: IntArray, missing: int) -> IntArray:
+    """Return the first of ``times`` not before each time; ``missing`` where there is none."""
+    ordered = np.append(np.sort(times), missing)
+    return np.asarray(ordered[np.searchsorted(ordered[:-1], after)], dtype=np.int64)
+
+
+def _last_of_row(attributed: Attributed) -> BoolArray:
+    """Mask of the allocations that no other one of the same phase row follows."""
+    row = attributed.alloc_row
+    last = np.full(len(attributed.phases) + 1, -1, dtype=np.int64)
+    np.maximum.at(last, row, np.arange(len(row)))
+    return np.asarray((row >= 0) & (last[row] == np.arange(len(row))))

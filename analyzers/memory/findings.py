@@ -1,0 +1,309 @@
+"""What to look at in a memory analysis: FSDP2's habits, leaks, fragmentation, ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdp2prof.analyzers.memory.leaks import Leak, find_leaks
+from fsdp2prof.analyzers.memory.out_of_memory import in_loss
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.usage import live_at, running_total
+from fsdp2prof.labels import is_root
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.results import Finding, Peak, RankMemory, Severity
+from fsdp2prof.tables import NEVER
+from fsdp2prof.units import format_bytes, format_frac
+
+__all__ = ["rank_findings", "rank_imbalance"]
+
+_NOTABLE, _LARGE = 0.05, 0.15
+"""Shares of the peak from which something is worth a finding, and a medium one."""
+_IMBALANCE = 0.05
+
+
+def rank_findings(
+    view: PreparedRecording, result: RankMemory, manifest: RankManifest | None
+) -> list[Finding]:
+    """Return the findings of one rank."""
+    leaks = find_leaks(view.allocations, view.steps, view.recording.stacks)
+    found = [
+        _out_of_memory(result),
+        *_unsharded_together(result.peak),
+        _unsharded_gradients(view),
+        _fp32_logits(view),
+        _optimizer_first_step(view),
+        _held_across_streams(view),
+        _gradients_kept(view),
+        _fragmented(result),
+        *(_leaking(result.rank, leak) for leak in leaks),
+        _unattributed(view, result.peak, described=manifest is not None and bool(manifest.tensors)),
+        _truncated(result),
+    ]
+    return [finding for finding in found if finding is not None]
+
+
+def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
+    """Return a finding if the ranks' peaks differ by more than 5%: the fullest decides what fits."""
+    if len({result.rank for result in results}) < 2:
+        return None
+    fullest = max(results, key=lambda result: result.peak.allocated_bytes)
+    emptiest = min(results, key=lambda result: result.peak.allocated_bytes)
+    high, low = fullest.peak.allocated_bytes, emptiest.peak.allocated_bytes
+    if high - low <= _IMBALANCE * high:
+        return None
+    return Finding(
+        id="rank_imbalance",
+        severity="medium",
+        fqn=None,
+        message=f"Rank {fullest.rank} peaks at {format_bytes(high)}, "
+        f"rank {emptiest.rank} at {format_bytes(low)}: balance the batches, or look for uneven shards "
+        "and work that only one rank does.",
+        evidence={"ranks": {str(result.rank): result.peak.allocated_bytes for result in results}},
+    )
+
+
+def _out_of_memory(result: RankMemory) -> Finding | None:
+    oom = result.oom
+    if oom is None:
+        return None
+    enough = [remedy for remedy in oom["remedies"] if remedy["enough"]]
+    fitting = "; ".join(
+        f"{remedy['action'].replace('_', ' ')} ({format_bytes(remedy['saves_bytes'])})" for remedy in enough
+    )
+    missing = (
+        "" if oom["missing_bytes"] is None else f", {format_bytes(oom['missing_bytes'])} more than was free"
+    )
+    return Finding(
+        id="out_of_memory",
+        severity="high",
+        fqn=oom["fqn"],
+        message=f"Rank {result.rank} ran out of memory in {oom['phase']}: {oom['op'] or 'a request'} "
+        f"asked for {format_bytes(oom['requested_bytes'])}{missing}. "
+        + (
+            f"Each of these alone would have let it fit: {fitting}."
+            if enough
+            else "No single change is enough."
+        ),
+        evidence={key: oom[key] for key in ("requested_bytes", "missing_bytes", "remedies")},
+    )
+
+
+def _unsharded_together(peak: Peak) -> list[Finding]:
+    """Groups unsharded at the peak: the root kept so, and others that prefetch or no resharding adds."""
+    held = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
+    found = []
+    for root in [fqn for fqn in held if fqn is not None and is_root(fqn)]:
+        size = held.pop(root)
+        if size > _NOTABLE * peak.allocated_bytes and peak.fqn != root:
+            found.append(
+                Finding(
+                    id="root_kept_unsharded",
+                    severity=_severity(size, peak.allocated_bytes),
+                    fqn=root,
+                    message=f"The root group stays unsharded at the peak ({format_bytes(size)}): usually "
+                    "embedding and head, which nobody wrapped. Wrap them with fully_shard of their own.",
+                    evidence={"bytes": size},
+                )
+            )
+    total = sum(held.values())
+    if len(held) > 1 and total > _NOTABLE * peak.allocated_bytes:
+        names = sorted(str(name) for name in held)
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        why = (
+            "prefetch gathers the next group while this one is in use"
+            if len(held) == 2
+            else "several roots, or groups that reshard_after_forward=False keeps until the backward"
+        )
+        found.append(
+            Finding(
+                id="groups_unsharded_together",
+                severity=_severity(total, peak.allocated_bytes),
+                fqn=None,
+                message=f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): "
+                f"{why}. Smaller groups, or resharding, lower it.",
+                evidence={"bytes": {str(name): size for name, size in held.items()}},
+            )
+        )
+    return found
+
+
+def _unsharded_gradients(view: PreparedRecording) -> Finding | None:
+    """Unsharded gradients that outlive their backward: the next forward begins, and they are still there."""
+    rows, whole = view.allocations, int(view.totals[view.peak_order])
+    forward = np.append(np.sort(rows.alloc_order[rows.phase.equals("forward")]), NEVER - 1)
+    following = forward[np.searchsorted(forward[:-1], rows.alloc_order, side="right")]
+    kept = rows.category.equals("unsharded_gradient") & (rows.free_order > following)
+    kept &= live_at(rows, view.peak_order)
+    size = int(rows.size[kept].sum())
+    if size <= _NOTABLE * whole:
+        return None
+    return Finding(
+        id="unsharded_gradients",
+        severity=_severity(size, whole),
+        fqn=None,
+        message=f"{format_bytes(size)} of unsharded gradients at the peak live on into the next micro-batch: "
+        "without gradient sync they stay for the whole model. Sync every micro-batch, or use fewer of them.",
+        evidence={"bytes": size, "groups": len(np.unique(rows.fqn.codes[kept]))},
+    )
+
+
+def _fp32_logits(view: PreparedRecording) -> Finding | None:
+    """The loss holds a large part of the peak."""
+    live, whole = view.live(view.peak_order), int(view.totals[view.peak_order])
+    loss = in_loss(live, view.recording.stacks)
+    size = int(live.size[loss].sum())
+    if size <= _NOTABLE * whole:
+        return None
+    return Finding(
+        id="logits_in_loss",
+        severity=_severity(size, whole),
+        fqn=None,
+        message=f"The cross-entropy loss holds {format_bytes(size)} at the peak: logits of tokens x "
+        "vocabulary and their fp32 copies. Compute the loss in chunks, or with a fused linear cross-entropy.",
+        evidence={"bytes": size, "blocks": int(loss.sum())},
+    )
+
+
+def _optimizer_first_step(view: PreparedRecording) -> Finding | None:
+    """The optimizer made its states inside the recording: the peak of later steps is higher."""
+    rows = view.allocations
+    states = rows.category.equals("optimizer_state")
+    kept = states & (rows.alloc_order >= 0) & (rows.free_order == NEVER)
+    replaced = int(rows.size[states & (rows.free_order != NEVER)].sum())
+    grown = int(rows.size[kept].sum()) - replaced
+    missing = int(rows.size[kept & (rows.alloc_order > view.peak_order)].sum()) - replaced
+    if grown <= _NOTABLE * int(view.totals[view.peak_order]):
+        return None
+    later = (
+        f" The peak came before {format_bytes(missing)} of them: later steps go that much higher."
+        if missing > 0
+        else ""
+    )
+    return Finding(
+        id="optimizer_first_step",
+        severity="medium" if missing > 0 else "info",
+        fqn=None,
+        message=f"The optimizer made {format_bytes(grown)} of states in its first step.{later}",
+        evidence={"bytes": grown, "after_peak_bytes": missing},
+    )
+
+
+def _held_across_streams(view: PreparedRecording) -> Finding | None:
+    """Blocks that were freed but could not be reused because another stream still read them."""
+    rows = view.allocations
+    # A free that no stream delays is completed by the very next event.
+    waited = rows.take((rows.free_order != NEVER) & (rows.release_order - 1 > rows.free_order))
+    held = running_total(waited.free_order, waited.release_order, waited.size, view.recording.events)
+    most = int(held.max())
+    if most <= _NOTABLE * int(view.totals[view.peak_order]):
+        return None
+    return Finding(
+        id="held_across_streams",
+        severity=_severity(most, int(view.totals[view.peak_order])),
+        fqn=None,
+        message=f"Up to {format_bytes(most)} were freed but still in use by another stream (record_stream): "
+        "the allocator cannot reuse them in time.",
+        evidence={"bytes": most, "blocks": len(waited)},
+    )
+
+
+def _gradients_kept(view: PreparedRecording) -> Finding | None:
+    """Sharded gradients that are alive while a forward runs: they were not set to None."""
+    rows = view.allocations
+    forward = rows.alloc_order[rows.phase.equals("forward") & (rows.alloc_order >= 0)]
+    if not len(forward):
+        return None
+    first = int(forward.min())
+    kept = rows.category.equals("sharded_gradient") & (rows.alloc_order < first) & (rows.free_order > first)
+    size = int(rows.size[kept].sum())
+    if size <= _NOTABLE * int(view.totals[view.peak_order]):
+        return None
+    return Finding(
+        id="gradients_not_none",
+        severity="medium",
+        fqn=None,
+        message=f"Gradients of {format_bytes(size)} live through the forward: call "
+        "zero_grad(set_to_none=True), or accept it if they accumulate over micro-batches.",
+        evidence={"bytes": size},
+    )
+
+
+def _fragmented(result: RankMemory) -> Finding | None:
+    split = result.fragmentation.get("inactive_split_bytes", 0)
+    reserved = result.fragmentation.get("reserved_bytes", 0)
+    if split <= _NOTABLE * reserved or result.fragmentation["expandable_segments"]:
+        return None
+    return Finding(
+        id="fragmentation",
+        severity=_severity(split, reserved),
+        fqn=None,
+        message=f"{format_bytes(split)} ({format_frac(split / reserved)} of the reserved memory) are "
+        "free parts of segments in use: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        evidence={"inactive_split_bytes": split, "reserved_bytes": reserved},
+    )
+
+
+def _leaking(rank: int, leak: Leak) -> Finding:
+    where = leak.op or leak.category
+    return Finding(
+        id="leak",
+        severity="high",
+        fqn=leak.fqn,
+        message=f"Rank {rank} grows by {format_bytes(leak.bytes_per_step)} every step: {where} leaves "
+        "memory that no later step frees. Look for tensors kept in a list, or a loss kept with its graph.",
+        evidence={
+            "bytes_per_step": leak.bytes_per_step,
+            "steps": leak.steps,
+            "category": leak.category,
+            "op": leak.op,
+            "stack": leak.stack,
+        },
+    )
+
+
+def _unattributed(view: PreparedRecording, peak: Peak, *, described: bool) -> Finding | None:
+    """A large part nobody can tell; ``described``: model and optimizer said which tensors are theirs."""
+    unknown = peak.categories["unattributed"]
+    if unknown <= _NOTABLE * peak.allocated_bytes:
+        return None
+    live = view.live(view.peak_order)
+    early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
+    if 2 * early < unknown:
+        why = "mostly made where no label tells the phase, and still there at the end"
+    elif described:
+        why = (
+            "mostly from before the recording began, and neither model, optimizer nor FSDP know it: what the "
+            "training keeps itself (outputs or losses in a list, an EMA copy, a data cache)"
+        )
+    else:
+        why = (
+            "mostly from before the history began, and no manifest names it; fsdp2prof record writes one "
+            "of all parameters, gradients and optimizer states"
+        )
+    return Finding(
+        id="unattributed",
+        severity="info",
+        fqn=None,
+        message=f"{format_bytes(unknown)} ({format_frac(unknown / peak.allocated_bytes)} of the peak) are "
+        f"unattributed: {why}.",
+        evidence={"bytes": unknown, "before_history_bytes": early},
+    )
+
+
+def _truncated(result: RankMemory) -> Finding | None:
+    if not result.truncated:
+        return None
+    return Finding(
+        id="history_truncated",
+        severity="info",
+        fqn=None,
+        message="The history's ring buffer overflowed: what was allocated before its first event has "
+        "no phase here. Raise max_entries.",
+        evidence={},
+    )
+
+
+def _severity(part: int, whole: int) -> Severity:
+    return "medium" if part > _LARGE * whole else "low"

@@ -1,0 +1,196 @@
+"""Kineto's ``[memory]`` events as memory recordings, one per device that has any.
+
+On a GPU they are the caching allocator's own calls and exact. On a CPU they are approximate: buffers that a
+thread without profiler state frees (gloo's workers) never show as freed. Where an address is allocated again
+the missing free is put right before it; the rest cannot be known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdp2prof.analyzers.steps import host_steps
+from fsdp2prof.analyzers.trace.rank_tables import phase_labels
+from fsdp2prof.labels import AUTOGRAD_NODE, parse_label
+from fsdp2prof.tables import (
+    NEVER,
+    AllocationTable,
+    BlockTable,
+    IntArray,
+    LabelTable,
+    MemoryEventTable,
+    MemoryRecording,
+    OomTable,
+    SegmentTable,
+    Stacks,
+    Strings,
+    Trace,
+)
+
+__all__ = ["innermost_operators", "kineto_recordings"]
+
+_HOST = -1
+
+
+def kineto_recordings(trace: Trace) -> list[MemoryRecording]:
+    """Return the recordings of every device in a trace, devices before the host; empty without events."""
+    devices = np.unique(trace.memory.device).tolist()
+    labels = _labels(trace)
+    return [
+        _recording(trace, trace.memory.take(trace.memory.device == device), int(device), labels)
+        for device in sorted(devices, key=lambda device: (device == _HOST, device))
+    ]
+
+
+def _recording(trace: Trace, events: MemoryEventTable, device: int, labels: LabelTable) -> MemoryRecording:
+    allocations, repaired = _allocations(trace, events)
+    warnings = []
+    if device == _HOST:
+        warnings.append(
+            f"{trace.source}: Kineto's CPU memory events are approximate: frees on other threads are missing "
+            f"({repaired} put back where an address was used again); fsdp2prof record counts exactly"
+        )
+    return MemoryRecording(
+        source="kineto",
+        device="cpu" if device == _HOST else f"{trace.device.type}:{device}",
+        allocations=allocations,
+        segments=_segments(events),
+        blocks=BlockTable.empty(),
+        labels=labels,
+        steps=host_steps(trace.labels),
+        stacks=Stacks.empty(),
+        ooms=OomTable.empty(),
+        events=len(events),
+        end_ns=int(events.time_ns[-1]),
+        truncated=False,
+        settings={},
+        warnings=tuple(warnings),
+    )
+
+
+def _allocations(trace: Trace, events: MemoryEventTable) -> tuple[AllocationTable, int]:
+    """Pair allocations with frees by address; return the table and the number of frees that were missing."""
+    order = np.lexsort((np.arange(len(events)), events.address))
+    same = np.append(events.address[order][1:] == events.address[order][:-1], False)[: len(order)]
+    following = np.append(order[1:], NEVER)[: len(order)]
+    preceding = np.concatenate([[-1], order[:-1]])[: len(order)]
+    after_same = np.concatenate([[False], same[:-1]])[: len(order)]
+    born = events.bytes[order] > 0
+    freed = np.where(same, following, NEVER)
+    missing = born & same & (np.append(events.bytes, 0)[np.minimum(freed, len(events))] > 0)
+    # A free whose address was not allocated in sight: that memory was there before.
+    orphan = ~born & ~(after_same & (events.bytes[preceding] > 0))
+    old, new = np.sort(order[orphan]), order[born]
+    by_order = np.argsort(new)
+    new, new_freed = new[by_order], freed[born][by_order]
+    before = int(events.allocated_bytes[0] - events.bytes[0]) if events.allocated_bytes[0] >= 0 else 0
+    rest = before + int(events.bytes[old].sum())  # alive before and never freed in sight: one block
+    unknown = np.array([rest] if rest > 0 else [], dtype=np.int64)
+    none = np.full(len(unknown), -1, dtype=np.int64)
+    free_order = np.concatenate([np.full(len(unknown), NEVER), old, new_freed])
+    rows = len(free_order)
+    early = rows - len(new)
+    return AllocationTable(
+        alloc_order=np.concatenate([np.full(early, -1), new]),
+        free_order=free_order,
+        alloc_ns=np.concatenate([np.full(early, -1), events.time_ns[new]]),
+        free_ns=np.append(events.time_ns, NEVER)[np.minimum(free_order, len(events))],
+        size=np.concatenate([unknown, -events.bytes[old], events.bytes[new]]),
+        address=np.concatenate([none, events.address[old], events.address[new]]),
+        stream=np.zeros(rows, dtype=np.int64),
+        pool=Strings.full(rows, None),
+        step=np.full(rows, -1, dtype=np.int64),
+        phase=Strings.full(rows, "other"),
+        fqn=Strings.full(rows, None),
+        activity=Strings.full(rows, None),
+        category=Strings.full(rows, "unattributed"),
+        op=trace.events.name.select(
+            np.concatenate(
+                [np.full(early, -1), innermost_operators(trace, events.thread[new], events.time_ns[new])]
+            )
+        ),
+        stack=np.full(rows, -1, dtype=np.int64),
+        tag=Strings.full(rows, None),
+        release_order=free_order,
+    ), int(missing.sum())
+
+
+def innermost_operators(trace: Trace, thread: IntArray, time_ns: IntArray) -> IntArray:
+    """Row of the innermost operator that runs on each thread at each time; -1 where none does.
+
+    Operators of a thread nest and are sorted by start: the last one that began and has not ended.
+    """
+    found = np.full(len(time_ns), -1, dtype=np.int64)
+    operator = trace.events.category.equals("cpu_op")
+    for one in np.unique(thread).tolist():
+        rows = np.flatnonzero(operator & (trace.events.thread == one))
+        if not len(rows):
+            continue
+        start, end = trace.events.start_ns[rows], trace.events.end_ns[rows]
+        mine = np.flatnonzero(thread == one)
+        candidate = np.searchsorted(start, time_ns[mine], side="right") - 1
+        parent = _parents(start, end)
+        while (over := (candidate >= 0) & (end[candidate] <= time_ns[mine])).any():
+            candidate = np.where(over, parent[candidate], candidate)
+        found[mine] = np.where(candidate >= 0, rows[candidate], -1)
+    return found
+
+
+def _parents(start: IntArray, end: IntArray) -> IntArray:
+    """Row of the interval around each of the nested intervals, which are sorted by start; -1 outermost."""
+    parent = np.full(len(start), -1, dtype=np.int64)
+    open_rows: list[int] = []
+    for row, (begin, stop) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        while open_rows and end[open_rows[-1]] < stop and end[open_rows[-1]] <= begin:
+            open_rows.pop()
+        if open_rows:
+            parent[row] = open_rows[-1]
+        open_rows.append(row)
+    return parent
+
+
+def _segments(events: MemoryEventTable) -> SegmentTable:
+    """Return what the reserved totals say: a range for every rise; falls give the latest back first."""
+    reserved = events.reserved_bytes
+    if not len(reserved) or reserved.max(initial=0) <= 0:
+        return SegmentTable.empty()
+    ranges: list[tuple[int, int, int]] = []
+    held: list[tuple[int, int]] = [(-1, int(reserved[0]))]
+    change = np.diff(reserved)
+    for order in (np.flatnonzero(change) + 1).tolist():
+        delta = int(change[order - 1])
+        if delta > 0:
+            held.append((order, delta))
+        while delta < 0:
+            born, size = held.pop()
+            part = min(size, -delta)
+            ranges.append((born, order, part))
+            delta += part
+            if part < size:
+                held.append((born, size - part))
+    ranges += [(born, NEVER, size) for born, size in held if size]
+    ranges.sort()
+    alloc = np.array([born for born, _, _ in ranges], dtype=np.int64)
+    return SegmentTable(
+        alloc_order=alloc,
+        free_order=np.array([freed for _, freed, _ in ranges], dtype=np.int64),
+        alloc_ns=np.append(events.time_ns, -1)[alloc],
+        size=np.array([size for _, _, size in ranges], dtype=np.int64),
+        address=np.full(len(ranges), -1, dtype=np.int64),
+        stream=np.zeros(len(ranges), dtype=np.int64),
+        pool=Strings.full(len(ranges), None),
+        expandable=np.zeros(len(ranges), dtype=np.bool_),
+    )
+
+
+def _labels(trace: Trace) -> LabelTable:
+    """Return the labels that tell phases, of all threads as those of one.
+
+    Only one thread of a training loop works at a time: the loop's own waits while autograd's runs.
+    """
+    labels = phase_labels(trace)
+    labels = labels.take(
+        labels.name.matches(lambda name: name.startswith(AUTOGRAD_NODE) or parse_label(name) is not None)
+    )
+    labels = labels.with_columns(thread=np.zeros(len(labels), dtype=np.int64))
+    return labels.take(np.lexsort((-labels.end_ns, labels.start_ns)))

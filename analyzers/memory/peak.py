@@ -1,0 +1,164 @@
+"""The peak: how high, when, where, and what is alive then; and every layer's own peak and growth."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.usage import allocated_totals
+from fsdp2prof.results import LayerBytes, LayerPeak, LiveBlock, OtherPeak, Peak
+from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings
+from fsdp2prof.vocabulary import CATEGORIES
+
+__all__ = [
+    "describe_peak",
+    "largest_blocks",
+    "layer_bytes",
+    "layer_peaks",
+    "sum_by",
+    "timeline",
+]
+
+_BLOCKS = 10
+_OTHERS = 5
+
+
+def sum_by(values: IntArray, *columns: Strings) -> dict[tuple[str | None, ...], int]:
+    """Sum values by the distinct combinations of string columns, largest sum first."""
+    sums: dict[tuple[str | None, ...], int] = {}
+    if not len(values):
+        return sums
+    codes = np.stack([column.codes for column in columns])
+    distinct, inverse = np.unique(codes, axis=1, return_inverse=True)
+    totals = np.zeros(distinct.shape[1], dtype=np.int64)
+    np.add.at(totals, inverse.reshape(-1), values)
+    for index in np.argsort(-totals, kind="stable").tolist():
+        found = zip(distinct[:, index].tolist(), columns, strict=True)
+        key = tuple(None if code < 0 else column.values[code] for code, column in found)
+        sums[key] = sums.get(key, 0) + int(totals[index])
+    return sums
+
+
+def layer_bytes(allocations: AllocationTable) -> list[LayerBytes]:
+    """Return the bytes of every (fqn, category), largest first; they sum to the table's."""
+    sums = sum_by(allocations.size, allocations.fqn, allocations.category)
+    return [LayerBytes(fqn=fqn, category=str(category), bytes=size) for (fqn, category), size in sums.items()]
+
+
+def describe_peak(view: PreparedRecording) -> Peak:
+    """Describe the instant of the largest total, the first one among equals.
+
+    ``reserved_bytes`` is the most that was ever reserved, like ``torch.cuda.max_memory_reserved``.
+    """
+    order, phases, steps = view.peak_order, view.phases, view.steps
+    live = view.live(order)
+    time_ns = int(view.times[order]) if view.times[order] >= 0 else None
+    instant = np.array([-1 if time_ns is None else time_ns], dtype=np.int64)
+    row = int(intervals.containing(phases.start_ns, phases.end_ns, instant)[0])
+    step = int(intervals.containing(steps.start_ns, steps.end_ns, instant)[0])
+    by_category = sum_by(live.size, live.category)
+    return Peak(
+        allocated_bytes=int(view.totals[order]),
+        reserved_bytes=None if view.reserved is None else int(view.reserved.max()),
+        step=int(steps.step[step]) if step >= 0 else None,
+        phase=_phase_then(view, row),
+        fqn=phases.fqn[row] if row >= 0 else None,
+        categories={name: by_category.get((name,), 0) for name in CATEGORIES},
+        by_layer=layer_bytes(live),
+        time_ns=time_ns,
+        largest_blocks=largest_blocks(live, view.recording.stacks, time_ns),
+        others=_other_peaks(view, row),
+    )
+
+
+def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -> list[LiveBlock]:
+    """Return the ten largest of some live allocations, largest first, the oldest first among equals."""
+    blocks = []
+    for row in np.argsort(-live.size, kind="stable")[:_BLOCKS].tolist():
+        born, stack, step = int(live.alloc_ns[row]), int(live.stack[row]), int(live.step[row])
+        blocks.append(
+            LiveBlock(
+                bytes=int(live.size[row]),
+                category=str(live.category[row]),
+                fqn=live.fqn[row],
+                phase=str(live.phase[row]),
+                step=step if step >= 0 else None,
+                op=live.op[row],
+                age_ns=None if born < 0 or time_ns is None else time_ns - born,
+                stack=list(stacks[stack]) if stack >= 0 else [],
+            )
+        )
+    return blocks
+
+
+def _other_peaks(view: PreparedRecording, but: int) -> list[OtherPeak]:
+    """Return the five highest totals of any other (phase, fqn) than that of phase row ``but``."""
+    phases = view.phases
+    highest, _, _ = _over_rows(view)
+    names = list(zip(phases.phase.to_list(), phases.fqn.to_list(), strict=True))
+    best: dict[tuple[str | None, str | None], tuple[int, int]] = {}
+    for row in np.argsort(-highest, kind="stable").tolist():
+        best.setdefault(names[row], (int(highest[row]), int(phases.step[row])))
+    if but >= 0:
+        del best[names[but]]
+    return [
+        OtherPeak(allocated_bytes=total, step=step if step >= 0 else None, phase=str(phase), fqn=fqn)
+        for (phase, fqn), (total, step) in list(best.items())[:_OTHERS]
+    ]
+
+
+def layer_peaks(view: PreparedRecording) -> list[LayerPeak]:
+    """Return each layer's peak and growth by phase, in the order in which they first ran."""
+    phases = view.phases
+    highest, before, after = _over_rows(view)
+    peaks: dict[tuple[str | None, str], list[int]] = {}
+    names = zip(phases.fqn.to_list(), phases.phase.to_list(), strict=True)
+    for (fqn, phase), high, first, last in zip(
+        names, highest.tolist(), before.tolist(), after.tolist(), strict=True
+    ):
+        cell = peaks.setdefault((fqn, str(phase)), [0, 0])
+        cell[0] = max(cell[0], high)
+        cell[1] += last - first
+    return [
+        LayerPeak(fqn=fqn, phase=phase, peak_bytes=peak, delta_bytes=delta)
+        for (fqn, phase), (peak, delta) in peaks.items()
+    ]
+
+
+def timeline(view: PreparedRecording, points: int = 400) -> dict[str, list[int]]:
+    """Return allocated bytes by category at evenly spaced events, the peak among them.
+
+    Keys: ``time_ns``, one per category, and ``reserved`` where there is a caching allocator. At every point
+    the categories sum to the allocated bytes.
+    """
+    events = len(view.times)
+    even = np.linspace(0, events - 1, min(points, events)).astype(np.int64)
+    chosen = np.unique(np.append(even, view.peak_order))
+    course = {"time_ns": view.times[chosen].tolist()}
+    for name in CATEGORIES:
+        rows = view.allocations.take(view.allocations.category.equals(name))
+        course[name] = allocated_totals(rows, events)[chosen].tolist()
+    if view.reserved is not None:
+        course["reserved"] = view.reserved[chosen].tolist()
+    return course
+
+
+def _phase_then(view: PreparedRecording, row: int) -> str:
+    """Phase of the peak: of its instant, or outside of every label that of the allocation that made it."""
+    made = np.flatnonzero(view.allocations.alloc_order == view.peak_order)
+    if row >= 0 or not len(made):
+        return str(view.phases.phase[row]) if row >= 0 else "other"
+    return str(view.allocations.phase[int(made[0])])
+
+
+def _over_rows(view: PreparedRecording) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the highest total inside each phase row, and the totals right before and at the end of it."""
+    totals, phases = view.totals, view.phases
+    first = np.searchsorted(view.times, phases.start_ns)
+    last = np.searchsorted(view.times, phases.end_ns)
+    padded = np.append(totals, totals[-1])
+    before = totals[np.maximum(first - 1, 0)]
+    after = totals[np.maximum(last - 1, 0)]
+    inside = np.maximum.reduceat(padded, np.stack([first, last], axis=1).reshape(-1))[::2]
+    return np.where(last > first, np.maximum(inside, before), before), before, after

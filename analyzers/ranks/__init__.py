@@ -1,0 +1,1 @@
+"""Ranks against each other: matched collectives, clocks, waits, and who caused them."""

@@ -1,0 +1,233 @@
+"""Ranks compared by their collectives: clocks, waits, transfers.
+
+Clocks are aligned by the ends of collectives, which all ranks of a ring leave together: the offset between
+two clocks is the median difference. With aligned clocks,
+
+    wait     = latest start - own start       (at most the collective itself)
+    transfer = end - latest start
+    busbw    = wire bytes / transfer
+
+A broadcast's root may leave before the last rank arrives: then no instant is common, and there is no
+transfer to rate. Waiting is charged to the rank that came last (:mod:`fsdp2prof.analyzers.ranks.stragglers`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers.ranks import stragglers
+from fsdp2prof.analyzers.ranks.matching import Matched, match_collectives
+from fsdp2prof.analyzers.ranks.summary import RankSummary
+from fsdp2prof.results import CrossRank, CrossRankGroup
+from fsdp2prof.tables import BoolArray, IntArray, concat_strings
+
+__all__ = ["RankComparison", "match"]
+
+_LEAVE_TOGETHER = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
+"""Operations whose ranks all end at the same instant, up to the last hop."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankComparison:
+    """Ranks compared: the result, and each rank's own waits for whoever explains its collectives."""
+
+    result: CrossRank
+    wait_ns: dict[int, IntArray]
+    """Rank -> per row of its collectives, how long it waited for the last rank; -1 unmatched."""
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Meeting:
+    """Matched rows on aligned clocks."""
+
+    start: IntArray
+    wait: IntArray
+    """Per row; -1 where the clocks of its collective cannot be compared."""
+    transfer: IntArray
+    """Per collective: from the latest start to the (median) end; -1 without a common instant."""
+    start_spread: IntArray
+    """Per collective: latest start minus earliest."""
+    end_spread: IntArray
+    """Per collective: latest end minus earliest."""
+
+
+def match(summaries: Sequence[RankSummary]) -> RankComparison:
+    """Compare ranks by their collectives; one rank alone gives an empty comparison.
+
+    ``clock_offset_ns`` of the result says how far each clock is ahead of the lowest rank's.
+    """
+    summaries = sorted(summaries, key=lambda summary: summary.rank)
+    matched = match_collectives(summaries)
+    clocks = {name: i for i, name in enumerate(dict.fromkeys(s.clock for s in summaries))}
+    clock = np.asarray([clocks[s.clock] for s in summaries], dtype=np.int64)
+    start = matched.column([s.collectives.start_ns + s.base_ns for s in summaries])
+    end = matched.column([s.collectives.end_ns + s.base_ns for s in summaries])
+    offset, island = _align(
+        matched, clock[matched.rank], end, _leaves_together(summaries, matched), len(clocks)
+    )
+    shift = offset[clock[matched.rank]]
+    meeting = _meet(matched, start - shift, end - shift, island[clock[matched.rank]])
+    caused = stragglers.charge(matched, meeting.start, meeting.wait, len(summaries))
+    waits = _per_rank(summaries, matched, meeting.wait)
+    timed = {rank: wait[wait >= 0] for rank, wait in waits.items() if (wait >= 0).any()}
+    result = CrossRank(
+        match_key=next(iter(matched.keys), None),
+        matched=matched.count,
+        unmatched=sum(matched.unmatched.values()),
+        clock_offset_ns={name: int(offset[i]) for name, i in clocks.items()} if timed else {},
+        wait_ns={str(rank): int(wait.sum()) for rank, wait in timed.items()},
+        stragglers=stragglers.explain(summaries, matched, meeting.start, meeting.wait, caused),
+        matched_by=matched.keys,
+        unmatched_reasons=matched.unmatched,
+        wait_caused_ns={
+            str(s.rank): int(caused.by_rank[i]) for i, s in enumerate(summaries) if s.rank in timed
+        },
+        start_spread_ns=_median(meeting.start_spread),
+        end_spread_ns=_median(meeting.end_spread),
+        groups=_groups(summaries, matched, meeting),
+    )
+    warnings = list(matched.warnings)
+    if np.any(meeting.wait < 0):
+        warnings.append(
+            "some ranks share no all-gather, reduce-scatter or all-reduce: their clocks cannot be aligned, "
+            "and waits between them are unknown"
+        )
+    return RankComparison(result=result, wait_ns=waits, warnings=warnings)
+
+
+def _leaves_together(summaries: Sequence[RankSummary], matched: Matched) -> BoolArray:
+    """Per row: whether its collective's end is an instant common to all ranks."""
+    return matched.column(
+        [s.collectives.op.matches(_LEAVE_TOGETHER.__contains__).astype(np.int64) for s in summaries]
+    ).astype(np.bool_)
+
+
+def _align(
+    matched: Matched, clock: IntArray, end: IntArray, usable: BoolArray, clocks: int
+) -> tuple[IntArray, IntArray]:
+    """Return each clock's offset, and the island of mutually aligned clocks it belongs to.
+
+    Clocks are nodes, medians of end differences are edges; a tree of the edges with most evidence reaches
+    every clock that can be reached from the first one of its island.
+    """
+    head = np.repeat(matched.first[:-1], np.diff(matched.first))
+    pairs = usable & (clock != clock[head])
+    pair = np.stack([clock[head][pairs], clock[pairs]], axis=1)
+    difference = (end - end[head])[pairs]
+    edges: dict[int, list[tuple[int, int, int]]] = {node: [] for node in range(clocks)}
+    order = np.lexsort((pair[:, 1], pair[:, 0]))
+    pair, difference = pair[order], difference[order]
+    opens = np.flatnonzero(np.any(np.diff(pair, axis=0, prepend=-1) != 0, axis=1))
+    for first, last in itertools.pairwise([*opens.tolist(), len(pair)]):
+        a, b = pair[first].tolist()
+        values = difference[first:last]
+        median = int(np.median(values - values[0])) + int(values[0])
+        edges[a].append((-len(values), b, median))
+        edges[b].append((-len(values), a, -median))
+    offset = np.zeros(clocks, dtype=np.int64)
+    island = np.full(clocks, -1, dtype=np.int64)
+    for root in range(clocks):
+        if island[root] >= 0:
+            continue
+        frontier = [(0, root, 0)]
+        while frontier:
+            _, node, value = heapq.heappop(frontier)
+            if island[node] >= 0:
+                continue
+            island[node], offset[node] = root, value
+            for weight, other, step in edges[node]:
+                heapq.heappush(frontier, (weight, other, value + step))
+    return offset, island
+
+
+def _meet(matched: Matched, start: IntArray, end: IntArray, island: IntArray) -> _Meeting:
+    """Compute waits and transfers on aligned times."""
+    collective, first = matched.collective, matched.first[:-1]
+    if not len(first):
+        empty = np.empty(0, dtype=np.int64)
+        return _Meeting(start=start, wait=start, transfer=empty, start_spread=empty, end_spread=empty)
+    latest = np.maximum.reduceat(start, first)
+    earliest_end = np.minimum.reduceat(end, first)
+    latest_end = np.maximum.reduceat(end, first)
+    together = np.minimum.reduceat(island, first) == np.maximum.reduceat(island, first)
+    wait = np.maximum(np.minimum(latest[collective], end) - start, 0)
+    common = together & (earliest_end > latest)
+    return _Meeting(
+        start=start,
+        wait=np.where(together[collective], wait, -1),
+        transfer=np.where(common, _medians(end, collective, matched.first) - latest, -1),
+        start_spread=(latest - np.minimum.reduceat(start, first))[together],
+        end_spread=(latest_end - earliest_end)[together],
+    )
+
+
+def _medians(values: IntArray, collective: IntArray, first: IntArray) -> IntArray:
+    """Lower median of each collective's values."""
+    order = np.lexsort((values, collective))
+    middle: IntArray = values[order[(first[:-1] + first[1:] - 1) // 2]]
+    return middle
+
+
+def _median(values: IntArray) -> int | None:
+    return int(np.median(values)) if len(values) else None
+
+
+def _per_rank(summaries: Sequence[RankSummary], matched: Matched, wait: IntArray) -> dict[int, IntArray]:
+    order = np.argsort(matched.rank, kind="stable")
+    bounds = np.searchsorted(matched.rank[order], np.arange(len(summaries) + 1))
+    waits = {}
+    for index, summary in enumerate(summaries):
+        column = np.full(len(summary.collectives), -1, dtype=np.int64)
+        mine = order[bounds[index] : bounds[index + 1]]
+        column[matched.row[mine]] = wait[mine]
+        waits[summary.rank] = column
+    return waits
+
+
+def _groups(summaries: Sequence[RankSummary], matched: Matched, meeting: _Meeting) -> list[CrossRankGroup]:
+    """Sum matched collectives by (layer, phase, op, process group), the largest total wait first."""
+    tables = [s.collectives for s in summaries]
+    head = matched.first[:-1]
+
+    def codes(name: str) -> tuple[IntArray, tuple[str, ...]]:
+        column = concat_strings([getattr(table, name) for table in tables])
+        starts = np.cumsum([0, *(len(table) for table in tables)])[:-1]
+        rows = (starts[matched.rank] + matched.row)[head]
+        return column.codes[rows].astype(np.int64), column.values
+
+    if not len(head):
+        return []
+    names = ("fqn", "phase", "op", "process_group")
+    columns = [codes(name) for name in names]
+    distinct, inverse = np.unique(np.stack([c for c, _ in columns], axis=1), axis=0, return_inverse=True)
+    wait = np.add.reduceat(np.maximum(meeting.wait, 0), head)
+    wire = matched.column([table.wire_bytes for table in tables])[head]
+    rows = []
+    for i, key in enumerate(distinct.tolist()):
+        mine = inverse.reshape(-1) == i
+        fqn, phase, op, group = (
+            values[code] if code >= 0 else None for code, (_, values) in zip(key, columns, strict=True)
+        )
+        rated = mine & (meeting.transfer > 0)
+        known = rated & (wire >= 0)
+        rows.append(
+            CrossRankGroup(
+                fqn=fqn,
+                phase=phase or "other",
+                op=op or "other",
+                process_group=group,
+                count=int(mine.sum()),
+                wait_ns=int(wait[mine].sum()),
+                transfer_ns=int(meeting.transfer[rated].sum()) if rated.any() else None,
+                busbw_bytes_per_s=float(wire[known].sum() * 1e9 / meeting.transfer[known].sum())
+                if known.any()
+                else None,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.wait_ns)

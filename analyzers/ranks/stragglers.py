@@ -1,0 +1,228 @@
+"""Who came last, and why: a wait has a rank, a layer and a piece of work behind it.
+
+Every nanosecond that ranks wait in a collective is charged to the rank that entered it last. It was late
+because something took longer on it than on its peers: kernels of a layer, a host that launched nothing, a
+wait for another process group. Of what had ended when it arrived, the latest is to blame first, up to how
+late it was: what lies further back its peers have mostly waited for already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers.ranks.matching import Matched
+from fsdp2prof.analyzers.ranks.summary import RankSummary
+from fsdp2prof.results import Straggler
+from fsdp2prof.tables import CollectiveTable, IntArray
+
+__all__ = ["Caused", "charge", "explain"]
+
+_RANKS = 10
+"""Late ranks that are explained, the costliest first."""
+_PEERS = 9
+"""Peers that a late rank is compared with: enough for a median."""
+_SLIGHT = 20
+"""An excess below this part of the lateness is noise, unless nothing larger is there."""
+_AT_ONCE = 4
+"""A collective that queued for less than this part of its lateness started when it was launched."""
+_REPORTED = 20
+"""Stragglers reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caused:
+    """Waiting charged to the ranks that came last."""
+
+    latest: IntArray
+    """Per collective: position of the last rank among the summaries."""
+    caused_ns: IntArray
+    """Per collective: waiting of the others, summed over them."""
+    by_rank: IntArray
+    """Per rank; sums to all waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    """Something that took longer on one rank than on its peers."""
+
+    fqn: str | None
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Excess:
+    """How much longer, until when, and on whose account."""
+
+    cause: _Cause
+    amount_ns: int
+    end_ns: int
+    group: int = -2
+    """Code of the process group it waited in; what a group waits for together makes nobody late to it."""
+
+
+_HOST = "its host launched nothing for a while"
+_BEFORE = "it was late when the recording began"
+_UNSEEN = "nothing in the trace took longer than on its peers"
+
+
+def charge(matched: Matched, start: IntArray, wait: IntArray, ranks: int) -> Caused:
+    """Charge each collective's waiting to its last rank. ``start`` is on aligned clocks, -1 waits unknown."""
+    waited = np.maximum(wait, 0)
+    collective = matched.collective
+    order = np.lexsort((start, collective))
+    last = order[matched.first[1:] - 1]
+    caused = np.zeros(matched.count, dtype=np.int64)
+    np.add.at(caused, collective, waited)
+    by_rank = np.zeros(ranks, dtype=np.int64)
+    np.add.at(by_rank, matched.rank[last], caused)
+    return Caused(latest=matched.rank[last], caused_ns=caused, by_rank=by_rank)
+
+
+def explain(
+    summaries: Sequence[RankSummary], matched: Matched, start: IntArray, wait: IntArray, caused: Caused
+) -> list[Straggler]:
+    """Name the costliest stragglers with their layer and work, the worst first."""
+    late_ns = start - _lower_medians(start, matched)[matched.collective]
+    blamed: dict[tuple[int, _Cause], list[int]] = defaultdict(lambda: [0, 0])
+    worst = np.argsort(-caused.by_rank, kind="stable")[:_RANKS]
+    for rank in worst[caused.by_rank[worst] > 0].tolist():
+        for collective, causes in _follow(summaries, matched, late_ns, wait, rank):
+            if caused.latest[collective] != rank or not caused.caused_ns[collective]:
+                continue
+            for cause, amount in _shares(causes, int(caused.caused_ns[collective])):
+                blamed[rank, cause][0] += amount
+                blamed[rank, cause][1] += 1
+    merged: dict[tuple[int, str | None, str], Straggler] = {}
+    for (rank, cause), (total, count) in sorted(blamed.items(), key=lambda item: -item[1][0]):
+        key = (rank, cause.fqn, cause.kind)
+        known = merged.get(key)
+        merged[key] = Straggler(
+            rank=summaries[rank].rank,
+            fqn=cause.fqn,
+            wait_caused_ns=total + (known.wait_caused_ns if known else 0),
+            cause=known.cause if known else cause.text,
+            kind=cause.kind,
+            collectives=count + (known.collectives if known else 0),
+        )
+    return sorted(merged.values(), key=lambda one: -one.wait_caused_ns)[:_REPORTED]
+
+
+def _lower_medians(start: IntArray, matched: Matched) -> IntArray:
+    order = np.lexsort((start, matched.collective))
+    middle: IntArray = start[order[(matched.first[:-1] + matched.first[1:] - 1) // 2]]
+    return middle
+
+
+def _follow(
+    summaries: Sequence[RankSummary], matched: Matched, late_ns: IntArray, wait: IntArray, rank: int
+) -> Iterator[tuple[int, list[tuple[_Cause, int]]]]:
+    """Go through a rank's collectives in program order; yield what it is late for at each, with amounts."""
+    summary = summaries[rank]
+    table = summary.collectives
+    mine = np.flatnonzero(matched.rank == rank)
+    mine = mine[np.argsort(table.issue_ns[matched.row[mine]], kind="stable")]
+    collective = matched.collective
+    history: list[_Excess] = []
+    for position in mine.tolist():
+        number, row = int(collective[position]), int(matched.row[position])
+        history += _excesses(summaries, matched, number, rank, row)
+        late, waited = int(late_ns[position]), int(wait[position])
+        group = int(table.process_group.codes[row])
+        if late > 0:
+            blamed = _blame(history, late, int(table.start_ns[row]), group)
+            rest = late - sum(amount for _, amount in blamed)
+            yield number, [*blamed, (_remainder(table, row, late, first=position == mine[0]), rest)]
+        if waited > 0:
+            _forgive(history, waited)
+            cause = _Cause(table.fqn[row], "communication", _waiting(table.process_group[row]))
+            history.append(_Excess(cause, waited, int(table.end_ns[row]), group))
+
+
+def _remainder(table: CollectiveTable, row: int, late: int, first: bool) -> _Cause:
+    """Return what is behind a lateness that no excess explains.
+
+    A collective that starts as soon as it is launched was late because its launch was.
+    """
+    if first:
+        return _Cause(table.fqn[row], "unknown", _BEFORE)
+    queued = int(table.start_ns[row] - table.issue_ns[row])
+    if table.issue_ns[row] >= 0 and queued * _AT_ONCE <= late:
+        return _Cause(table.fqn[row], "host", _HOST)
+    return _Cause(table.fqn[row], "unknown", _UNSEEN)
+
+
+def _blame(history: Sequence[_Excess], late: int, arrived: int, group: int) -> list[tuple[_Cause, int]]:
+    """Share out a lateness over what had ended before: large before slight, late before early."""
+    over = [e for e in reversed(history) if e.amount_ns > 0 and e.end_ns <= arrived and e.group != group]
+    slight = late // _SLIGHT
+    blamed = []
+    for excess in [*(e for e in over if e.amount_ns > slight), *(e for e in over if e.amount_ns <= slight)]:
+        part = min(excess.amount_ns, late)
+        if part:
+            blamed.append((excess.cause, part))
+        late -= part
+    return blamed
+
+
+def _forgive(history: list[_Excess], waited: int) -> None:
+    """Drop the oldest excesses of a rank that waited for others itself: it was no longer behind by them."""
+    while history and waited > 0:
+        part = min(history[0].amount_ns, waited)
+        history[0].amount_ns -= part
+        waited -= part
+        if not history[0].amount_ns:
+            history.pop(0)
+
+
+def _waiting(group: str | None) -> str:
+    return "waiting for a peer" + ("" if group is None else f" in process group {group}")
+
+
+def _excesses(
+    summaries: Sequence[RankSummary], matched: Matched, number: int, rank: int, row: int
+) -> list[_Excess]:
+    """What a rank's segment before a collective has more of than the median of its peers, by its end."""
+    members = slice(matched.first[number], matched.first[number + 1])
+    ranks, rows = matched.rank[members], matched.row[members]
+    others = np.flatnonzero(ranks != rank)
+    others = others[np.unique(np.linspace(0, len(others) - 1, min(len(others), _PEERS)).astype(np.int64))]
+    peers = [(summaries[int(ranks[i])], int(rows[i])) for i in others]
+    own = summaries[rank]
+    durations: dict[str | None, list[int]] = defaultdict(list)
+    for summary, peer_row in peers:
+        for fqn, duration, _, _ in _layers(summary, peer_row):
+            durations[fqn].append(duration)
+    gap = int(own.gap_ns[row]) - _median([int(s.gap_ns[r]) for s, r in peers])
+    host = _Cause(own.gap_fqn[row], "host", _HOST)
+    found = [_Excess(host, gap, int(own.gap_end_ns[row]))]
+    for fqn, duration, end, kernel in _layers(own, row):
+        usual = _median([*durations[fqn], *[0] * (len(peers) - len(durations[fqn]))])
+        cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel}")
+        found.append(_Excess(cause, duration - usual, end))
+    return sorted((one for one in found if one.amount_ns > 0), key=lambda one: one.end_ns)
+
+
+def _layers(summary: RankSummary, row: int) -> list[tuple[str | None, int, int, str | None]]:
+    work = summary.work
+    low, high = np.searchsorted(work.collective, [row, row + 1])
+    return [
+        (work.fqn[i], int(work.duration_ns[i]), int(work.end_ns[i]), work.longest[i])
+        for i in range(low, high)
+    ]
+
+
+def _median(values: list[int]) -> int:
+    return sorted(values)[(len(values) - 1) // 2] if values else 0
+
+
+def _shares(causes: list[tuple[_Cause, int]], total: int) -> list[tuple[_Cause, int]]:
+    """Share a total out in proportion; the shares sum to it."""
+    whole = sum(amount for _, amount in causes)
+    edges = np.cumsum([0, *(amount for _, amount in causes)])
+    cuts = [total * int(edge) // whole for edge in edges] if whole else []
+    return [(cause, b - a) for (cause, _), a, b in zip(causes, cuts[:-1], cuts[1:], strict=True) if b > a]

@@ -1,0 +1,219 @@
+"""Where each nanosecond of a step went: disjoint parts that sum to the window exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.launches import DeviceTable
+from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.trace.collective_names import is_device_copy
+from fsdp2prof.analyzers.trace.collectives import Collectives
+from fsdp2prof.analyzers.trace.host_work import leaf_operators
+from fsdp2prof.results import BreakdownNs, StepBreakdown
+from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
+
+__all__ = [
+    "Exposure",
+    "Parts",
+    "Timeline",
+    "WorkTable",
+    "breakdown",
+    "device_work",
+    "expose",
+    "host_work",
+    "split",
+    "timeline",
+]
+
+_EXPOSED_PARTS = {
+    "all_gather": "exposed_all_gather",
+    "reduce_scatter": "exposed_reduce_scatter",
+    "all_reduce": "exposed_all_reduce",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkTable(Table):
+    """All that ran and is no collective, sorted by ``start_ns``: device activities or leaf operators."""
+
+    event: IntArray
+    """Row in the trace's events."""
+    start_ns: IntArray
+    end_ns: IntArray
+    stream: CompactArray
+    """Stream; on a host-only trace the thread."""
+    launch_ns: IntArray
+    """Host time of its launch; -1 unknown. An operator launches itself."""
+    thread: CompactArray
+    """Thread that launched it; -1 unknown."""
+    phase_row: IntArray
+    """Row of the phase it was launched in; -1 none."""
+    is_fsdp: BoolArray
+    """Launched inside an FSDP label: a copy, cast or view of FSDP's own."""
+    is_memcpy: BoolArray
+    """A host transfer, a user's copy, or a memory set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """What ran when, as sets of instants that may overlap."""
+
+    compute: Intervals
+    fsdp_copy: Intervals
+    comm: Intervals
+    memcpy: Intervals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The windows, split: disjoint sets of instants, each named for what comes first there."""
+
+    compute: Intervals
+    fsdp_copy: Intervals
+    exposed: Intervals
+    """A collective in flight and neither compute nor FSDP's copies."""
+    memcpy: Intervals
+    idle: Intervals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exposure(Table):
+    """Each collective's time inside each window it touches: one row per (collective, window)."""
+
+    collective: IntArray
+    window: IntArray
+    """Row of the window."""
+    total_ns: IntArray
+    exposed_ns: IntArray
+    """Time charged to it: nothing else ran but memory copies, and its result was needed first."""
+
+
+def device_work(trace: Trace, device: DeviceTable, phases: PhaseTable, collectives: Collectives) -> WorkTable:
+    """Return the device activities that are no collectives.
+
+    FSDP's own are kernels and device-to-device copies launched inside its labels. A memory set is no
+    compute: it counts with the copies.
+    """
+    other = np.ones(len(device), dtype=np.bool_)
+    other[collectives.activity] = False
+    device = device.take(other)
+    row = find_rows(phases, device.thread, device.launch_ns)
+    stays = device.is_copy & trace.events.name.take(device.event).matches(is_device_copy)
+    is_fsdp = _in_label(phases, row) & (stays | ~(device.is_copy | device.is_set))
+    return WorkTable(
+        event=device.event,
+        start_ns=device.start_ns,
+        end_ns=device.end_ns,
+        stream=device.stream,
+        launch_ns=device.launch_ns,
+        thread=device.thread,
+        phase_row=row,
+        is_fsdp=is_fsdp,
+        is_memcpy=(device.is_copy | device.is_set) & ~is_fsdp,
+    )
+
+
+def host_work(trace: Trace, phases: PhaseTable) -> WorkTable:
+    """Return the leaf operators of a host-only trace."""
+    event = leaf_operators(trace)
+    start, thread = trace.events.start_ns[event], trace.events.thread[event]
+    row = find_rows(phases, thread, start)
+    return WorkTable(
+        event=event,
+        start_ns=start,
+        end_ns=trace.events.end_ns[event],
+        stream=thread,
+        launch_ns=start,
+        thread=thread,
+        phase_row=row,
+        is_fsdp=_in_label(phases, row),
+        is_memcpy=np.zeros(len(event), dtype=np.bool_),
+    )
+
+
+def timeline(work: WorkTable, device: DeviceTable, collectives: Collectives) -> Timeline:
+    """Return what ran when."""
+    if len(device):
+        comm = intervals.union(device.start_ns[collectives.activity], device.end_ns[collectives.activity])
+    else:
+        comm = intervals.union(collectives.table.start_ns, collectives.table.end_ns)
+    compute = ~work.is_fsdp & ~work.is_memcpy
+    return Timeline(
+        compute=intervals.union(work.start_ns[compute], work.end_ns[compute]),
+        fsdp_copy=intervals.union(work.start_ns[work.is_fsdp], work.end_ns[work.is_fsdp]),
+        comm=comm,
+        memcpy=intervals.union(work.start_ns[work.is_memcpy], work.end_ns[work.is_memcpy]),
+    )
+
+
+def split(run: Timeline, windows: StepTable) -> Parts:
+    """Split the windows; precedence at an instant: compute, FSDP copy, communication, memcpy, idle."""
+    compute, fsdp_copy, exposed, memcpy, idle = intervals.classify(
+        intervals.union(windows.start_ns, windows.end_ns),
+        [run.compute, run.fsdp_copy, run.comm, run.memcpy],
+    )
+    return Parts(compute=compute, fsdp_copy=fsdp_copy, exposed=exposed, memcpy=memcpy, idle=idle)
+
+
+def expose(parts: Parts, windows: StepTable, collectives: Collectives, order: IntArray) -> Exposure:
+    """Charge every exposed instant of every window to one collective.
+
+    ``order`` says whose result is needed first (lowest wins). Per window, the charges sum to the
+    communication that neither compute nor FSDP's copies cover.
+    """
+    table = collectives.table
+    row, start, end = intervals.cut(
+        table.start_ns, table.end_ns, np.concatenate([windows.start_ns, windows.end_ns])
+    )
+    window = intervals.containing(windows.start_ns, windows.end_ns, start)
+    inside = (window >= 0) & (end > start)
+    row, start, end, window = row[inside], start[inside], end[inside], window[inside]
+    return Exposure(
+        collective=row,
+        window=window,
+        total_ns=end - start,
+        exposed_ns=intervals.charge(parts.exposed, start, end, order[row]),
+    )
+
+
+def breakdown(
+    parts: Parts, windows: StepTable, collectives: Collectives, exposure: Exposure
+) -> list[StepBreakdown]:
+    """Return the parts of each window, exposed communication by kind."""
+    compute, fsdp_copy, memcpy, idle = (
+        intervals.covered(part, windows.start_ns, windows.end_ns)
+        for part in (parts.compute, parts.fsdp_copy, parts.memcpy, parts.idle)
+    )
+    op = collectives.table.op
+    kinds = [*_EXPOSED_PARTS.values(), "exposed_other_comm"]
+    kind = np.array([kinds.index(_EXPOSED_PARTS.get(name, kinds[-1])) for name in op.values], dtype=np.int64)
+    charged = np.zeros((len(windows), len(kinds)), dtype=np.int64)
+    np.add.at(charged, (exposure.window, kind[op.codes[exposure.collective]]), exposure.exposed_ns)
+    steps = []
+    for i in range(len(windows)):
+        comm = dict(zip(kinds, charged[i].tolist(), strict=True))
+        steps.append(
+            StepBreakdown(
+                step=int(windows.step[i]),
+                start_ns=int(windows.start_ns[i]),
+                duration_ns=int(windows.end_ns[i] - windows.start_ns[i]),
+                breakdown_ns=BreakdownNs(
+                    compute=int(compute[i]),
+                    fsdp_copy=int(fsdp_copy[i]),
+                    exposed_memcpy=int(memcpy[i]),
+                    idle=int(idle[i]),
+                    **comm,
+                ),
+            )
+        )
+    return steps
+
+
+def _in_label(phases: PhaseTable, row: IntArray) -> BoolArray:
+    """Whether each phase row is an FSDP label's, not the user's own work."""
+    in_label: BoolArray = np.append(~phases.activity.equals("compute"), False)
+    return (row >= 0) & in_label[row]

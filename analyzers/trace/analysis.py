@@ -1,0 +1,231 @@
+"""``analyze trace``: one rank at a time into a small, mergeable summary, then all ranks together.
+
+:func:`analyze_rank` needs one rank's tables and nothing else, and what it returns is small and picklable, so
+ranks can be analysed in processes of their own; :func:`merge` compares them and builds the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+
+import numpy as np
+
+from fsdp2prof.analyzers.findings import find as findings
+from fsdp2prof.analyzers.findings.find import FindingThresholds
+from fsdp2prof.analyzers.ranks import comparison as ranks
+from fsdp2prof.analyzers.ranks import summary as rank_summary
+from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
+from fsdp2prof.analyzers.steps import Window
+from fsdp2prof.analyzers.trace import overlap
+from fsdp2prof.analyzers.trace.accounting import breakdown
+from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
+from fsdp2prof.analyzers.trace.flops import step_flops
+from fsdp2prof.analyzers.trace.host_syncs import host_syncs
+from fsdp2prof.analyzers.trace.idle import idle_causes
+from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.results import (
+    Attribution,
+    GroupRow,
+    HostSyncRow,
+    RankTrace,
+    StepBreakdown,
+    Throughput,
+    TraceAnalysis,
+)
+from fsdp2prof.tables import Trace, concat_strings
+
+__all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankAnalysis:
+    """One rank, analysed on its own and ready to be merged with others."""
+
+    rank: RankTrace
+    groups: list[GroupRow]
+    attribution: Attribution
+    summary: RankSummary
+    awaited: AwaitedTable
+    host_syncs: list[HostSyncRow]
+    warnings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class References:
+    """What a trace does not know; null is not known here either."""
+
+    tokens_per_step: int | None = None
+    """All ranks together."""
+    peak_flops_per_s: float | None = None
+    """Of one device, in the type that the model computes in."""
+    peak_bus_bytes_per_s: float | None = None
+    """Of the fabric, as nccl-tests' busbw."""
+    thresholds: FindingThresholds = field(default_factory=FindingThresholds)
+    """When a finding is worth reporting."""
+
+
+def analyze_trace(
+    traces: Iterable[tuple[Trace, RankManifest | None]],
+    window: Window = "steps",
+    references: References | None = None,
+) -> TraceAnalysis:
+    """Analyse ranks one after the other and merge them."""
+    analyses, manifests = [], []
+    for position, (trace, manifest) in enumerate(traces):
+        analyses.append(analyze_rank(trace, manifest, window=window, default_rank=position))
+        if manifest is not None:
+            manifests.append(manifest)
+    return merge(analyses, references, manifests)
+
+
+def analyze_rank(
+    trace: Trace,
+    manifest: RankManifest | None = None,
+    *,
+    window: Window = "steps",
+    chosen: Collection[int] | None = None,
+    default_rank: int = 0,
+) -> RankAnalysis:
+    """Analyse one rank's trace, all its steps or the ``chosen`` ones.
+
+    ``default_rank`` is its number if neither file nor manifest says.
+    """
+    tables = rank_tables(trace, manifest, window, chosen)
+    rank, world_size = trace.rank, trace.world_size
+    if manifest is not None:
+        rank, world_size = manifest.rank, manifest.world_size
+    rank = default_rank if rank is None else rank
+    return RankAnalysis(
+        rank=RankTrace(
+            rank=rank,
+            world_size=world_size,
+            device_type=trace.device.type,
+            steps=_steps(tables),
+            communication=overlap.communication(tables.run, tables.windows, tables.exposure),
+            source=trace.source,
+            state=manifest.state if manifest else None,
+        ),
+        groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
+        attribution=overlap.attribution(tables.windows, tables.collectives),
+        summary=_summary(tables, rank),
+        awaited=awaited(tables),
+        host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
+        warnings=tables.warnings,
+    )
+
+
+def merge(
+    analyses: Sequence[RankAnalysis],
+    references: References | None = None,
+    manifests: Sequence[RankManifest] = (),
+) -> TraceAnalysis:
+    """Compare ranks and put their results together, in order of rank.
+
+    The findings take from ``manifests`` what a trace cannot say (the padding of uneven shards).
+    """
+    references = references or References()
+    analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
+    comparison = ranks.match([analysis.summary for analysis in analyses])
+    collectives = [
+        (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
+    ]
+    result = TraceAnalysis(
+        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
+        groups=[row for analysis in analyses for row in analysis.groups],
+        attribution=_total(analysis.attribution for analysis in analyses),
+        cross_rank=comparison.result,
+        findings=[],
+        warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
+        prefetch=[
+            row
+            for analysis, (table, wait_ns) in zip(analyses, collectives, strict=True)
+            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns)
+        ],
+        bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
+        host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
+    )
+    return replace(result, findings=findings.find(result, manifests, references.thresholds))
+
+
+def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:
+    """Return one rank's speed over its steps; null where there is no step."""
+    durations = [step.duration_ns for step in steps if step.duration_ns > 0]
+    if not durations:
+        return None
+    step_ns = int(median_low(durations))
+    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
+    counted = [step for step in steps if step.flops is not None and step.duration_ns > 0]
+    flops = (
+        sum(step.flops or 0 for step in counted) * 1e9 / sum(s.duration_ns for s in counted)
+        if counted
+        else None
+    )
+    return Throughput(
+        step_ns=step_ns,
+        tokens_per_s=None if tokens is None else tokens * 1e9 / step_ns,
+        flops_per_s=flops,
+        mfu=None if flops is None or not peak else flops / peak,
+    )
+
+
+def _steps(tables: RankTables) -> list[StepBreakdown]:
+    steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
+    flops = dict(
+        zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
+    )
+    return [
+        replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)
+        for step, causes in zip(steps, idle_causes(tables), strict=True)
+    ]
+
+
+def _summary(tables: RankTables, rank: int) -> RankSummary:
+    """Reduce the rank to what a comparison needs: the collectives of its windows and the work around them."""
+    work, table, manifest = tables.work, tables.collectives.table, tables.manifest
+    device = DeviceWork(
+        start_ns=np.concatenate([work.start_ns, table.start_ns]),
+        end_ns=np.concatenate([work.end_ns, table.end_ns]),
+        launch_ns=np.concatenate([work.launch_ns, table.issue_ns]),
+        name=concat_strings([tables.trace.events.name.take(work.event), table.op]),
+        fqn=concat_strings([tables.phases.fqn.lookup(work.phase_row), table.fqn]),
+        is_comm=np.concatenate([np.zeros(len(work), dtype=np.bool_), np.ones(len(table), dtype=np.bool_)]),
+    )
+    return rank_summary.summarise(
+        table.take(np.isin(table.step, tables.windows.step)),
+        device,
+        rank=rank,
+        clock=manifest.host if manifest and manifest.host else None,
+        base_ns=tables.trace.base_time_ns,
+        group_ranks=_group_ranks(tables),
+    )
+
+
+def _group_ranks(tables: RankTables) -> dict[str, str]:
+    """Ranks of each process group: the file's head or the manifest says, else the collectives themselves."""
+    args, manifest = tables.trace.collective_args, tables.manifest
+    groups = [*tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
+    known = {group.name: str(group.ranks) for group in groups if group.ranks}
+    pairs = sorted(set(zip(args.process_group.codes.tolist(), args.ranks.codes.tolist(), strict=True)))
+    written = {
+        args.process_group.values[name]: args.ranks.values[r] for name, r in pairs if name >= 0 and r >= 0
+    }
+    return known | {name: ranks for name, ranks in written.items() if name not in known}
+
+
+def _total(parts: Iterable[Attribution]) -> Attribution:
+    parts = list(parts)
+    reasons: dict[str, int] = {}
+    for part in parts:
+        for reason, count in part.unattributed_reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return Attribution(
+        collectives=sum(part.collectives for part in parts),
+        attributed=sum(part.attributed for part in parts),
+        comm_ns=sum(part.comm_ns for part in parts),
+        attributed_ns=sum(part.attributed_ns for part in parts),
+        unattributed_reasons=reasons,
+    )

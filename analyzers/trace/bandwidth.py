@@ -1,0 +1,66 @@
+"""Rates of collectives by op, process group and size, against the best of the run and the hardware's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import numpy as np
+
+from fsdp2prof.analyzers.trace.prefetch import transfer_ns
+from fsdp2prof.results import BandwidthRow
+from fsdp2prof.tables import CollectiveTable, IntArray, concat_tables
+
+__all__ = ["bandwidth_rows"]
+
+_NS = 1e9
+
+
+def bandwidth_rows(
+    ranks: Sequence[tuple[CollectiveTable, IntArray]], peak_bus_bytes_per_s: float | None = None
+) -> list[BandwidthRow]:
+    """Return one row per (op, process group, dtype, payload) over all ranks, in that order.
+
+    ``ranks`` are each rank's collectives with their waits for the last rank (-1 unknown). algbw is payload
+    over duration; busbw is wire bytes over transfer, as in nccl-tests; both are medians. A collective of
+    unknown payload has no row.
+    """
+    if not ranks:
+        return []
+    table = concat_tables([collectives for collectives, _ in ranks])
+    transfer = np.concatenate([transfer_ns(collectives, wait) for collectives, wait in ranks])
+    known = (table.payload_bytes >= 0) & (transfer > 0)
+    table, transfer = table.take(known), transfer[known]
+    algbw = table.payload_bytes * _NS / (table.end_ns - table.start_ns)
+    busbw = np.where(table.wire_bytes >= 0, table.wire_bytes * _NS / transfer, np.nan)
+    texts = (table.op, table.process_group, table.mesh_dim, table.dtype)
+    keys = np.stack([*(column.codes for column in texts), table.group_size, table.payload_bytes])
+    _, first, kind, count = np.unique(
+        keys, axis=1, return_index=True, return_inverse=True, return_counts=True
+    )
+    members = np.split(np.argsort(kind.reshape(-1), kind="stable"), np.cumsum(count)[:-1])
+    best: dict[tuple[str | None, str | None], float] = {}
+    for row in np.flatnonzero(~np.isnan(busbw)).tolist():
+        key = table.op[row], table.process_group[row]
+        best[key] = max(best.get(key, 0.0), float(busbw[row]))
+    rows = []
+    for row, mine in zip(first.tolist(), members, strict=False):
+        bus = None if np.isnan(busbw[row]) else median(busbw[mine].tolist())
+        peak = best.get((table.op[row], table.process_group[row]))
+        rows.append(
+            BandwidthRow(
+                op=table.op[row] or "other",
+                process_group=table.process_group[row],
+                mesh_dim=table.mesh_dim[row],
+                group_size=None if table.group_size[row] < 0 else int(table.group_size[row]),
+                dtype=table.dtype[row],
+                payload_bytes=int(table.payload_bytes[row]),
+                count=len(mine),
+                algbw_bytes_per_s=median(algbw[mine].tolist()),
+                busbw_bytes_per_s=bus,
+                best_busbw_bytes_per_s=None if bus is None else float(busbw[mine].max()),
+                of_best_frac=None if bus is None or not peak else bus / peak,
+                of_peak_frac=None if bus is None or not peak_bus_bytes_per_s else bus / peak_bus_bytes_per_s,
+            )
+        )
+    return sorted(rows, key=lambda r: (r.op, r.process_group or "", r.payload_bytes, r.dtype or ""))

@@ -1,0 +1,152 @@
+"""Why nothing ran: every idle nanosecond of a step with its cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.launches import runtime_calls
+from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.tables import IntArray
+
+__all__ = ["idle_causes"]
+
+
+def idle_causes(tables: RankTables) -> list[dict[str, int]]:
+    """Return, per window, cause -> idle time; the causes of a window sum to its ``idle``.
+
+    On a device, a gap ends when the next activity starts. From that activity's launch on, the gap is
+    ``queued`` (launch latency, or an order that a stream enforces). Before it, nothing was left to run:
+    ``profiler`` while the profiler itself was at work or between two steps; else, if the host stood in a call
+    when the device ran dry, or has not been ahead of the compute since such a call drained the device,
+    ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else ``host_bound``. If the launch
+    is not in the file, ``unknown``.
+
+    On a host-only trace, time in which a caller was blocked by a collective whose transfer did not run is
+    ``communication``, the rest ``host_bound``: dispatch, Python, the data loader.
+    """
+    windows, idle = tables.windows, tables.parts.idle
+    parts = _device_parts(tables, idle) if len(tables.device) else _host_parts(tables, idle)
+    per_window = {
+        cause: intervals.covered(part, windows.start_ns, windows.end_ns) for cause, part in parts.items()
+    }
+    return [
+        {cause: int(time[window]) for cause, time in per_window.items() if time[window]}
+        for window in range(len(windows))
+    ]
+
+
+def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
+    device, windows = tables.device, tables.windows
+    # A gap over a window's edge would count with the wrong launch: windows begin with an activity.
+    _, start, end = intervals.cut(idle.start, idle.end, windows.start_ns)
+    launch = np.append(device.launch_ns, -1)[np.searchsorted(device.start_ns, end, side="left")]
+    known = launch >= 0
+    empty_until = np.clip(launch, start, end)
+    profiler = intervals.intersect(intervals.union(start[known], empty_until[known]), _profiler(tables))
+    parts = {
+        "profiler": profiler,
+        "queued": intervals.union(empty_until[known], end[known]),
+        "unknown": intervals.union(start[~known], end[~known]),
+    }
+    calls = {"device_sync": "Synchronize", "memcpy": "Memcpy"}
+    begin, queue = start, _queue(tables)
+    for cause, word in calls.items():
+        blocked = _calls(tables, word)
+        inside = intervals.containing(blocked.start, blocked.end, begin) >= 0
+        until = np.where(inside, empty_until, begin + _refilling(queue, blocked, begin, empty_until, launch))
+        until = np.where(known, until, begin)
+        parts[cause] = intervals.subtract(intervals.union(begin, until), profiler)
+        begin = until
+    whole = intervals.union(begin[known], empty_until[known])
+    parts["host_bound"] = intervals.subtract(whole, profiler)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """How far the host was ahead of the device."""
+
+    launched: IntArray
+    """Launch times in order."""
+    reach: IntArray
+    """When what was launched before each of them, and at last everything, had run; -1: nothing was."""
+    ahead: IntArray
+    """Launches of compute while earlier compute still ran, in order."""
+
+
+def _queue(tables: RankTables) -> _Queue:
+    device, work = tables.device, tables.work
+    by_launch = np.argsort(device.launch_ns, kind="stable")
+    compute = np.flatnonzero(~work.is_fsdp & ~work.is_memcpy & (work.launch_ns >= 0))
+    running = np.maximum.accumulate(work.end_ns[compute[:-1]])
+    launch = work.launch_ns[compute[1:]]
+    return _Queue(
+        launched=device.launch_ns[by_launch],
+        reach=np.concatenate([[-1], np.maximum.accumulate(device.end_ns[by_launch])]),
+        ahead=np.sort(launch[launch < running], kind="stable"),
+    )
+
+
+def _refilling(
+    queue: _Queue, blocked: Intervals, start: IntArray, end: IntArray, launch: IntArray
+) -> IntArray:
+    """Return how much of each gap is owed to a call before it that drained the device.
+
+    A call drains if work ran when it began and nothing launched before its end ran beyond that. It cost the
+    host the lead it had, so at most that much idle time is owed to it, and only until compute is launched
+    while earlier compute still runs: then the host is ahead again.
+    """
+    reach = queue.reach
+    lead = reach[np.searchsorted(queue.launched, blocked.start)] - blocked.start
+    drains = (lead > 0) & (reach[np.searchsorted(queue.launched, blocked.end)] <= blocked.end)
+    drained, lead = blocked.end[drains], lead[drains]
+    if not len(drained):
+        return np.zeros(len(start), dtype=np.int64)
+    last = np.searchsorted(drained, launch, side="right") - 1
+    behind = (
+        np.searchsorted(queue.ahead, start, side="right")
+        == np.searchsorted(queue.ahead, drained, side="right")[last]
+    )
+    owing = np.flatnonzero(behind & (last >= 0) & (start < end))
+    last, length = last[owing], end[owing] - start[owing]
+    order = np.argsort(last, kind="stable")
+    before = np.cumsum(length[order]) - length[order]
+    spent = np.empty(len(length), dtype=np.int64)
+    spent[order] = before - before[np.searchsorted(last[order], last[order], side="left")]
+    owed = np.zeros(len(start), dtype=np.int64)
+    owed[owing] = np.clip(lead[last] - spent, 0, length)
+    return owed
+
+
+def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
+    table, waits = tables.collectives.table, tables.waits
+    blocked = waits.stall_ns > 0
+    until = np.where(waits.resumed_ns >= 0, waits.resumed_ns, table.end_ns)
+    waiting = intervals.union(table.issue_ns[blocked], until[blocked])
+    return {
+        "communication": intervals.intersect(idle, waiting),
+        "host_bound": intervals.subtract(idle, waiting),
+    }
+
+
+def _calls(tables: RankTables, word: str) -> Intervals:
+    """When the host stood in a runtime call whose name has the word."""
+    events = tables.trace.events
+    calls = runtime_calls(events)
+    rows = calls[events.name.take(calls).matches(lambda name: word in name)]
+    return intervals.union(events.start_ns[rows], events.end_ns[rows])
+
+
+def _profiler(tables: RankTables) -> Intervals:
+    """When the profiler was at work: its own overhead events, and the time between two steps."""
+    events, steps = tables.trace.events, tables.steps
+    overhead = events.category.equals("overhead")
+    between: tuple[IntArray, IntArray] = (steps.end_ns[:-1], steps.start_ns[1:])
+    return intervals.union(
+        np.concatenate([events.start_ns[overhead], between[0]]),
+        np.concatenate([events.end_ns[overhead], between[1]]),
+    )

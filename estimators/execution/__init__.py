@@ -1,0 +1,1 @@
+"""A training job that has not happened, executed on fake tensors in a fake process group."""

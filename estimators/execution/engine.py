@@ -1,0 +1,216 @@
+"""Run a training job that has not happened: real FSDP2, autograd and optimizer on fake tensors.
+
+Two steps are run, the second with optimizer state. Every storage is counted with its stream and host phase
+by the recorder's own :class:`~fsdp2prof.storage_tracker.StorageTracker`, so what comes out is the same
+:class:`~fsdp2prof.tables.MemoryRecording` that a run leaves behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp2prof.errors import Fsdp2ProfError, ModelError
+from fsdp2prof.estimators.execution.fake_world import (
+    fake_process_group,
+    fake_tensors,
+    fsdp_mesh,
+    stand_in_device,
+    tensor_parallel_mesh,
+)
+from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.provenance import BlockProvenance
+from fsdp2prof.estimators.execution.training import (
+    EXTRA_ROOT,
+    MODEL_ROOT,
+    TrainingLoop,
+    build_optimizer,
+    materialize,
+    shard,
+)
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.parallel import stage_of
+from fsdp2prof.labels import qualified_fqn
+from fsdp2prof.manifest import TensorInfo
+from fsdp2prof.storage_tracker import StorageTracker
+from fsdp2prof.tables import MemoryRecording
+
+__all__ = ["Execution", "execute"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """What a fake run leaves behind."""
+
+    name: str
+    """The model's."""
+    parameters: int
+    blocks: tuple[str, ...]
+    recording: MemoryRecording
+    """Every storage of rank 0. Step 0 is the construction, then the training steps from 1."""
+    tensors: list[TensorInfo]
+    """Storages of known role at the end, by their address in the recording."""
+    host: frozenset[int]
+    """Addresses of the storages that lie on the host: offloaded ones, and the optimizer's step counters."""
+    block_of: dict[int, int]
+    """Address -> block of storages that were made for one block outside of its own work."""
+
+
+def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2) -> Execution:
+    """Build, shard and train the model for ``steps`` steps as rank 0 of ``mesh``.
+
+    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    """
+    with ExitStack() as stack:
+        device_mesh = stack.enter_context(fake_process_group(mesh))
+        mode = stack.enter_context(fake_tensors())
+        model = _sharded(spec, mesh, policy, device_mesh)
+        extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
+        host = stack.enter_context(host_memory(offloads=policy.offload))
+        tracker = StorageTracker(fake_mode=mode)
+        provenance = BlockProvenance(model.module, model.blocks, tracker)
+        with tracker:
+            tracker.mark_step(0)
+            with host():
+                on_host = torch.empty(1)
+            with provenance.following():
+                materialize(model.module, stand_in_device(), host)
+            if extra is not None:
+                materialize(extra.module, stand_in_device(), host)
+            with provenance.following():
+                optimizer = build_optimizer(model.module, policy)
+            stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
+            loop = TrainingLoop(
+                model=model,
+                extra=extra,
+                policy=policy,
+                optimizer=optimizer,
+                host=host,
+                device=stand_in_device(),
+                loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+                stage=stage,
+            )
+            for step in range(1, steps + 1):
+                tracker.mark_step(step)
+                with _naming_the_culprit(spec):
+                    loop.forward_backward()
+                with provenance.following(loop.optimizer):
+                    loop.update()
+            roots = 1 if extra is None else 2
+            tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, roots))
+            if extra is not None:
+                _reshard(extra.module)
+                tensors += _known_tensors(extra.module, None, tracker, EXTRA_ROOT, roots)
+            if stage is not None:
+                tensors += _receive_buffers(stage, tracker)
+            counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
+            mark = tracker.address(on_host)
+        recording = tracker.recording()
+        return Execution(
+            name=model.name,
+            parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+            blocks=model.blocks,
+            recording=recording,
+            tensors=tensors,
+            host=frozenset([*counters, *_same_stream(recording, mark)]),
+            block_of=provenance.block_of,
+        )
+
+
+@contextmanager
+def _naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
+    """Turn whatever a model that is not ours raises into one line that names it."""
+    try:
+        yield
+    except Exception as error:
+        if spec.kind == "builtin" or isinstance(error, Fsdp2ProfError):
+            raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelError(
+            f"model {spec.source}: its training step failed on fake tensors: {reason}"
+        ) from error
+
+
+def _sharded(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    model = stage_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    with unset_fake_temporarily():  # a mesh is a real tensor
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+    return model
+
+
+def _extra(source: str, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    frozen = replace(policy, ac="none", trainable=None)
+    model = _sharded(ModelSpec(source=source), mesh, frozen, device_mesh)
+    model.module.requires_grad_(False)
+    return model
+
+
+def _same_stream(recording: MemoryRecording, mark: int) -> list[int]:
+    """Addresses on the stream of the storage at ``mark``; only that one on the default stream."""
+    allocations = recording.allocations
+    stream = allocations.stream[allocations.address == mark][0]
+    rows = allocations.stream == stream if stream else allocations.address == mark
+    return [int(address) for address in allocations.address[rows]]
+
+
+def _known_tensors(
+    module: nn.Module, optimizer: Optimizer | None, tracker: StorageTracker, root: int, roots: int
+) -> Iterator[TensorInfo]:
+    """Yield the storages of sharded parameters, their gradients and the optimizer's state."""
+    owners = _owners(module)
+    for name, parameter in module.named_parameters():
+        fqn = qualified_fqn(owners[parameter], root, roots)
+        yield _info("sharded_parameter", fqn, name, parameter, tracker)
+        if parameter.grad is not None:
+            yield _info("sharded_gradient", fqn, name, parameter.grad, tracker)
+        for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
+            if isinstance(state, Tensor):
+                yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
+
+
+def _reshard(root: nn.Module) -> None:
+    """Show the sharded parameters of modules that a forward without backward leaves gathered."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _receive_buffers(stage: PipelineStage, tracker: StorageTracker) -> Iterator[TensorInfo]:
+    """Yield what a stage receives its neighbours' activations and gradients in."""
+    for name, buffers in (("received", stage.activations), ("received_gradient", stage.gradients)):
+        for micro_batch, buffer in enumerate(buffers):
+            yield _info("activation", "", f"{name}.{micro_batch}", buffer, tracker)
+
+
+def _owners(root: nn.Module) -> dict[nn.Parameter, str]:
+    """Map each parameter to the FSDP module that shards it, as FSDP's labels name it."""
+    owners: dict[nn.Parameter, str] = {}
+    for unit, module in root.named_modules():  # outer modules first
+        if isinstance(module, FSDPModule):
+            owners.update(dict.fromkeys(root.get_submodule(unit).parameters(), unit))
+    return owners
+
+
+def _step_counters(optimizer: Optimizer | None, tracker: StorageTracker) -> list[int]:
+    states = () if optimizer is None else optimizer.state.values()
+    return [tracker.address(state["step"]) for state in states if isinstance(state.get("step"), Tensor)]
+
+
+def _info(category: str, fqn: str, name: str, tensor: Tensor, tracker: StorageTracker) -> TensorInfo:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    nbytes = local.untyped_storage().nbytes()
+    return TensorInfo(category=category, fqn=fqn, name=name, address=tracker.address(local), nbytes=nbytes)

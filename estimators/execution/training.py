@@ -1,0 +1,194 @@
+"""A real FSDP2 training loop over a model: sharding, optimizer, micro-batches, clipping, steps.
+
+Nothing here knows that its tensors are fake: it is the loop a careful user writes, driven by a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.execution.host_offload import HostMemory
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.sharding import freeze, wrap_units
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.labels import root_label
+
+__all__ = ["EXTRA_ROOT", "MODEL_ROOT", "TrainingLoop", "build_optimizer", "materialize", "shard"]
+
+MODEL_ROOT, EXTRA_ROOT = 0, 1
+"""Indices of the two root modules where there is a second model."""
+
+
+def shard(
+    model: Model, policy: PolicySpec, mesh: DeviceMesh, tensor_parallel: DeviceMesh | None
+) -> FSDPModule:
+    """Freeze, parallelize, checkpoint and shard a model on meta, in that order; returns its root.
+
+    Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed.
+    """
+    units = wrap_units(model, policy)
+    freeze(model.module, policy)
+    if tensor_parallel is not None:
+        if model.tensor_parallel is None:
+            raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")
+        parallelize_module(model.module, tensor_parallel, model.tensor_parallel(policy.loss_parallel))
+    checkpoint_blocks(model.module, model.blocks, policy)
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=_dtype(policy.param_dtype), reduce_dtype=_dtype(policy.reduce_dtype)
+    )
+    offload = CPUOffloadPolicy(pin_memory=False) if policy.offload else OffloadPolicy()
+    for unit in units:
+        modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
+        fully_shard(
+            modules[0] if len(modules) == 1 else modules,
+            mesh=mesh,
+            mp_policy=mixed_precision,
+            offload_policy=offload,
+            reshard_after_forward=unit.reshard_after_forward,
+        )
+    root = model.module
+    assert isinstance(root, FSDPModule)
+    _prefetch(model.module, model.blocks, policy)
+    if policy.separate_reduce_scatter_group:
+        root.set_separate_reduce_scatter_group(True)
+    if policy.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(policy.reduce_scatter_buffers)
+    return root
+
+
+def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimizer | None:
+    """Build the policy's optimizer over the trainable parameters, ``None`` for ``none``.
+
+    Raises ``ModelError`` for an implementation that the optimizer does not have.
+    """
+    make = _OPTIMIZERS.get(policy.optimizer)
+    if make is None:
+        return None
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    flags = {"foreach": policy.optimizer_impl == "foreach"}
+    if policy.optimizer_impl == "fused":
+        flags["fused"] = True
+    try:
+        return make(parameters, lr=1e-4, **flags)
+    except TypeError:
+        raise ModelError(
+            f"optimizer {policy.optimizer} has no {policy.optimizer_impl} implementation"
+        ) from None
+
+
+def materialize(module: nn.Module, device: torch.device, host: HostMemory) -> None:
+    """Give a sharded module on meta its memory: parameters on the host if offloaded, buffers never."""
+    with host():
+        module.to_empty(device=device)
+    if host.offloads:
+        for submodule in module.modules():
+            for name, buffer in submodule.named_buffers(recurse=False):
+                setattr(submodule, name, torch.empty_like(buffer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingLoop:
+    """Everything a training step needs."""
+
+    model: Model
+    extra: Model | None
+    """A frozen model that runs forward only, on the same batches."""
+    policy: PolicySpec
+    optimizer: torch.optim.Optimizer | None
+    host: HostMemory
+    device: torch.device
+    """Where the batches are made."""
+    loss_is_parallel: bool
+    """The logits are sharded over the vocabulary."""
+    stage: PipelineStage | None = None
+    """Schedule of the micro-batches if the model is a stage of a pipeline."""
+
+    def forward_backward(self) -> None:
+        """Drop the old gradients and run every micro-batch forward and backward."""
+        policy, root = self.policy, self.model.module
+        root.zero_grad()
+        if self.stage is not None:
+            with loss_parallel() if self.loss_is_parallel else nullcontext():
+                self.stage.forward_backward()
+            return
+        for micro_batch in range(policy.grad_accum):
+            if policy.grad_accum > 1 and policy.sync == "last":
+                assert isinstance(root, FSDPModule)
+                root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
+            batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
+            if self.extra is not None:
+                with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
+                    self.extra.loss(self.extra.module, batch, policy.loss_chunks)
+            with ExitStack() as stack:
+                if self.loss_is_parallel:
+                    stack.enter_context(loss_parallel())
+                if self.extra is not None:
+                    stack.enter_context(record_function(root_label(MODEL_ROOT)))
+                loss = self.model.loss(root, batch, policy.loss_chunks)
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Clip the gradients and update the parameters, where they live.
+
+        Raises ``ModelError`` for an optimizer that cannot update sharded parameters.
+        """
+        if self.optimizer is None:
+            return
+        with self.host():
+            if self.policy.clip_grad:
+                torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
+            try:
+                self.optimizer.step()
+            except RuntimeError as error:
+                kind = f"{self.policy.optimizer} ({self.policy.optimizer_impl})"
+                reason = str(error).partition("\n")[0]
+                raise ModelError(f"torch cannot run {kind} on sharded parameters: {reason}") from error
+
+
+def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
+    modules = [root.get_submodule(fqn) for fqn in fqns]
+    blocks: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    for index, block in enumerate(blocks):
+        if policy.forward_prefetch:
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + policy.forward_prefetch])
+        if policy.backward_prefetch:
+            first = max(index - policy.backward_prefetch, 0)
+            block.set_modules_to_backward_prefetch(blocks[first:index][::-1])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _sgd_momentum(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, momentum=0.9, **options)
+
+
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": _sgd_momentum,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adafactor": torch.optim.Adafactor,
+}

@@ -1,0 +1,1 @@
+"""Models on the meta device: built-in families, Hugging Face configurations, factories."""

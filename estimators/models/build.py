@@ -1,0 +1,41 @@
+"""Model input: a built-in name, a Hugging Face ``config.json`` or ``package.module:factory``.
+
+Every source ends in a :class:`Model`: a module on the meta device (no memory, no weights, no downloads)
+with the layers FSDP wraps, a batch to feed it and a loss to differentiate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.model import ModelSpec
+
+__all__ = ["build_model"]
+
+
+def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -> Model:
+    """Build a model on the meta device with parameters of ``orig_dtype``.
+
+    Raises ``ModelError`` for an unknown model, a configuration without an architecture, or a factory
+    that fails or allocates memory.
+    """
+    if spec.kind == "huggingface":
+        from fsdp2prof.estimators.models.foreign import build_huggingface
+
+        return build_huggingface(Path(spec.source), orig_dtype, spec.layers)
+    if spec.kind == "factory":
+        from fsdp2prof.estimators.models.foreign import build_factory
+
+        if spec.layers is not None:
+            raise ModelError(f"model {spec.source}: a factory decides its own number of layers")
+        return build_factory(spec.source, orig_dtype)
+    from fsdp2prof.estimators.models.builtin import build_builtin
+
+    config = builtin_config(spec.source)
+    if spec.layers is not None:
+        config = replace(config, layers=spec.layers)
+    return build_builtin(config, seq_len, orig_dtype)

@@ -1,0 +1,154 @@
+"""Built-in configuration -> :class:`Model`: module on meta, token batches, loss, tensor-parallel plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.gpt import GptTransformer
+from fsdp2prof.estimators.models.llama import LlamaTransformer
+from fsdp2prof.estimators.models.model import Batch, Model
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["build_builtin", "logits_loss", "meta_construction", "token_batch", "token_loss"]
+
+_COLUMNS = ("wq", "wk", "wv", "w1", "w3")
+_ROWS = ("wo", "w2")
+
+
+_RANDOM = {
+    *(getattr(Tensor, name) for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")),
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.kaiming_uniform_,
+}
+
+
+class _NoRandomness(TorchFunctionMode):
+    """Leave tensors as they are where they would be filled at random: on meta there is nothing to fill.
+
+    torch's meta kernels of these are Python and import the compiler, which takes seconds.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _RANDOM:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def meta_construction(orig_dtype: str) -> Iterator[None]:
+    """Construct modules on the meta device with floating-point parameters of ``orig_dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, orig_dtype))
+    try:
+        with torch.device("meta"), _NoRandomness():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build_builtin(config: TransformerConfig, seq_len: int, orig_dtype: str) -> Model:
+    """Build a built-in model. Raises ``ModelError`` for more positions than the model has."""
+    if config.family == "gpt" and seq_len > config.context:
+        raise ModelError(
+            f"{config.name} has {config.context} learned positions: seq_len {seq_len} is too long"
+        )
+    with meta_construction(orig_dtype):
+        module = GptTransformer(config) if config.family == "gpt" else LlamaTransformer(config, seq_len)
+    parallel = config.family != "gpt" and not config.tied
+    return Model(
+        name=config.name,
+        module=module,
+        blocks=tuple(f"layers.{index}" for index in range(config.layers)),
+        config=config,
+        make_batch=partial(token_batch, config.vocab_size),
+        loss=token_loss,
+        tensor_parallel=partial(_tensor_parallel_plan, config) if parallel else None,
+        tensor_parallel_dim=_tensor_parallel_dim if parallel else None,
+    )
+
+
+def token_batch(vocab_size: int, batch_size: int, seq_len: int, device: torch.device) -> Batch:
+    """Random token ids and next tokens, both (B, S) int64."""
+    tokens = torch.randint(vocab_size, (batch_size, seq_len), device=device)
+    targets = torch.randint(vocab_size, (batch_size, seq_len), device=device)
+    return Batch(args=(tokens,), targets=targets)
+
+
+def token_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
+    """Mean cross-entropy of the next token over fp32 logits, whole or in ``chunks`` recomputed pieces."""
+    if chunks is not None:
+        loss: Tensor = module(*batch.args, batch.targets, chunks)
+        return loss
+    logits = module(*batch.args)
+    assert batch.targets is not None
+    return logits_loss(logits, batch.targets)
+
+
+def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over fp32 logits (B, S, V) of the targets (B, S)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dict[str, ParallelStyle]:
+    """Megatron-style tensor parallelism with sequence-parallel norms and residuals."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(
+            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+        ),
+        "layers.*.feed_forward": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=Shard(1))
+    if config.qk_norm:
+        plan["layers.*.attention.q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan["layers.*.attention.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
+
+
+def _tensor_parallel_dim(fqn: str) -> int | None:
+    module, _, kind = fqn.rpartition(".")
+    leaf = module.rpartition(".")[2]
+    if leaf in _COLUMNS or leaf in ("output", "tok_embeddings"):
+        return 0
+    return 1 if leaf in _ROWS and kind == "weight" else None

@@ -1,0 +1,129 @@
+"""The built-in models by name: published architectures, buildable without weights or downloads.
+
+This registry knows shapes only; :mod:`fsdp2prof.estimators.models.llama` and
+:mod:`fsdp2prof.estimators.models.gpt` hold the modules and import torch.
+Sources of the shapes: the papers and released ``config.json`` / ``params.json`` of each family.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from fsdp2prof.errors import ModelError
+
+__all__ = ["BUILTIN_MODELS", "TransformerConfig", "builtin_config"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerConfig:
+    """Shape of a decoder-only transformer."""
+
+    name: str
+    family: Literal["llama", "qwen", "gpt"]
+    """``llama``: complex rotary; ``qwen``: half-rotation rotary; ``gpt``: learned positions, LayerNorm."""
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    context: int
+    """Longest sequence it was published with; the size of learned position embeddings."""
+    tied: bool = False
+    """Head and token embedding share one parameter."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def parameters(self) -> int:
+        """Trainable parameters, tied ones counted once, from the shape alone."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        embedding = self.vocab_size * self.dim
+        if self.family == "gpt":
+            attention = self.dim * 3 * q + 3 * q + q * self.dim + self.dim
+            ffn = 2 * self.dim * self.ffn_dim + self.ffn_dim + self.dim
+            layer = attention + ffn + 4 * self.dim
+            return embedding + self.context * self.dim + self.layers * layer + 2 * self.dim
+        attention = 2 * self.dim * q + 2 * self.dim * kv
+        attention += (q + 2 * kv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        return embedding * (1 if self.tied else 2) + self.layers * layer + self.dim
+
+
+_LLAMA = partial(TransformerConfig, family="llama")
+_LLAMA2 = partial(_LLAMA, vocab_size=32_000, context=4096, rope_theta=1e4)
+_LLAMA3 = partial(_LLAMA, vocab_size=128_256, context=8192, rope_theta=5e5)
+_QWEN = partial(TransformerConfig, family="qwen", rope_theta=1e6, norm_eps=1e-6)
+_QWEN2 = partial(_QWEN, context=32_768, qkv_bias=True)
+_QWEN3 = partial(_QWEN, vocab_size=151_936, context=40_960, qk_norm=True)
+_GPT2 = partial(TransformerConfig, family="gpt", vocab_size=50_257, context=1024, tied=True)
+_GPT3 = partial(_GPT2, context=2048)
+
+
+def _of(
+    series: Callable[..., TransformerConfig],
+    name: str,
+    dim: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn_dim: int,
+    **rest: Any,
+) -> TransformerConfig:
+    """Return a model of a series; heads divide ``dim`` evenly unless ``head_dim`` is given."""
+    shape = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    return series(name=name, **{"head_dim": dim // heads, **shape, **rest})
+
+
+_ALL = (
+    _of(_LLAMA2, "llama2-7b", 4096, 32, 32, 32, 11_008),
+    _of(_LLAMA2, "llama2-13b", 5120, 40, 40, 40, 13_824),
+    _of(_LLAMA2, "llama2-70b", 8192, 80, 64, 8, 28_672),
+    _of(_LLAMA3, "llama3-8b", 4096, 32, 32, 8, 14_336),
+    _of(_LLAMA3, "llama3-70b", 8192, 80, 64, 8, 28_672),
+    _of(_LLAMA3, "llama3-405b", 16_384, 126, 128, 8, 53_248, context=131_072),
+    _of(_QWEN2, "qwen2-0.5b", 896, 24, 14, 2, 4864, vocab_size=151_936, tied=True),
+    _of(_QWEN2, "qwen2-1.5b", 1536, 28, 12, 2, 8960, vocab_size=151_936, tied=True),
+    _of(_QWEN2, "qwen2-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
+    _of(_QWEN2, "qwen2-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
+    _of(_QWEN3, "qwen3-0.6b", 1024, 28, 16, 8, 3072, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-1.7b", 2048, 28, 16, 8, 6144, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-4b", 2560, 36, 32, 8, 9728, head_dim=128, tied=True),
+    _of(_QWEN3, "qwen3-8b", 4096, 36, 32, 8, 12_288, head_dim=128),
+    _of(_QWEN3, "qwen3-14b", 5120, 40, 40, 8, 17_408, head_dim=128),
+    _of(_QWEN3, "qwen3-32b", 5120, 64, 64, 8, 25_600, head_dim=128),
+    _of(_GPT2, "gpt2", 768, 12, 12, 12, 3072),
+    _of(_GPT2, "gpt2-medium", 1024, 24, 16, 16, 4096),
+    _of(_GPT2, "gpt2-large", 1280, 36, 20, 20, 5120),
+    _of(_GPT2, "gpt2-xl", 1600, 48, 25, 25, 6400),
+    _of(_GPT3, "gpt3-125m", 768, 12, 12, 12, 3072),
+    _of(_GPT3, "gpt3-350m", 1024, 24, 16, 16, 4096),
+    _of(_GPT3, "gpt3-760m", 1536, 24, 16, 16, 6144),
+    _of(_GPT3, "gpt3-1.3b", 2048, 24, 16, 16, 8192),
+    _of(_GPT3, "gpt3-2.7b", 2560, 32, 32, 32, 10_240),
+    _of(_GPT3, "gpt3-6.7b", 4096, 32, 32, 32, 16_384),
+    _of(_GPT3, "gpt3-13b", 5120, 40, 40, 40, 20_480),
+    _of(_GPT3, "gpt3-175b", 12_288, 96, 96, 96, 49_152),
+)
+
+BUILTIN_MODELS: dict[str, TransformerConfig] = {config.name: config for config in _ALL}
+"""Built-in models by name."""
+
+
+def builtin_config(name: str) -> TransformerConfig:
+    """Look up a built-in model. Raises ``ModelError`` naming the closest ones."""
+    if name in BUILTIN_MODELS:
+        return BUILTIN_MODELS[name]
+    close = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(BUILTIN_MODELS)}"
+    raise ModelError(
+        f"unknown model {name!r}: {hint} (a config.json or package.module:factory is accepted too)"
+    )

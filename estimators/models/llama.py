@@ -1,0 +1,185 @@
+"""Llama 2/3 and Qwen 2/3 as real modules: RMSNorm, rotary grouped-query attention, SwiGLU.
+
+The computations are those the families are trained with, because a memory estimate runs them: RMSNorm in
+fp32 as separate operators, Llama's rotary embedding in complex fp32, scaled dot-product attention over
+repeated K/V heads, logits cast to fp32 for the cross-entropy. Shapes: B batch, S sequence, D model dim,
+H heads, G key/value heads, E head dim, F feed-forward dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2prof.estimators.models.catalog import TransformerConfig
+
+__all__ = ["LlamaTransformer", "TransformerBlock"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, computed in fp32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` (..., dim) and return its dtype."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.type_as(x) * self.weight
+
+
+def rotate_complex(x_bshe: Tensor, rotary: Tensor) -> Tensor:
+    """Apply rotary positions as complex multiplications in fp32; ``rotary`` is (S, E/2) complex64."""
+    pairs = torch.view_as_complex(x_bshe.float().reshape(*x_bshe.shape[:-1], -1, 2))
+    turned = torch.view_as_real(pairs * rotary.view(1, rotary.shape[0], 1, rotary.shape[1])).flatten(3)
+    return turned.type_as(x_bshe)
+
+
+def rotate_half(x_bshe: Tensor, rotary: Tensor) -> Tensor:
+    """Apply rotary positions by halves in the input's dtype; ``rotary`` is cos and sin, (2, S, E)."""
+    cos, sin = rotary[0].unsqueeze(0).unsqueeze(2), rotary[1].unsqueeze(0).unsqueeze(2)
+    low, high = x_bshe.chunk(2, dim=-1)
+    return x_bshe * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+def repeat_heads(x_bsge: Tensor, times: int) -> Tensor:
+    """Repeat each key/value head for its group of queries: (B, S, G, E) -> (B, S, G*times, E)."""
+    if times == 1:
+        return x_bsge
+    batch, seq, groups, width = x_bsge.shape
+    spread = x_bsge.unsqueeze(3).expand(batch, seq, groups, times, width)
+    return spread.reshape(batch, seq, groups * times, width)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. Head counts come from the projections, so they may be sharded."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.repeats = config.heads // config.kv_heads
+        self.rotate = rotate_complex if config.family == "llama" else rotate_half
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, q, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, kv, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, kv, bias=config.qkv_bias)
+        self.wo = nn.Linear(q, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x_bsd: Tensor, rotary: Tensor) -> Tensor:
+        """Attend within each sequence."""
+        batch, seq, _ = x_bsd.shape
+        xq = self.wq(x_bsd).view(batch, seq, -1, self.head_dim)
+        xk = self.wk(x_bsd).view(batch, seq, -1, self.head_dim)
+        xv = self.wv(x_bsd).view(batch, seq, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            xq, xk = self.q_norm(xq), self.k_norm(xk)
+        xq, xk = self.rotate(xq, rotary), self.rotate(xk, rotary)
+        keys, values = repeat_heads(xk, self.repeats), repeat_heads(xv, self.repeats)
+        out = F.scaled_dot_product_attention(
+            xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True
+        )
+        projected: Tensor = self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2(silu(w1 x) * w3 x)``."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        """Transform each position."""
+        out: Tensor = self.w2(F.silu(self.w1(x_bsd)) * self.w3(x_bsd))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward with residuals: the unit FSDP wraps."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x_bsd: Tensor, rotary: Tensor) -> Tensor:
+        """Run one layer."""
+        hidden = x_bsd + self.attention(self.attention_norm(x_bsd), rotary)
+        out: Tensor = hidden + self.feed_forward(self.ffn_norm(hidden))
+        return out
+
+
+class LlamaTransformer(nn.Module):
+    """Embedding, blocks, norm and head. Build it under ``torch.device("meta")``."""
+
+    rotary: Tensor
+    """Rotary positions: (S, E/2) complex64 for ``llama``, cos and sin (2, S, E) fp32 otherwise."""
+
+    def __init__(self, config: TransformerConfig, seq_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_weights()
+        pairs = config.head_dim // 2
+        if config.family == "llama":
+            table = torch.empty(seq_len, pairs, dtype=torch.complex64)
+        else:
+            table = torch.empty(2, seq_len, 2 * pairs, dtype=torch.float32)
+        self.register_buffer("rotary", table, persistent=False)
+
+    def tie_weights(self) -> None:
+        """Share the head's weight with the embedding if the model ties them; again after ``to_empty``."""
+        if self.config.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def init_buffers(self) -> None:
+        """Fill the rotary table, which construction and ``to_empty`` leave empty."""
+        seq_len, width = self.rotary.shape[-2], self.config.head_dim
+        with torch.device(self.rotary.device):
+            steps = torch.arange(0, width, 2, dtype=torch.float32) / width
+            angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
+            if self.config.family == "llama":
+                self.rotary.copy_(torch.polar(torch.ones_like(angles), angles))
+            else:
+                angles = torch.cat((angles, angles), dim=-1)
+                self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
+
+    def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
+        """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""
+        hidden = self.tok_embeddings(tokens_bs)
+        rotary = self.rotary
+        if self.config.family != "llama":
+            rotary = rotary.to(hidden.dtype)
+        for layer in self.layers.children():
+            hidden = layer(hidden, rotary)
+        hidden = self.norm(hidden)
+        if targets_bs is None:
+            logits: Tensor = self.output(hidden)
+            return logits
+        return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
+
+
+def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
+    """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
+
+    def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    pieces = zip(hidden_bsd.chunk(chunks, dim=1), targets_bs.chunk(chunks, dim=1), strict=True)
+    losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in pieces]
+    return torch.stack(losses).sum() / targets_bs.numel()

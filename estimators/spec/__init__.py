@@ -1,0 +1,1 @@
+"""What an estimate is made from: model, mesh, policy, hardware."""

@@ -1,0 +1,1 @@
+"""Bytes and counts of the collectives of a training step."""

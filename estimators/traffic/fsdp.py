@@ -1,0 +1,193 @@
+"""FSDP2's collectives of one training step, derived from its sharding states.
+
+A group is sharded, unsharded, or (``reshard_after_forward=K``) sharded over K ranks. Whether an all-gather
+happens depends on that state alone, so walking the groups through forward and backward counts every
+collective exactly; prefetching changes when a group is gathered, and whether only for frozen groups that
+backward would not have touched. Source: ``torch.distributed.fsdp._fully_shard`` of torch 2.6-2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from fsdp2prof.estimators.spec.policy import Sync, dtype_bytes
+from fsdp2prof.results import CommRow
+
+__all__ = ["Axis", "GroupTraffic", "Ledger", "walk_step"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """The ranks a collective runs over."""
+
+    size: int
+    mesh_dim: str | None
+    process_group: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTraffic:
+    """What one parameter group sends, whatever it was derived from."""
+
+    root: int
+    fqn: str
+    gather_bytes: int
+    """Whole all-gather output, padding included."""
+    gather_dtype: str
+    reduce_numel: int
+    """Whole reduce-scatter input in elements, padding included, trainable parameters only."""
+    reduce_dtype: str
+    reshard: bool | int
+    has_backward: bool
+    """Whether its output depends on a trainable parameter."""
+    shard: Axis
+    reduce: Axis
+    replicate: Axis
+    post_forward: Axis
+    """Ranks of the backward all-gather when ``reshard`` is an integer."""
+    backward_prefetch: tuple[str, ...] | None = None
+    """Groups it prefetches in backward; ``None`` is FSDP's own choice, the one before it in forward."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Collectives summed by row key, in order of first appearance."""
+
+    rows: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
+
+    def add(
+        self,
+        *,
+        root: int,
+        fqn: str | None,
+        phase: str,
+        op: str,
+        axis: Axis,
+        dtype: str,
+        payload_bytes: int,
+        count: int = 1,
+        wire_bytes: int | None = None,
+    ) -> None:
+        """Add ``count`` equal collectives; wire bytes follow from the op unless given. One rank: nothing."""
+        if axis.size == 1 or count == 0:
+            return
+        if wire_bytes is None:
+            passes = 2 if op == "all_reduce" else 1
+            wire_bytes = passes * payload_bytes * (axis.size - 1) // axis.size
+        key = (root, fqn, phase, op, axis.process_group, axis.mesh_dim, dtype, axis.size)
+        row = self.rows.setdefault(key, [0, 0, 0])
+        row[0] += count
+        row[1] += count * payload_bytes
+        row[2] += count * wire_bytes
+
+    def to_rows(self) -> list[CommRow]:
+        """The rows as results."""
+        names = ("root", "fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
+        return [
+            CommRow(
+                **dict(zip(names, key, strict=True)),  # type: ignore[arg-type]
+                count=count,
+                payload_bytes=payload,
+                wire_bytes=wire,
+            )
+            for key, (count, payload, wire) in self.rows.items()
+        ]
+
+
+class _State(Enum):
+    SHARDED = auto()
+    POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+def walk_step(
+    groups: Sequence[GroupTraffic],
+    ledger: Ledger,
+    *,
+    micro_batches: int,
+    sync: Sync,
+    trains: bool = True,
+    keep_between: bool = False,
+) -> None:
+    """Add one steady step's collectives of one root's groups, given in post-forward order, to ``ledger``.
+
+    ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
+    ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
+    """
+    states = [_State.SHARDED] * len(groups)
+    for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
+        for micro_batch in range(micro_batches):
+            is_last = micro_batch == micro_batches - 1
+            _forward(groups, states, book)
+            if not trains:
+                continue
+            _backward(groups, states, book)
+            if is_last or not keep_between:
+                states = [_State.SHARDED] * len(groups)
+            if is_last or sync == "each":
+                for group in reversed(groups):
+                    _reduce(group, book)
+
+
+def _forward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
+    for index, group in enumerate(groups):
+        _gather(groups, index, states, ledger, "forward")
+        if group.reshard is not False:
+            states[index] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
+
+
+def _backward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
+    for index in range(len(groups) - 1, -1, -1):
+        if not groups[index].has_backward:
+            continue
+        _gather(groups, index, states, ledger, "backward")
+        for target in _prefetched(groups, index):
+            # A frozen group that backward never reaches is gathered all the same, once, and dropped.
+            if not groups[target].has_backward:
+                _gather(groups, target, states, ledger, "backward")
+
+
+def _prefetched(groups: Sequence[GroupTraffic], index: int) -> Sequence[int]:
+    named = groups[index].backward_prefetch
+    if named is None:
+        return (index - 1,) if index else ()
+    return [target for target, group in enumerate(groups) if group.fqn in named]
+
+
+def _gather(
+    groups: Sequence[GroupTraffic], index: int, states: list[_State], ledger: Ledger, phase: str
+) -> None:
+    group, state = groups[index], states[index]
+    states[index] = _State.UNSHARDED
+    if state is _State.UNSHARDED:
+        return
+    ledger.add(
+        root=group.root,
+        fqn=group.fqn,
+        phase=phase,
+        op="all_gather",
+        axis=group.shard if state is _State.SHARDED else group.post_forward,
+        dtype=group.gather_dtype,
+        payload_bytes=group.gather_bytes,
+    )
+
+
+def _reduce(group: GroupTraffic, ledger: Ledger) -> None:
+    if group.reduce_numel == 0:
+        return
+    payload = group.reduce_numel * dtype_bytes(group.reduce_dtype)
+    for op, axis, size in (
+        ("reduce_scatter", group.reduce, payload),
+        ("all_reduce", group.replicate, payload // group.shard.size),
+    ):
+        ledger.add(
+            root=group.root,
+            fqn=group.fqn,
+            phase="backward",
+            op=op,
+            axis=axis,
+            dtype=group.reduce_dtype,
+            payload_bytes=size,
+        )

@@ -1,0 +1,279 @@
+"""Traffic of tensor, context and pipeline parallelism, counted analytically beside FSDP's.
+
+Tensor parallelism is Megatron's with sequence-parallel norms and residuals, as the built-in plans apply it.
+Context parallelism is torch's ring attention: K and V all-gathered in forward and again in backward, their
+gradients passed around the ring in fp32. Pipeline parallelism sends one activation tensor forward and its
+gradient back per micro-batch. B batch, S sequence, D model dim, c bytes of the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["add_parallel_traffic", "check_parallelism", "stage_blocks", "stage_of"]
+
+
+def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+    """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
+    config = model.config
+    for dim in ("tp", "cp", "pp"):
+        if getattr(mesh, dim) > 1 and config is None:
+            raise ModelError(
+                f"mesh: {dim}={getattr(mesh, dim)} is modelled for built-in models, not {model.name}"
+            )
+    if config is None:
+        return
+    for name in ("heads", "kv_heads"):
+        if getattr(config, name) % mesh.tp:
+            raise ModelError(
+                f"mesh: tp={mesh.tp} does not divide the {getattr(config, name)} {name} of {model.name}"
+            )
+    if mesh.tp > 1 and model.tensor_parallel is None:
+        raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
+    pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * mesh.tp
+    if policy.seq_len % pieces:
+        raise ModelError(
+            f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
+        )
+    if policy.trainable is not None and mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
+    if config.layers < mesh.pp:
+        raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
+    if mesh.pp > 1 and policy.reshard != "never":
+        raise ModelError("with pp use reshard=never: stages keep parameters gathered between micro-batches")
+    if mesh.pp > 1 and policy.sync != "last":
+        raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
+    if not 0 <= policy.pp_stage < mesh.pp:
+        raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
+    if mesh.tp > 1 and isinstance(policy.reshard, int):
+        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
+
+
+def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range:
+    """Layers of one pipeline stage: as even as possible, the first stages one longer."""
+    size, longer = divmod(config.layers, mesh.pp)
+    start = stage * size + min(stage, longer)
+    return range(start, start + size + (stage < longer))
+
+
+def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline.
+
+    The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
+    to those for the stage after.
+    """
+    if mesh.pp == 1 or model.config is None:
+        return model
+    from torch import nn
+
+    kept = stage_blocks(model.config, mesh, policy.pp_stage)
+    module = model.module
+    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
+    module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
+    absent: set[str] = set()
+    if policy.pp_stage > 0:
+        absent.add("tok_embeddings")
+        if model.config.family == "gpt":
+            module.pos_embeddings = None  # type: ignore[assignment]
+    if policy.pp_stage < mesh.pp - 1:
+        absent |= {"norm", "output"}
+    for name in absent:
+        module.register_module(name, nn.Identity())
+    plan = model.tensor_parallel
+
+    def plan_of_stage(loss_parallel: bool) -> dict[str, ParallelStyle]:
+        assert plan is not None
+        return {name: style for name, style in plan(loss_parallel).items() if name not in absent}
+
+    return replace(
+        model,
+        blocks=tuple(f"layers.{index}" for index in kept),
+        tensor_parallel=None if plan is None else plan_of_stage,
+    )
+
+
+def add_parallel_traffic(
+    ledger: Ledger, model: Model, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec
+) -> list[str]:
+    """Add TP, CP and PP collectives of a step to ``ledger``; return the assumptions made."""
+    notes: list[str] = []
+    config = model.config
+    if config is None:
+        return notes
+    owner_of = {part: group.fqn for group in groups for part in group.fqn.split(", ")}
+    owners = [owner_of.get(block, "") for block in model.blocks]
+    if mesh.tp > 1:
+        _add_tensor_parallel(ledger, config, owners, mesh, policy)
+        _add_ends(ledger, config, owner_of, mesh, policy)
+        _add_replicated_gradients(ledger, groups, Axis(size=mesh.tp, mesh_dim="tp"), policy)
+        notes.append(
+            "tensor parallelism as analysed: sequence-parallel norms and residuals, vocabulary-sharded "
+            f"embedding and head, loss {'parallel' if policy.loss_parallel else 'over gathered logits'}"
+        )
+    if mesh.cp > 1:
+        _add_context_parallel(ledger, config, owners, mesh, policy)
+        notes.append(
+            "context parallelism as analysed: K and V move with their own grouped heads; a model that "
+            f"repeats them before attention moves {config.heads // config.kv_heads} times as much"
+        )
+    if mesh.pp > 1:
+        _add_pipeline(ledger, config, mesh, policy)
+        notes.append(
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: layers {model.blocks[0]} to "
+            f"{model.blocks[-1]}, one send per micro-batch and neighbour, parameters gathered once a step"
+        )
+    return notes
+
+
+def _recomputed(policy: PolicySpec, block: int) -> bool:
+    every = policy.ac_every
+    return policy.ac == "full" or (every is not None and (block + 1) % every == 0)
+
+
+def _add_tensor_parallel(
+    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
+) -> None:
+    """Each block gathers the sequence before attention and feed-forward and scatters it after."""
+    add = _activation_adder(ledger, mesh, policy)
+    hidden = _tokens(mesh, policy) * config.dim
+    for block, fqn in enumerate(owners):
+        add(fqn, "forward", "all_gather", 2, hidden)
+        add(fqn, "forward", "reduce_scatter", 2, hidden)
+        # Recomputing stops once the last saved tensor is back, before the feed-forward's reduce-scatter.
+        gathers, scatters = (2, 1) if _recomputed(policy, block) else (2 if policy.ac == "op" else 0, 0)
+        add(fqn, "backward", "all_gather", 2 + gathers, hidden)
+        add(fqn, "backward", "reduce_scatter", 2 + scatters, hidden)
+
+
+def _add_ends(
+    ledger: Ledger,
+    config: TransformerConfig,
+    owner_of: Mapping[str, str],
+    mesh: MeshSpec,
+    policy: PolicySpec,
+) -> None:
+    """The embedding scatters its partial sums; the head gathers the sequence; the loss joins the logits."""
+    add = _activation_adder(ledger, mesh, policy)
+    tokens = _tokens(mesh, policy)
+    if policy.pp_stage == 0:
+        embedding = owner_of.get("tok_embeddings", "")
+        add(embedding, "forward", "reduce_scatter", 1, tokens * config.dim)
+        add(embedding, "backward", "all_gather", 1, tokens * config.dim)
+    if policy.pp_stage == mesh.pp - 1:
+        head = owner_of.get("output", "")
+        add(head, "forward", "all_gather", 1, tokens * config.dim)
+        add(head, "backward", "reduce_scatter", 1, tokens * config.dim)
+        if policy.loss_parallel:
+            add("", "forward", "all_reduce", 3, tokens, "float32")
+        else:
+            add(head, "forward", "all_gather", 1, tokens * config.vocab_size)
+
+
+def _tokens(mesh: MeshSpec, policy: PolicySpec) -> int:
+    return policy.batch_size * policy.seq_len // mesh.cp
+
+
+def _activation_adder(ledger: Ledger, mesh: MeshSpec, policy: PolicySpec) -> Callable[..., None]:
+    """Make ``add(fqn, phase, op, count per micro-batch, elements, dtype)`` of tensor parallelism."""
+
+    def add(
+        fqn: str, phase: str, op: str, each: int, elements: int, dtype: str = policy.compute_dtype
+    ) -> None:
+        ledger.add(
+            root=0,
+            fqn=fqn,
+            phase=phase,
+            op=op,
+            axis=Axis(size=mesh.tp, mesh_dim="tp"),
+            dtype=dtype,
+            payload_bytes=elements * dtype_bytes(dtype),
+            count=each * policy.grad_accum,
+        )
+
+    return add
+
+
+def _add_replicated_gradients(
+    ledger: Ledger, groups: Sequence[ParameterGroup], axis: Axis, policy: PolicySpec
+) -> None:
+    """Norm weights are replicated over tp but see a part of the sequence: their gradients are all-reduced."""
+    reductions = policy.grad_accum if policy.sync == "each" else 1
+    accumulated = policy.grad_accum > 1 and policy.sync == "last"
+    dtype = policy.gradient_dtype if accumulated else policy.compute_dtype
+    for group in groups:
+        for parameter in group.parameters:
+            if parameter.replicated and parameter.requires_grad:
+                ledger.add(
+                    root=0,
+                    fqn=group.fqn,
+                    phase="backward",
+                    op="all_reduce",
+                    axis=axis,
+                    dtype=dtype,
+                    payload_bytes=parameter.numel * dtype_bytes(dtype),
+                    count=reductions,
+                )
+
+
+def _add_context_parallel(
+    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
+) -> None:
+    axis = Axis(size=mesh.cp, mesh_dim="cp")
+    elements = 2 * policy.batch_size * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
+    payload = elements * dtype_bytes(policy.compute_dtype)
+    for block, fqn in enumerate(owners):
+        passes = {"forward": 1, "backward": 2 if _recomputed(policy, block) else 1}
+        for phase, times in passes.items():
+            ledger.add(
+                root=0,
+                fqn=fqn,
+                phase=phase,
+                op="all_gather",
+                axis=axis,
+                dtype=policy.compute_dtype,
+                payload_bytes=payload,
+                count=times * policy.grad_accum,
+            )
+        gradients = elements // mesh.cp * dtype_bytes("float32")
+        ledger.add(
+            root=0,
+            fqn=fqn,
+            phase="backward",
+            op="all_to_all",
+            axis=axis,
+            dtype="float32",
+            payload_bytes=gradients,
+            count=mesh.cp * policy.grad_accum,
+            wire_bytes=gradients,
+        )
+
+
+def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
+    local = policy.batch_size * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
+    payload = local * dtype_bytes(policy.compute_dtype)
+    sends = {"forward": policy.pp_stage < mesh.pp - 1, "backward": policy.pp_stage > 0}
+    for phase, does in sends.items():
+        ledger.add(
+            root=0,
+            fqn="",
+            phase=phase,
+            op="send_recv",
+            axis=Axis(size=mesh.pp, mesh_dim="pp"),
+            dtype=policy.compute_dtype,
+            payload_bytes=payload,
+            count=policy.grad_accum if does else 0,
+            wire_bytes=payload,
+        )

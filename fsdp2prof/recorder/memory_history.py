@@ -1,0 +1,152 @@
+"""The memory recording: the CUDA allocator's own history, or an exact count of storages on a CPU."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from inspect import signature
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.profiler import record_function
+
+from fsdp2prof.files import replacing
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
+
+__all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture"]
+
+MAX_ENTRIES = 2_000_000
+"""Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
+
+
+class MemoryCapture(Protocol):
+    """A recording over one or several training steps."""
+
+    source: str
+    """``cuda_snapshot`` or ``storage_count``."""
+    allocator_settings: dict[str, str]
+    """Known after :meth:`finish`; empty without a caching allocator."""
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the recording with the first."""
+
+    def finish(self) -> None:
+        """Stop and write the recording."""
+
+
+def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
+    """Return the capture for a device type; anything but ``cuda`` is counted on the CPU."""
+    if device_type == "cuda":
+        return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)
+    return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, stacks=stacks)
+
+
+class CpuMemoryCapture:
+    """Counts every storage (``fsdp2prof.storage_tracker``) and writes ``memory.npz``."""
+
+    source = "storage_count"
+
+    def __init__(self, path: Path, *, stacks: bool) -> None:
+        from fsdp2prof.storage_tracker import StorageTracker
+
+        self.allocator_settings: dict[str, str] = {}
+        self._path = path
+        self._tracker = StorageTracker(stacks=stacks)
+        self._running = False
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the count with the first."""
+        if not self._running:
+            self._tracker.start()
+            self._running = True
+        self._tracker.mark_step(step)
+
+    def finish(self) -> None:
+        """Stop counting and write the recording."""
+        from fsdp2prof.recorder.recording_file import write_recording
+
+        if self._running:
+            self._running = False
+            self._tracker.stop()
+            write_recording(self._path, self._tracker.recording())
+
+
+class CudaMemoryCapture:
+    """Turns on the allocator's history, tags every allocation with its phase and writes the snapshot."""
+
+    source = "cuda_snapshot"
+
+    def __init__(self, path: Path, *, several_roots: bool) -> None:
+        from fsdp2prof.recorder.tagging import AllocationTags
+
+        self.allocator_settings: dict[str, str] = {}
+        self._path = path
+        self._tags = AllocationTags(several_roots=several_roots)
+        self._step: record_function | None = None
+        self._running = False
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the history with the first."""
+        if not self._running:
+            record_history()
+            self._tags.start()
+            self._running = True
+        self._end_step()
+        self._tags.mark_step(step)
+        self._step = record_function(f"ProfilerStep#{step}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Write the snapshot and turn the history off."""
+        if self._running:
+            self._running = False
+            self._end_step()
+            self._tags.stop()
+            try:
+                self.allocator_settings = dump_snapshot(self._path)
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+
+class OomDump:
+    """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
+
+    ``tell`` is called with the file's name. The recording of the memory steps, if it is there, is kept.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._tell = tell
+        self.written: Path | None = None
+        torch._C._cuda_attach_out_of_memory_observer(self._dump)  # type: ignore[attr-defined]
+
+    def _dump(self, *_: Any) -> None:
+        path = self._folder / SNAPSHOT_FILE
+        if path.exists() and path != self.written:
+            path = self._folder / OOM_SNAPSHOT_FILE
+        dump_snapshot(path)
+        self.written = path
+        self._tell(path.name)
+
+
+def record_history() -> None:
+    """Turn the allocator's history on, with the FSDP labels in it where this torch can."""
+    options: dict[str, Any] = {"stacks": "python", "max_entries": MAX_ENTRIES, "clear_history": True}
+    options["global_record_annotations"] = True
+    known = signature(torch.cuda.memory._record_memory_history).parameters
+    supported = {name: value for name, value in options.items() if name in known}
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", **supported)
+
+
+def dump_snapshot(path: Path) -> dict[str, str]:
+    """Write the allocator's snapshot as a pickle of builtin containers; returns the allocator's settings."""
+    snapshot = torch.cuda.memory._snapshot()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=pickle.HIGHEST_PROTOCOL)
+    return {str(name): str(value) for name, value in snapshot.get("allocator_settings", {}).items()}

@@ -1,0 +1,168 @@
+"""From a path to one side of a comparison: a run, an estimate, traces, a recording, or a saved JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.errors import InputError
+from fsdp2prof.manifest import COMMUNICATION_FILE
+from fsdp2prof.results import (
+    COMM_ESTIMATE_SCHEMA,
+    MEMORY_ESTIMATE_SCHEMA,
+    MEMORY_SCHEMA,
+    RUN_ANALYSIS_SCHEMA,
+    TRACE_SCHEMA,
+    CommEstimate,
+    MemoryAnalysis,
+    MemoryEstimate,
+    Peak,
+    RankMemory,
+    RunAnalysis,
+    TraceAnalysis,
+)
+from fsdp2prof.workflows.analyze import TraceOptions, analyze_any_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["read_side"]
+
+_Result: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
+
+_DOCUMENTS: dict[str, type[_Result]] = {
+    RUN_ANALYSIS_SCHEMA: RunAnalysis,
+    TRACE_SCHEMA: TraceAnalysis,
+    MEMORY_SCHEMA: MemoryAnalysis,
+    MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
+    COMM_ESTIMATE_SCHEMA: CommEstimate,
+}
+_SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
+_HEAD_BYTES = 256
+
+
+def read_side(path: Path, **options: Unpack[TraceOptions]) -> Side:
+    """Read whatever is at ``path``, analysing what is not analysed yet.
+
+    Raises ``InputError`` (or one of its kinds) for what cannot be read.
+    """
+    document = _read_document(path)
+    if document is None:
+        result: _Result = analyze_any_path(path, **options)
+    else:
+        result = _chosen(document, options.get("ranks"), options.get("steps"))
+        if isinstance(result, (TraceAnalysis, MemoryAnalysis)) and not result.ranks:
+            raise InputError(f"{path}: none of the chosen ranks is in it")
+    if isinstance(result, RunAnalysis):
+        return _of_run(path, result)
+    if isinstance(result, TraceAnalysis):
+        worlds = [rank.world_size for rank in result.ranks if rank.world_size is not None]
+        world_size = max(worlds, default=None)
+        return Side(
+            path=str(path), kind="trace", trace=result, world_size=world_size, warnings=result.warnings
+        )
+    if isinstance(result, MemoryAnalysis):
+        return Side(path=str(path), kind="memory", peaks=_fullest(result.ranks), warnings=result.warnings)
+    world_size = result.mesh.get("world_size")
+    if isinstance(result, CommEstimate):
+        return Side(path=str(path), kind="estimate", communication=result, world_size=world_size)
+    return Side(path=str(path), kind="estimate", peaks={0: _predicted_peak(result)}, world_size=world_size)
+
+
+def _of_run(path: Path, analysis: RunAnalysis) -> Side:
+    memory = analysis.memory.ranks if analysis.memory else []
+    predicted = _read_document(path / COMMUNICATION_FILE)
+    estimate = predicted if isinstance(predicted, CommEstimate) else None
+    parts = [part for part in (analysis.trace, analysis.memory, analysis) if part is not None]
+    return Side(
+        path=str(path),
+        kind="estimate" if estimate else "run",
+        trace=analysis.trace,
+        communication=estimate,
+        peaks=_fullest(memory),
+        run=None if estimate else analysis.run,
+        world_size=estimate.mesh.get("world_size") if estimate else analysis.run.world_size,
+        warnings=[*analysis.run.messages, *(line for part in parts for line in part.warnings)],
+    )
+
+
+def _read_document(path: Path) -> _Result | None:
+    """Decode a JSON document that this package wrote; None for anything else."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = _SCHEMA.match(file.read(_HEAD_BYTES))
+    if head is None:
+        return None
+    schema = head[1].decode()
+    kind = _DOCUMENTS.get(schema)
+    if kind is None:
+        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+
+
+def _chosen(result: _Result, ranks: Collection[int] | None, steps: Collection[int] | None) -> _Result:
+    """Cut an analysis that was kept to some ranks and steps; an estimate stands for all of them."""
+    if isinstance(result, RunAnalysis):
+        trace = result.trace and _chosen_trace(result.trace, ranks, steps)
+        memory = result.memory and _chosen_memory(result.memory, ranks)
+        return replace(
+            result,
+            trace=trace if trace and trace.ranks else None,
+            memory=memory if memory and memory.ranks else None,
+        )
+    if isinstance(result, TraceAnalysis):
+        return _chosen_trace(result, ranks, steps)
+    return _chosen_memory(result, ranks) if isinstance(result, MemoryAnalysis) else result
+
+
+def _chosen_trace(
+    trace: TraceAnalysis, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> TraceAnalysis:
+    kept = [
+        replace(rank, steps=[one for one in rank.steps if steps is None or one.step in steps])
+        for rank in trace.ranks
+        if ranks is None or rank.rank in ranks
+    ]
+    groups = [
+        row
+        for row in trace.groups
+        if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
+    ]
+    return replace(trace, ranks=kept, groups=groups)
+
+
+def _chosen_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
+    return replace(memory, ranks=[rank for rank in memory.ranks if ranks is None or rank.rank in ranks])
+
+
+def _fullest(ranks: Iterable[RankMemory]) -> dict[int, Peak]:
+    """Each rank's highest peak, of whichever of its devices and recordings."""
+    peaks: dict[int, Peak] = {}
+    for one in ranks:
+        known = peaks.get(one.rank)
+        if known is None or one.peak.allocated_bytes > known.allocated_bytes:
+            peaks[one.rank] = one.peak
+    return peaks
+
+
+def _predicted_peak(estimate: MemoryEstimate) -> Peak:
+    peak = estimate.peak
+    return Peak(
+        allocated_bytes=peak.active_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        step=peak.step,
+        phase=peak.phase,
+        fqn=peak.fqn,
+        categories=peak.categories,
+        by_layer=peak.by_layer,
+    )
