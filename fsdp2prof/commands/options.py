@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
 
-__all__ = ["Output", "numbers_option", "output_options"]
+__all__ = ["Output", "numbers_option", "output_options", "refuse_given"]
 
 _EXTENSIONS = {".txt": "text", ".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
 
@@ -121,6 +122,22 @@ def numbers_option(flag: str, what: str) -> Callable[[Callable[..., None]], Call
     return click.option(
         flag, default="all", callback=_numbers, metavar="LIST", help=f"{what}: all, or for example 0,3,8-11."
     )
+
+
+def refuse_given(*flags: str, because: str) -> None:
+    """Refuse options of the running command that have no effect here and yet were given.
+
+    ``flags`` are their long names, ``because`` says why they have none. Raises ``UsageError``.
+    """
+    context = click.get_current_context()
+    given = [
+        "/".join(named)
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        and (named := [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag in flags])
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)} would have no effect: {because}")
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int] | None:
