@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib import import_module
 
@@ -9,6 +10,7 @@ import click
 
 from fsdp2prof import __version__
 from fsdp2prof.errors import Fsdp2ProfError
+from fsdp2prof.vocabulary import printable
 
 __all__ = ["cli", "main"]
 
@@ -58,11 +60,18 @@ def main() -> None:
     except click.exceptions.Exit as error:
         code = error.exit_code
     except click.ClickException as error:
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        _complain(said.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.Abort:
         code = 130
     except Fsdp2ProfError as error:
-        click.echo(f"error: {error}", err=True)
+        _complain(f"error: {error}")
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(text: str) -> None:
+    """Write to stderr; names in an error come from files and must not reach the terminal as commands."""
+    click.echo("\n".join(map(printable, text.split("\n"))), err=True)

@@ -18,6 +18,7 @@ __all__ = [
     "format_frac",
     "format_ns",
     "parse_bytes",
+    "plural",
 ]
 
 DTYPE_BYTES = {
@@ -92,6 +93,13 @@ def format_frac(value: float | None) -> str:
 def format_count(value: int) -> str:
     """Format a count with thousands separators."""
     return f"{value:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``, ``3 entries``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith(("ry", "ty", "cy")) else f"{count:,} {noun}s"
 
 
 def dtype_bytes(name: str) -> int | None:

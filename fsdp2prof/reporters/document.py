@@ -57,6 +57,10 @@ class Column:
     show: Callable[[Any], str] = _plain
     """A value as people read it."""
 
+    def text(self, value: Value) -> str:
+        """Write a cell for people; text in a column of numbers stands as it is."""
+        return value if isinstance(value, str) and self.kind == "number" else self.show(value)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -68,13 +72,14 @@ class Table:
     note: str = ""
     """What the title does not say: units, order, what a column leaves out."""
     columns: Sequence[Column]
+    """What matters most on the left: a narrow terminal leaves out the right ones, never the first."""
     rows: Sequence[Sequence[Value]]
     limit: int | None = None
     """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
     noun: str = "row"
     """What a row is, to count those left out."""
     totals: Sequence[Sequence[Value]] = ()
-    """Rows under a line: means, sums, percentages."""
+    """Rows under a line: means, sums, percentages; None leaves a cell empty."""
     remarks: Sequence[str] = ()
     """Sentences under the table."""
     unabridged: Table | None = None
