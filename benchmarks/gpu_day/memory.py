@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from threading import Condition
 from typing import Any
 
-from benchmarks.gpu_day.day import Day, Failed, Job, Outcome
+from benchmarks.gpu_day.day import Day, Failed, Job, Outcome, Skipped
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 
 __all__ = ["STATED_ERROR_FRAC", "run"]
@@ -23,6 +27,9 @@ STATED_ERROR_FRAC = 0.03
 
 _TRAIN = "tests/gpu/train_fake_world.py"
 _LIMIT_S = 120.0
+_GIB = 1 << 30
+_BESIDE_BYTES = 3 * _GIB
+"""Room for the CUDA context and for an estimate that is too low."""
 _STEPS = "3"
 _WORLDS = (8, 64, 512)
 _VARIATIONS: dict[str, dict[str, Any]] = {
@@ -62,31 +69,26 @@ class _Configuration:
 
 
 def run(day: Day) -> list[Outcome]:
-    """Measure and estimate every configuration; several share the GPU, the largest two at a time."""
-    if not day.machine.has_gpu:
-        return day.perform("memory", [_job(day, one) for one in _on_cpu()])
-    largest = [
-        _Configuration(
-            name="whole model", model="llama3-8b", layers=32, world_size=world, policy=_policy(8192, ac="op")
-        )
-        for world in _WORLDS
+    """Measure and estimate every configuration; on a GPU as many at a time as fit."""
+    configurations = _on_gpu() if day.machine.has_gpu else _on_cpu()
+    space = _Space(day.machine.device_bytes[0]) if day.machine.has_gpu else None
+    jobs = [
+        Job(f"{one.name}, {one.world_size} ranks", partial(_compare, day, one, space))
+        for one in configurations
     ]
-    others = [
-        _Configuration(
-            name=name, model="llama3-8b", layers=4, world_size=world, policy=_policy(2048, **change)
-        )
-        for name, change in _VARIATIONS.items()
-        for world in _WORLDS
-    ]
-    workers = max(2, min(6, (os.cpu_count() or 1) // 2))
+    workers = max(1, min(6, (os.cpu_count() or 1) // 2)) if day.machine.has_gpu else 1
+    return day.perform("memory", jobs, workers=workers)
+
+
+def _on_gpu() -> list[_Configuration]:
+    """The largest first: others run beside them."""
+    whole = {"whole model": (32, _policy(8192, ac="op"))}
+    variations = {name: (4, _policy(4096, **change)) for name, change in _VARIATIONS.items()}
     return [
-        *day.perform("memory", [_job(day, one) for one in others], workers=workers),
-        *day.perform("memory", [_job(day, one) for one in largest], workers=2),
+        _Configuration(name=name, model="llama3-8b", layers=layers, world_size=world, policy=policy)
+        for name, (layers, policy) in {**whole, **variations}.items()
+        for world in _WORLDS
     ]
-
-
-def _policy(seq_len: int, **change: Any) -> dict[str, Any]:
-    return {"seq_len": seq_len, "batch_size": 1, **change}
 
 
 def _on_cpu() -> list[_Configuration]:
@@ -98,51 +100,76 @@ def _on_cpu() -> list[_Configuration]:
     ]
 
 
-def _job(day: Day, configuration: _Configuration) -> Job:
-    measure = _on_gpu if day.machine.has_gpu else _count_storages
-
-    def work() -> tuple[str, dict[str, Any]]:
-        allocator, measured = measure(day, configuration)
-        estimated = _estimate(day, configuration, allocator)
-        errors = {
-            name: estimated[name] / measured[name] - 1
-            for name in ("reserved", "allocated")
-            if name in measured
-        }
-        row = {
-            "name": configuration.name,
-            "model": configuration.model,
-            "layers": configuration.layers,
-            "world_size": configuration.world_size,
-            "policy": {**configuration.policy, "allocator": allocator},
-            "measured_bytes": measured,
-            "estimated_bytes": {name: estimated[name] for name in measured if name in estimated},
-            "error_frac": errors,
-        }
-        return ", ".join(f"{name} {100 * error:+.2f} %" for name, error in errors.items()), row
-
-    return Job(f"{configuration.name}, {configuration.world_size} ranks", work)
+def _policy(seq_len: int, **change: Any) -> dict[str, Any]:
+    return {"seq_len": seq_len, "batch_size": 1, **change}
 
 
-def _on_gpu(day: Day, configuration: _Configuration) -> tuple[str, dict[str, int]]:
+class _Space:
+    """The device's memory, which concurrent jobs share."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = self._free = total_bytes
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Wait until ``size`` bytes are free. Raises ``Skipped`` if they never will be."""
+        if size > self._total:
+            raise Skipped(f"needs {size / _GIB:.1f} GiB, the device has {self._total / _GIB:.1f}")
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
+
+
+def _compare(day: Day, configuration: _Configuration, space: _Space | None) -> tuple[str, dict[str, Any]]:
+    allocator = configuration.policy.get("allocator", "expandable")
+    estimated = _estimate(day, configuration, allocator)
+    if space is None:
+        measured = _count_storages(day, configuration)
+    else:
+        with space.taken(estimated["reserved"] + _BESIDE_BYTES):
+            allocator_there, measured = _measure(day, configuration, allocator)
+        if allocator_there != allocator:  # a driver without expandable segments
+            allocator = allocator_there
+            estimated = _estimate(day, configuration, allocator)
+    errors = {name: estimated[name] / measured[name] - 1 for name in estimated if name in measured}
+    row = {
+        "name": configuration.name,
+        "model": configuration.model,
+        "layers": configuration.layers,
+        "world_size": configuration.world_size,
+        "policy": {**configuration.policy, "allocator": allocator},
+        "measured_bytes": measured,
+        "estimated_bytes": {name: estimated[name] for name in errors},
+        "error_frac": errors,
+    }
+    return ", ".join(f"{name} {100 * error:+.2f} %" for name, error in errors.items()), row
+
+
+def _measure(day: Day, configuration: _Configuration, allocator: str) -> tuple[str, dict[str, int]]:
     """Return the allocator that ran and its own peaks over all steps."""
     path = configuration.write(day.folder / "memory")
-    classic = configuration.policy.get("allocator") == "classic"
     out = day.run(
         f"memory-{configuration.slug}",
         [sys.executable, _TRAIN, "--config", path, "--steps", _STEPS],
         limit_s=_LIMIT_S,
-        environment={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{not classic}"},
+        environment={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{allocator == 'expandable'}"},
     )
     steps = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     if steps[-1]["retries"]:
         raise Failed("the device was full: the allocator gave memory back and tried again")
-    allocator = "expandable" if steps[-1]["expandable"] else "classic"
     names = ("reserved", "allocated", "requested", "active")
-    return allocator, {name: max(step[f"{name}_bytes"] for step in steps) for name in names}
+    peaks = {name: max(step[f"{name}_bytes"] for step in steps) for name in names}
+    return "expandable" if steps[-1]["expandable"] else "classic", peaks
 
 
-def _count_storages(day: Day, configuration: _Configuration) -> tuple[str, dict[str, int]]:
+def _count_storages(day: Day, configuration: _Configuration) -> dict[str, int]:
     """Return the recorder's exact count of one step's storages, and the cuBLAS workspaces a CPU lacks."""
     path = configuration.write(day.folder / "memory")
     run = day.folder / "memory" / configuration.slug
@@ -152,7 +179,7 @@ def _count_storages(day: Day, configuration: _Configuration) -> tuple[str, dict[
     analyze = [sys.executable, "-m", "fsdp2prof", "analyze", "memory", run, "--format", "json"]
     analysis = json.loads(day.run(f"memory-{configuration.slug}-analysis", analyze, limit_s=_LIMIT_S))
     counted = analysis["ranks"][0]["peak"]["allocated_bytes"]
-    return "expandable", {"allocated": counted + 2 * BLAS_WORKSPACE_BYTES}
+    return {"allocated": counted + 2 * BLAS_WORKSPACE_BYTES}
 
 
 def _estimate(day: Day, configuration: _Configuration, allocator: str) -> dict[str, int]:
