@@ -6,11 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.hta import (
+    critical_path_document,
+    diff_document,
+    idle_document,
+    launch_document,
+)
+from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
 
 __all__ = ["build"]
 
-_BUILDERS: dict[type, Callable[[Any], Document]] = {}
-"""Type of a result -> its builder, ``documents/KIND.py:build``."""
+_BUILDERS: dict[type, Callable[[Any], Document]] = {
+    CriticalPath: critical_path_document,
+    IdleCauses: idle_document,
+    LaunchStatistics: launch_document,
+    TraceDiff: diff_document,
+}
+"""Type of a result -> its builder."""
 
 
 def build(result: Any) -> Document:

@@ -28,11 +28,11 @@ class CsvRenderer:
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Write the table that ``options.table`` names, or the document's first."""
-        table = _choose(document, options.table)
+        names, rows = _choose(document, options.table).raw()
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow([column.name for column in table.columns])
-        writer.writerows([_inert(value) for value in row] for row in table.rows)
+        writer.writerow(names)
+        writer.writerows(map(_inert, row) for row in rows)
         return out.getvalue()
 
 

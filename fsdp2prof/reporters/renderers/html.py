@@ -19,7 +19,7 @@ from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
 from fsdp2prof.vocabulary import layer_name, printable
 
-__all__ = ["HtmlRenderer"]
+__all__ = ["HtmlRenderer", "render_fragment"]
 
 _ROW_LIMIT = 2000
 """Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
@@ -40,21 +40,26 @@ class HtmlRenderer:
         scripts = [_asset("tables.js")]
         if charts:
             scripts += [_plotly(), _asset("charts.js")]
-        page: str = _template().render(
+        page: str = _template("page").render(
             document=document,
             title=options.source or document.title,
             figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_hash(script) for script in scripts],
             css=Markup(_asset("page.css")),
-            row_limit=_ROW_LIMIT,
             version=__version__,
         )
         return page
 
 
+def render_fragment(document: Document) -> str:
+    """Return the document as HTML to stand among other HTML: no script, so no chart."""
+    fragment: str = _template("fragment").render(document=document)
+    return fragment
+
+
 @cache
-def _template() -> Any:
+def _template(name: str) -> Any:
     from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -74,7 +79,8 @@ def _template() -> Any:
         "layer_name": layer_name,
         "printable": printable,
     }
-    return environment.get_template("page.html.j2")
+    environment.globals["row_limit"] = _ROW_LIMIT
+    return environment.get_template(f"{name}.html.j2")
 
 
 # Filters of the template.
