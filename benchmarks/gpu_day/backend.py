@@ -12,7 +12,9 @@ __all__ = ["Backend", "choose_backend", "torchrun"]
 EXAMPLE = "examples/train_tiny_fsdp2.py"
 _PROBE_S = 90.0
 _SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-"""Lets ranks share a GPU; NCCL before 2.30 does not know it and refuses them."""
+"""Lets ranks share a GPU."""
+_SHARING_NCCL = (2, 30)
+"""The first version of NCCL that knows it; earlier ones refuse such ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,9 @@ def choose_backend(day: Day) -> Backend:
         Backend(name="gloo", most_ranks=None, why="gloo on CUDA tensors"),
     ]
     refused = []
+    if devices == 1 and _version(day.machine.nccl) < _SHARING_NCCL:
+        candidates = candidates[1:]
+        refused = [f"NCCL {day.machine.nccl} lets no two ranks share a GPU, 2.30 does"]
     for backend in candidates:
         command = [*torchrun(2), EXAMPLE, "--steps", "2", "--backend", backend.name]
         try:
@@ -65,3 +70,7 @@ def choose_backend(day: Day) -> Backend:
             why="; ".join([backend.why, *refused]),
         )
     return Backend(name="nccl", most_ranks=1, why="; ".join(["one rank alone", *refused]))
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2])) if text else ()
