@@ -1,0 +1,256 @@
+"""``estimate step``: how long a training step takes that has not happened.
+
+The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed for
+the cluster, and run through a simulation of the streams; the simulated step is a trace, and the analyses of
+recorded traces say where it goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+
+from fsdp2prof.analyzers.trace.analysis import analyze_trace
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
+from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.program import capture_step
+from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.results.step import HardwareUse, StepEstimate, StepLayer, StepRange
+from fsdp2prof.results.trace import BreakdownNs, PrefetchRow, TraceAnalysis
+from fsdp2prof.tables import Trace
+
+__all__ = ["StepPrediction", "estimate_step", "predict_step", "program_of", "simulate_program"]
+
+_CONTENTION = (0.05, 0.19, 0.40)
+_HOST_NS = (3_000, 5_000, 10_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPrediction:
+    """An estimate with the trace behind it, which every trace analysis reads like a recorded rank's."""
+
+    estimate: StepEstimate
+    trace: Trace
+    analysis: TraceAnalysis
+
+
+def estimate_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepEstimate:
+    """Predict the training step of rank 0 on a cluster.
+
+    Raises ``ModelError`` for what cannot be built or is not modelled, and for hardware that does not state
+    what a step's time needs.
+    """
+    return predict_step(model, mesh, policy, cluster).estimate
+
+
+def predict_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepPrediction:
+    """As :func:`estimate_step`, and keep the predicted trace."""
+    return simulate_program(program_of(model, mesh, policy), model, mesh, policy, cluster)
+
+
+def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
+    """Capture the commands of a step; they do not depend on the cluster.
+
+    Raises ``ModelError`` for what cannot be built or is not modelled.
+    """
+    built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    check_parallelism(built, mesh, policy)
+    _check_modelled(mesh, policy)
+    program = capture_step(model, mesh, policy)
+    if policy.float8 is not None:
+        program = in_float8(program, built.blocks)
+    return compiled(program, built.blocks) if policy.compile else program
+
+
+def simulate_program(
+    program: Program, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster
+) -> StepPrediction:
+    """Run a captured step on a cluster."""
+    costs = ClusterCosts(cluster=cluster, mesh=mesh)
+    timeline = simulate(program, costs)
+    trace = trace_of(
+        program,
+        timeline,
+        source=f"estimate of {model.source}",
+        world_size=mesh.world_size,
+        device_name=cluster.hardware.name,
+    )
+    analysis = analyze_trace([(trace, None)])
+    estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
+    return StepPrediction(estimate=estimate, trace=trace, analysis=analysis)
+
+
+def _check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
+    for name, unmodelled in (("pp", mesh.pp > 1), ("cp", mesh.cp > 1)):
+        if unmodelled:
+            raise ModelError(f"mesh: the step time of {name} is not modelled yet: leave {name} at 1")
+    if policy.extra_model is not None:
+        raise ModelError("the step time with a second model (extra_model) is not modelled")
+
+
+def _estimate(
+    program: Program,
+    timeline: Timeline,
+    analysis: TraceAnalysis,
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    costs: ClusterCosts,
+) -> StepEstimate:
+    step = analysis.ranks[0].steps[0]
+    kernels = _kernels(program, timeline, costs)
+    hardware = costs.cluster.hardware
+    peak = hardware.flops.get(policy.compute_dtype)
+    tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.cp * mesh.pp)
+    executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
+    seconds = step.duration_ns / 1e9
+    return StepEstimate(
+        model={"name": model.source, "parameters": program.parameters},
+        mesh={**asdict(mesh), "world_size": mesh.world_size},
+        policy=asdict(policy),
+        hardware=_hardware_use(mesh, costs, peak),
+        step_ns=step.duration_ns,
+        tokens_per_step=tokens,
+        tokens_per_s_per_gpu=tokens / mesh.world_size / seconds,
+        mfu=None if peak is None else program.model_flops / seconds / peak,
+        hfu=None if peak is None else executed / seconds / peak,
+        breakdown_ns=step.breakdown_ns,
+        bubble_ns=0,
+        kernels_ns=kernels,
+        bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
+        by_layer=_layers(analysis),
+        range=_range(program, costs),
+        assumptions=_assumptions(policy, costs),
+    )
+
+
+def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> HardwareUse:
+    cluster = costs.cluster
+    nodes = -(-mesh.world_size // cluster.gpus_per_node)
+    return HardwareUse(
+        name=cluster.hardware.name,
+        gpus_per_node=cluster.gpus_per_node,
+        nodes=nodes,
+        network=cluster.network.name if cluster.network is not None and nodes > 1 else None,
+        peak_flops_per_s=peak,
+    )
+
+
+def _kernels(program: Program, timeline: Timeline, costs: ClusterCosts) -> dict[str, int]:
+    """Device time of the compute stream's kernels by what bounds them."""
+    floor = costs.cluster.hardware.kernel_floor_ns
+    sums = dict.fromkeys(("matmul", "attention", "memory", "launch"), 0)
+    spans = (timeline.end_ns - timeline.start_ns).tolist()
+    for command, span in zip(program.commands, spans, strict=True):
+        if isinstance(command, Kernel) and command.work is not None and command.stream == 0:
+            kind = command.work.kind
+            bound = kind if kind in ("matmul", "attention") else "memory"
+            sums[bound] += max(0, span - floor)
+            sums["launch"] += min(span, floor)
+    return sums
+
+
+def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program, costs: ClusterCosts) -> str:
+    """Name the largest part of the step by the resource that it waits for."""
+    parts = {
+        "compute": kernels["matmul"] + kernels["attention"],
+        "memory_bandwidth": kernels["memory"],
+        "host": breakdown.idle + kernels["launch"],
+    }
+    exposed = {
+        "all_gather": breakdown.exposed_all_gather,
+        "reduce_scatter": breakdown.exposed_reduce_scatter,
+        "all_reduce": breakdown.exposed_all_reduce,
+    }
+    links: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for command in program.commands:
+        if isinstance(command, Collective):
+            made = costs.transfer(command)
+            links[command.op][made.link] += made.ns
+    for op, time in exposed.items():
+        if links[op]:
+            link = max(links[op], key=lambda name: links[op][name])
+            parts[link] = parts.get(link, 0) + time
+    return max(parts, key=lambda name: parts[name])
+
+
+def _layers(analysis: TraceAnalysis) -> list[StepLayer]:
+    """Join what each layer's collectives took with whether they came in time, the most exposed first."""
+    awaited: dict[tuple[str | None, str, str], list[PrefetchRow]] = defaultdict(list)
+    for row in analysis.prefetch:
+        awaited[row.fqn, row.phase, row.op].append(row)
+    layers = []
+    for group in analysis.groups:
+        needed = awaited.get((group.fqn, group.phase, group.op), [])
+        layers.append(
+            StepLayer(
+                fqn=group.fqn,
+                phase=group.phase,
+                op=group.op,
+                mesh_dim=group.mesh_dim,
+                dtype=group.dtype,
+                count=group.count,
+                payload_bytes=group.payload_bytes,
+                total_ns=group.total_ns,
+                exposed_ns=group.exposed_ns,
+                stall_ns=group.stall_ns,
+                issued_before_ns=min((row.issued_before_ns for row in needed), default=None),
+                finished_before_ns=min((row.finished_before_ns for row in needed), default=None),
+            )
+        )
+    return sorted(layers, key=lambda layer: -layer.exposed_ns)
+
+
+def _range(program: Program, costs: ClusterCosts) -> StepRange:
+    """Simulate the kindest and the harshest of what is not known."""
+    ends = []
+    for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
+        varied = replace(costs, contention_frac=contention, host=HostPace(operator_ns=operator_ns))
+        timeline = simulate(program, varied)
+        busy = timeline.end_ns[timeline.end_ns >= 0]
+        first = timeline.start_ns[timeline.start_ns >= 0]
+        ends.append(int(busy.max() - first.min()) if len(busy) else 0)
+    low, high = (f"{share:.0%}" for share in _CONTENTION[::2])
+    return StepRange(
+        low_ns=min(ends),
+        high_ns=max(ends),
+        unknown=[
+            f"kernels beside a collective take {low} to {high} longer ({_CONTENTION[1]:.0%} in the estimate)",
+            f"the host issues an operator in {_HOST_NS[0] / 1000:g} to {_HOST_NS[2] / 1000:g} us "
+            f"({_HOST_NS[1] / 1000:g} us in the estimate)",
+        ],
+    )
+
+
+def _assumptions(policy: PolicySpec, costs: ClusterCosts) -> list[str]:
+    hardware = costs.cluster.hardware
+    notes = [
+        "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
+        f"{hardware.name}: {hardware.source}",
+        *hardware.assumed(),
+        "every rank is as fast as every other; data loading, logging and checkpoints cost nothing",
+        "collectives by NCCL's own latencies and protocols, at the bandwidth that large ones reach",
+    ]
+    if hardware.power_frac < 1:
+        notes.append(
+            f"matrix rates at {hardware.power_frac:.0%} of those measured at "
+            f"{hardware.achieved_at_watts:g} W: the part is limited to {hardware.watts:g} W"
+        )
+    if costs.cluster.network is not None:
+        notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
+    if policy.compile:
+        notes.append(
+            "compile: pointwise work between two products of a block is one kernel that reads and writes once"
+        )
+    if policy.float8 is not None:
+        notes.append("float8: products of the blocks at the float8 rate, both factors scaled and cast before")
+    return notes
