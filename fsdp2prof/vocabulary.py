@@ -18,7 +18,9 @@ __all__ = [
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
+    "PATH_BOUNDS",
     "PHASES",
+    "STREAM_IDLE_CAUSES",
     "Word",
     "category_label",
     "dtype_label",
@@ -124,6 +126,22 @@ IDLE_CAUSES = {
     "unknown": Word("unknown"),
 }
 """Why nothing ran."""
+
+STREAM_IDLE_CAUSES = {
+    "host_wait": Word("the host had launched nothing"),
+    "kernel_wait": Word("the gap between two kernels"),
+    "other": Word("mostly waiting for another stream"),
+}
+"""Why one stream stood idle between its activities, as HTA tells them apart."""
+
+PATH_BOUNDS = {
+    "host": Word("host work"),
+    "compute": Word("compute"),
+    "communication": Word("communication"),
+    "between_kernels": Word("gaps between kernels"),
+    "launch_delay": Word("launch delay"),
+}
+"""What bounds a stretch of a critical path."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

@@ -42,6 +42,7 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import stage_of
 from fsdp2prof.labels import qualified_fqn
@@ -116,7 +117,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 tensors += _known_tensors(extra.module, None, tracker, EXTRA_ROOT, roots)
             if stage is not None:
                 tensors += _receive_buffers(stage, tracker)
-            counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
+            counts_on_host = IMPLEMENTATIONS[policy.optimizer_impl].counts_on_host
+            counters = _step_counters(loop.optimizer, tracker) if counts_on_host else []
             mark = tracker.address(on_host)
         recording = tracker.recording()
         return Execution(

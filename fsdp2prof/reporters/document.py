@@ -57,6 +57,10 @@ class Column:
     show: Callable[[Any], str] = _plain
     """A value as people read it."""
 
+    def text(self, value: Value) -> str:
+        """Write a cell for people; text in a column of numbers stands as it is."""
+        return value if isinstance(value, str) and self.kind == "number" else self.show(value)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -68,17 +72,24 @@ class Table:
     note: str = ""
     """What the title does not say: units, order, what a column leaves out."""
     columns: Sequence[Column]
+    """What matters most on the left: a narrow terminal leaves out the right ones, never the first."""
     rows: Sequence[Sequence[Value]]
     limit: int | None = None
     """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
     noun: str = "row"
     """What a row is, to count those left out."""
     totals: Sequence[Sequence[Value]] = ()
-    """Rows under a line: means, sums, percentages."""
+    """Rows under a line: means, sums, percentages; None leaves a cell empty."""
     remarks: Sequence[str] = ()
     """Sentences under the table."""
     unabridged: Table | None = None
     """The same with nothing folded, where ``rows`` are folded."""
+
+    def raw(self) -> tuple[list[str], list[list[Value]]]:
+        """Return column names and rows as data has them: without bars that repeat a column's numbers."""
+        named = {column.name for column in self.columns if column.kind != "bar"}
+        kept = [i for i, one in enumerate(self.columns) if one.kind != "bar" or one.name not in named]
+        return [self.columns[i].name for i in kept], [[row[i] for i in kept] for row in self.rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

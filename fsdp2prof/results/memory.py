@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "MEMORY_COMPARISON_SCHEMA",
@@ -147,7 +148,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryAnalysis:
+class MemoryAnalysis(Shown):
     """Result of ``analyze memory``."""
 
     schema: str = MEMORY_SCHEMA
@@ -171,7 +172,7 @@ class MemoryDelta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryComparison:
+class MemoryComparison(Shown):
     """Two recordings at their peaks; each list sums to ``delta_bytes`` and starts with the largest change."""
 
     schema: str = MEMORY_COMPARISON_SCHEMA

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp2prof.results.memory import MemoryAnalysis
+from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.trace import TraceAnalysis
 
 __all__ = ["RUN_ANALYSIS_SCHEMA", "RunAnalysis", "RunRank", "RunSummary", "ShardGroup", "StepTime"]
@@ -91,7 +92,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunAnalysis:
+class RunAnalysis(Shown):
     """Result of ``analyze run``: the run and both analyses, each null where nothing was captured."""
 
     schema: str = RUN_ANALYSIS_SCHEMA

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "TRACE_SCHEMA",
@@ -271,7 +272,7 @@ class HostSyncRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceAnalysis:
+class TraceAnalysis(Shown):
     """Result of ``analyze trace``."""
 
     schema: str = TRACE_SCHEMA
