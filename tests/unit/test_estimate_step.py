@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.spec.cluster import Cluster
@@ -14,6 +16,8 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, program_of, simulate_program
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.workflows.trace_file import write_trace
 
 MODEL = ModelSpec(source="llama3-8b", layers=3)
 POLICY = PolicySpec(seq_len=256)
@@ -125,3 +129,12 @@ def test_a_memory_size_alone_has_no_speed(program: Program) -> None:
     cluster = Cluster(hardware=HardwareSpec.parse("80GiB"))
     with pytest.raises(ModelError, match="80GiB"):
         simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, cluster)
+
+
+def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program, tmp_path: Path) -> None:
+    made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
+    write_trace(tmp_path / "trace.json.gz", made.trace)
+    again = analyze_trace([(read_trace(tmp_path / "trace.json.gz"), None)])
+    assert again.ranks[0].steps == made.analysis.ranks[0].steps
+    assert again.groups == made.analysis.groups
+    assert again.prefetch == made.analysis.prefetch
