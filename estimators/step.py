@@ -18,12 +18,14 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.as_trace import trace_of
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
+from fsdp2prof.estimators.timeline.commands import Collective, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
+from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.program import capture_step
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.results.step import HardwareUse, StepEstimate, StepLayer, StepRange
 from fsdp2prof.results.trace import BreakdownNs, PrefetchRow, TraceAnalysis
 from fsdp2prof.tables import Trace
@@ -64,8 +66,13 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    _check_modelled(mesh, policy)
-    program = capture_step(model, mesh, policy)
+    if policy.extra_model is not None:
+        raise ModelError("the step time with a second model (extra_model) is not modelled")
+    program = capture_step(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp))
+    if mesh.cp > 1 and built.config is not None:
+        kv_heads = built.config.kv_heads // mesh.tp
+        elements = 2 * policy.batch_size * policy.seq_len * kv_heads * built.config.head_dim
+        program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         program = in_float8(program, built.blocks)
     return compiled(program, built.blocks) if policy.compile else program
@@ -89,14 +96,6 @@ def simulate_program(
     return StepPrediction(estimate=estimate, trace=trace, analysis=analysis)
 
 
-def _check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
-    for name, unmodelled in (("pp", mesh.pp > 1), ("cp", mesh.cp > 1)):
-        if unmodelled:
-            raise ModelError(f"mesh: the step time of {name} is not modelled yet: leave {name} at 1")
-    if policy.extra_model is not None:
-        raise ModelError("the step time with a second model (extra_model) is not modelled")
-
-
 def _estimate(
     program: Program,
     timeline: Timeline,
@@ -110,27 +109,52 @@ def _estimate(
     kernels = _kernels(program, timeline, costs)
     hardware = costs.cluster.hardware
     peak = hardware.flops.get(policy.compute_dtype)
-    tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.cp * mesh.pp)
+    bubble = _bubble_ns(program, timeline, mesh, policy)
+    tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.pp)
     executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
-    seconds = step.duration_ns / 1e9
+    seconds = (step.duration_ns + bubble) / 1e9
     return StepEstimate(
         model={"name": model.source, "parameters": program.parameters},
         mesh={**asdict(mesh), "world_size": mesh.world_size},
         policy=asdict(policy),
         hardware=_hardware_use(mesh, costs, peak),
-        step_ns=step.duration_ns,
+        step_ns=step.duration_ns + bubble,
         tokens_per_step=tokens,
         tokens_per_s_per_gpu=tokens / mesh.world_size / seconds,
         mfu=None if peak is None else program.model_flops / seconds / peak,
         hfu=None if peak is None else executed / seconds / peak,
         breakdown_ns=step.breakdown_ns,
-        bubble_ns=0,
+        bubble_ns=bubble,
         kernels_ns=kernels,
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=_layers(analysis),
-        range=_range(program, costs),
-        assumptions=_assumptions(policy, costs),
+        range=_range(program, costs, bubble),
+        assumptions=_assumptions(mesh, policy, costs),
     )
+
+
+def _bubble_ns(program: Program, timeline: Timeline, mesh: MeshSpec, policy: PolicySpec) -> int:
+    """What 1F1B adds to a stage's own work: the other stages' micro-batches before and after its own."""
+    if mesh.pp == 1:
+        return 0
+    backwards = [
+        position
+        for position, command in enumerate(program.commands)
+        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
+    ]
+    end = int(timeline.end_ns[: _matching_leave(program, backwards[-1])].max())
+    started = timeline.start_ns[timeline.start_ns >= 0]
+    return (mesh.pp - 1) * (end - int(started.min())) // policy.grad_accum
+
+
+def _matching_leave(program: Program, enter: int) -> int:
+    depth = 0
+    for position in range(enter, len(program.commands)):
+        command = program.commands[position]
+        depth += isinstance(command, Enter) - isinstance(command, Leave)
+        if depth == 0:
+            return position
+    return len(program.commands)
 
 
 def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> HardwareUse:
@@ -210,7 +234,7 @@ def _layers(analysis: TraceAnalysis) -> list[StepLayer]:
     return sorted(layers, key=lambda layer: -layer.exposed_ns)
 
 
-def _range(program: Program, costs: ClusterCosts) -> StepRange:
+def _range(program: Program, costs: ClusterCosts, bubble_ns: int) -> StepRange:
     """Simulate the kindest and the harshest of what is not known."""
     ends = []
     for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
@@ -221,8 +245,8 @@ def _range(program: Program, costs: ClusterCosts) -> StepRange:
         ends.append(int(busy.max() - first.min()) if len(busy) else 0)
     low, high = (f"{share:.0%}" for share in _CONTENTION[::2])
     return StepRange(
-        low_ns=min(ends),
-        high_ns=max(ends),
+        low_ns=min(ends) + bubble_ns,
+        high_ns=max(ends) + bubble_ns,
         unknown=[
             f"kernels beside a collective take {low} to {high} longer ({_CONTENTION[1]:.0%} in the estimate)",
             f"the host issues an operator in {_HOST_NS[0] / 1000:g} to {_HOST_NS[2] / 1000:g} us "
@@ -231,7 +255,7 @@ def _range(program: Program, costs: ClusterCosts) -> StepRange:
     )
 
 
-def _assumptions(policy: PolicySpec, costs: ClusterCosts) -> list[str]:
+def _assumptions(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
     hardware = costs.cluster.hardware
     notes = [
         "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
@@ -247,6 +271,13 @@ def _assumptions(policy: PolicySpec, costs: ClusterCosts) -> list[str]:
         )
     if costs.cluster.network is not None:
         notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
+    if mesh.cp > 1:
+        notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")
+    if mesh.pp > 1:
+        notes.append(
+            f"pipeline stage {policy.pp_stage} stands for all {mesh.pp}; 1F1B's bubble is {mesh.pp - 1} "
+            "micro-batches, and what stages send each other is hidden"
+        )
     if policy.compile:
         notes.append(
             "compile: pointwise work between two products of a block is one kernel that reads and writes once"

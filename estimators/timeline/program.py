@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -38,6 +39,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
             optimizer=build_optimizer(model.module, policy),
             host=host,
             loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+            stage=PipelineStage(model, mesh, policy) if mesh.pp > 1 else None,
         )
         with naming_the_culprit(spec):
             loop.forward_backward()

@@ -118,11 +118,23 @@ def test_several_nodes_need_a_network() -> None:
         estimate_step(MODEL, MeshSpec(dp_shard=16), POLICY, alone)
 
 
-@pytest.mark.parametrize("mesh", [MeshSpec(dp_shard=4, pp=2), MeshSpec(dp_shard=4, cp=2)])
-def test_what_is_not_modelled_is_refused(mesh: MeshSpec) -> None:
-    policy = replace(POLICY, reshard="never", grad_accum=4)
-    with pytest.raises(ModelError, match="not modelled"):
-        estimate_step(MODEL, mesh, policy, H100)
+def test_a_pipelines_bubble_is_the_other_stages_micro_batches() -> None:
+    policy = replace(POLICY, reshard="never", grad_accum=4, ac="full")
+    made = estimate_step(MODEL, MeshSpec(dp_shard=4, pp=3), policy, H100)
+    parts = made.breakdown_ns
+    own = sum(getattr(parts, name) for name in parts.__slots__)
+    assert made.step_ns == own + made.bubble_ns
+    assert 0 < made.bubble_ns <= 2 * own // 4  # two further micro-batches of four, the optimizer apart
+
+
+def test_context_parallelism_keeps_a_ranks_share_of_the_work() -> None:
+    """Twice the sequence on twice the ranks: the same tokens a rank, and attention over all of them."""
+    one = program_of(MODEL, MeshSpec(dp_shard=8), POLICY)
+    two = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512))
+    attention = 3 * 4 * 32 * 128 * 256 * 256 // 2
+    assert two.model_flops - one.model_flops == 3 * attention
+    made = estimate_step(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512), H100)
+    assert made.tokens_per_step == 4 * 512
 
 
 def test_a_memory_size_alone_has_no_speed(program: Program) -> None:
