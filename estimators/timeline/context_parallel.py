@@ -1,8 +1,8 @@
-"""A program as context parallelism changes it: attention over all of the sequence, keys and values on their way.
+"""A program as context parallelism changes it: attention over all of the sequence, while keys travel.
 
-A rank computes the queries of its share of the sequence against the keys of all shares. With the load balanced
-over the ring, causal attention does ``cp`` times what the rank's own square would take. Keys and values of the
-other ranks arrive while attention runs: it takes as long as the longer of the two.
+A rank computes the queries of its share of the sequence against the keys of all shares. With the load
+balanced over the ring, causal attention does ``cp`` times what the rank's own square would take. Keys and
+values of the other ranks arrive while attention runs: it takes as long as the longer of the two.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Progra
         elements = kv_elements * (2 if work.backward else 1)
         dtype = "float32" if work.backward else work.dtype
         ring = Collective(
-            command.stream,
-            "all_gather",
-            _GROUP,
-            "cp",
-            cp,
-            dtype,
-            elements // cp,
-            elements,
-            elements * size,
-            events,
+            stream=command.stream,
+            op="all_gather",
+            group=_GROUP,
+            mesh_dim="cp",
+            group_size=cp,
+            dtype=dtype,
+            nelems_in=elements // cp,
+            nelems_out=elements,
+            payload_bytes=elements * size,
+            event=events,
         )
         batch, heads, queries, keys, depth = work.shape
         longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, depth))

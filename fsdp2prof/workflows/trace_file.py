@@ -49,7 +49,7 @@ def write_trace(path: Path, trace: Trace) -> None:
         "baseTimeNanoseconds": trace.base_time_ns,
         "displayTimeUnit": "ms",
     }
-    with replacing(path) as temporary, igzip.open(temporary, "wb") as file:
+    with replacing(path) as temporary, igzip.open(temporary, "wb") as file:  # type: ignore[no-untyped-call]
         file.write(msgspec.json.encode(head)[:-1] + b',"traceEvents":[\n')
         for number, event in enumerate(_events(trace)):
             file.write((b",\n" if number else b"") + event)

@@ -1,0 +1,87 @@
+"""Result of ``estimate step``: how long a training step will take, where it goes, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2prof.results.trace import BreakdownNs
+
+__all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepLayer", "StepRange"]
+
+STEP_ESTIMATE_SCHEMA = "fsdp2prof.estimate.step/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareUse:
+    """The accelerators and what connects them."""
+
+    name: str
+    gpus_per_node: int
+    nodes: int
+    network: str | None
+    """Null on one node."""
+    peak_flops_per_s: int | None
+    """Of one accelerator, in the dtype that the model computes in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLayer:
+    """Collectives of one layer, phase and operation in the predicted step."""
+
+    fqn: str | None
+    """FSDP module; the empty string is the root, null is no layer."""
+    phase: str
+    op: str
+    mesh_dim: str | None
+    dtype: str | None
+    count: int
+    payload_bytes: int | None
+    total_ns: int
+    exposed_ns: int
+    stall_ns: int | None
+    issued_before_ns: int | None
+    """From the launch to when it was needed, the latest of them; null where nothing waits for it."""
+    finished_before_ns: int | None
+    """From the end to when it was needed; negative if it came late."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRange:
+    """The step under the kindest and the harshest of the inputs that are not known."""
+
+    low_ns: int
+    high_ns: int
+    unknown: list[str]
+    """What is varied, and between what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEstimate:
+    """What one rank's step will take."""
+
+    schema: str = STEP_ESTIMATE_SCHEMA
+    model: dict[str, Any]
+    mesh: dict[str, Any]
+    policy: dict[str, Any]
+    hardware: HardwareUse
+    step_ns: int
+    tokens_per_step: int
+    """All ranks together."""
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    """Matrix products and attention of one forward and backward, causal attention counted once, over the
+    peak."""
+    hfu: float | None
+    """The same with what is recomputed."""
+    breakdown_ns: BreakdownNs
+    """Sums to the step of the simulated stage; the pipeline's bubble comes on top."""
+    bubble_ns: int
+    """Waiting of a pipeline stage for the others; 0 without a pipeline."""
+    kernels_ns: dict[str, int]
+    """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
+    bound_by: str
+    """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``network`` or ``host``: the largest part."""
+    by_layer: list[StepLayer]
+    range: StepRange
+    assumptions: list[str]
