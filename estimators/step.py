@@ -26,8 +26,8 @@ from fsdp2prof.estimators.timeline.program import capture_step
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.results import BreakdownNs, PrefetchRow, TraceAnalysis
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepLayer, StepRange
-from fsdp2prof.results.trace import BreakdownNs, PrefetchRow, TraceAnalysis
 from fsdp2prof.tables import Trace
 
 __all__ = ["StepPrediction", "estimate_step", "predict_step", "program_of", "simulate_program"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2prof.results.trace import BreakdownNs
+from fsdp2prof.results.step import BreakdownNs
 
 __all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepLayer", "StepRange"]
 
