@@ -26,9 +26,11 @@ from fsdp2prof.estimators.timeline.program import capture_step
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.results import BreakdownNs, PrefetchRow, TraceAnalysis
-from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepLayer, StepRange
+from fsdp2prof.results import BreakdownNs, TraceAnalysis
+from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.tables import Trace
+from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.vocabulary import layer_name, op_label
 
 __all__ = ["StepPrediction", "estimate_step", "predict_step", "program_of", "simulate_program"]
 
@@ -113,7 +115,8 @@ def _estimate(
     tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.pp)
     executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
     seconds = (step.duration_ns + bubble) / 1e9
-    return StepEstimate(
+    made = StepEstimate(
+        verdict=[],
         model={"name": model.source, "parameters": program.parameters},
         mesh={**asdict(mesh), "world_size": mesh.world_size},
         policy=asdict(policy),
@@ -127,10 +130,48 @@ def _estimate(
         bubble_ns=bubble,
         kernels_ns=kernels,
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
-        by_layer=_layers(analysis),
+        by_layer=analysis.by_layer,
+        by_layer_folded=analysis.by_layer_folded,
+        late=analysis.late,
+        late_folded=analysis.late_folded,
         range=_range(program, costs, bubble),
         assumptions=_assumptions(mesh, policy, costs),
     )
+    return replace(made, verdict=_verdict(made))
+
+
+_BOUNDS = {
+    "compute": "Matrix products and attention",
+    "memory_bandwidth": "Memory bandwidth",
+    "nvlink": "The links inside a node",
+    "pcie": "PCIe",
+    "network": "The network between nodes",
+    "host": "The host, which issues too slowly,",
+}
+"""What bounds a step, at the beginning of a sentence."""
+
+
+def _verdict(estimate: StepEstimate) -> list[str]:
+    """Say how long the step takes, what bounds it, and where communication shows most."""
+    low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
+    mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
+    lines = [
+        f"A step takes {format_ns(estimate.step_ns)} ({low} to {high}): "
+        f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s on each GPU{mfu}."
+    ]
+    parts = estimate.breakdown_ns
+    exposed = parts.exposed_all_gather + parts.exposed_reduce_scatter + parts.exposed_all_reduce
+    lines.append(
+        f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it; "
+        f"{format_frac(exposed / estimate.step_ns)} of it is exposed communication."
+    )
+    worst = estimate.by_layer[0] if estimate.by_layer else None
+    if worst is not None and worst.exposed_ns:
+        lines.append(
+            f"The most exposed is the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
+            f"{format_ns(worst.exposed_ns)} of {format_ns(worst.total_ns)}."
+        )
+    return lines
 
 
 def _bubble_ns(program: Program, timeline: Timeline, mesh: MeshSpec, policy: PolicySpec) -> int:
@@ -205,33 +246,6 @@ def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program,
             link = max(links[op], key=lambda name: links[op][name])
             parts[link] = parts.get(link, 0) + time
     return max(parts, key=lambda name: parts[name])
-
-
-def _layers(analysis: TraceAnalysis) -> list[StepLayer]:
-    """Join what each layer's collectives took with whether they came in time, the most exposed first."""
-    awaited: dict[tuple[str | None, str, str], list[PrefetchRow]] = defaultdict(list)
-    for row in analysis.prefetch:
-        awaited[row.fqn, row.phase, row.op].append(row)
-    layers = []
-    for group in analysis.groups:
-        needed = awaited.get((group.fqn, group.phase, group.op), [])
-        layers.append(
-            StepLayer(
-                fqn=group.fqn,
-                phase=group.phase,
-                op=group.op,
-                mesh_dim=group.mesh_dim,
-                dtype=group.dtype,
-                count=group.count,
-                payload_bytes=group.payload_bytes,
-                total_ns=group.total_ns,
-                exposed_ns=group.exposed_ns,
-                stall_ns=group.stall_ns,
-                issued_before_ns=min((row.issued_before_ns for row in needed), default=None),
-                finished_before_ns=min((row.finished_before_ns for row in needed), default=None),
-            )
-        )
-    return sorted(layers, key=lambda layer: -layer.exposed_ns)
 
 
 def _range(program: Program, costs: ClusterCosts, bubble_ns: int) -> StepRange:

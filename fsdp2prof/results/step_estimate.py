@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp2prof.results.communication import LateRow, LayerRow
+from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import BreakdownNs
 
-__all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepLayer", "StepRange"]
+__all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepRange"]
 
 STEP_ESTIMATE_SCHEMA = "fsdp2prof.estimate.step/1"
 
@@ -26,27 +28,6 @@ class HardwareUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepLayer:
-    """Collectives of one layer, phase and operation in the predicted step."""
-
-    fqn: str | None
-    """FSDP module; the empty string is the root, null is no layer."""
-    phase: str
-    op: str
-    mesh_dim: str | None
-    dtype: str | None
-    count: int
-    payload_bytes: int | None
-    total_ns: int
-    exposed_ns: int
-    stall_ns: int | None
-    issued_before_ns: int | None
-    """From the launch to when it was needed, the latest of them; null where nothing waits for it."""
-    finished_before_ns: int | None
-    """From the end to when it was needed; negative if it came late."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRange:
     """The step under the kindest and the harshest of the inputs that are not known."""
 
@@ -57,7 +38,7 @@ class StepRange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepEstimate:
+class StepEstimate(Shown):
     """What one rank's step will take."""
 
     schema: str = STEP_ESTIMATE_SCHEMA
@@ -65,6 +46,8 @@ class StepEstimate:
     mesh: dict[str, Any]
     policy: dict[str, Any]
     hardware: HardwareUse
+    verdict: list[str]
+    """At most three sentences: how long, what bounds it, where communication shows most."""
     step_ns: int
     tokens_per_step: int
     """All ranks together."""
@@ -82,6 +65,13 @@ class StepEstimate:
     """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
     bound_by: str
     """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``network`` or ``host``: the largest part."""
-    by_layer: list[StepLayer]
+    by_layer: list[LayerRow]
+    """Worst exposed first."""
+    by_layer_folded: list[LayerRow]
+    """The same with alike layers folded."""
+    late: list[LateRow]
+    """Was each there when it was needed? Longest wait first, those in time last."""
+    late_folded: list[LateRow]
+    """The same with alike layers folded."""
     range: StepRange
     assumptions: list[str]

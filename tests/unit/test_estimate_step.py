@@ -150,3 +150,4 @@ def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program
     assert again.ranks[0].steps == made.analysis.ranks[0].steps
     assert again.groups == made.analysis.groups
     assert again.prefetch == made.analysis.prefetch
+    assert again.by_layer == made.estimate.by_layer
