@@ -101,6 +101,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 policy=policy,
                 optimizer=optimizer,
                 host=host,
+                device=stand_in_device(),
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
                 stage=stage,
             )
