@@ -20,7 +20,9 @@ from fsdp2prof import __version__
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
 from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
-from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
+from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.memory import course_chart, memory_layer_chart
+from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
@@ -225,7 +227,11 @@ def _memory_blocks(rank: RankMemory) -> list[_Block]:
             figure=course_chart(rank), title=f"Memory of rank {rank.rank} over time", note="allocated bytes"
         ),
         _Block(grid=category_grid(rank)),
-        _Block(grid=matrix_grid(rank), every=matrix_grid(rank, every=True), figure=memory_layer_chart(rank)),
+        _Block(
+            grid=matrix_grid(rank),
+            every=matrix_grid(rank, every=True),
+            figure=memory_layer_chart(rank.peak.layers),
+        ),
         _Block(grid=block_grid(rank), every=block_grid(rank, every=True)),
         _Block(grid=layer_peak_grid(rank), every=layer_peak_grid(rank, every=True)),
         _Block(grid=fragmentation_grid(rank)),

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from support.results import HOSTILE, MIB, memory_analysis, run_analysis, trace_analysis
 
-from fsdp2prof.reporters import charts, html
+from fsdp2prof.reporters import html
+from fsdp2prof.reporters.charts.memory import course_chart
+from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.results import Finding, MemoryAnalysis, RunAnalysis, TraceAnalysis
 
 
@@ -71,13 +73,13 @@ def test_plotly_accepts_the_figures() -> None:
 
 
 def test_step_chart_stacks_to_the_window() -> None:
-    figure = charts.step_chart(trace_analysis())
+    figure = step_chart(trace_analysis())
     assert figure is not None
     assert [sum(values) for values in zip(*(bar["x"] for bar in figure["data"]), strict=True)] == [50.0] * 4
 
 
 def test_course_stacks_to_the_peak() -> None:
-    figure = charts.course_chart(memory_analysis().ranks[0])
+    figure = course_chart(memory_analysis().ranks[0])
     assert figure is not None
     totals = [sum(values) for values in zip(*(area["y"] for area in figure["data"]), strict=True)]
     assert totals == [70.0, 90.0, 100.0, 70.0]
@@ -87,7 +89,7 @@ def test_course_stacks_to_the_peak() -> None:
 def test_a_recording_without_times_is_drawn_by_position() -> None:
     rank = memory_analysis().ranks[0]
     course = {**rank.timeline, "time_ns": [-1] * 4, "reserved": [128 * MIB] * 4}
-    figure = charts.course_chart(replace(rank, timeline=course))
+    figure = course_chart(replace(rank, timeline=course))
     assert figure is not None
     assert figure["data"][-1]["name"] == "reserved"
     assert figure["data"][0]["x"] == [0, 1, 2, 3]
@@ -95,7 +97,7 @@ def test_a_recording_without_times_is_drawn_by_position() -> None:
 
 
 def test_layers_are_in_model_order_and_long_names_stay_apart() -> None:
-    figure = charts.layer_chart(trace_analysis(blocks=11))
+    figure = layer_chart(trace_analysis(blocks=11))
     assert figure is not None
     assert figure["data"][0]["x"] == ["(root)", *(f"layers.{i}" for i in range(11))]
     analysis = trace_analysis()
@@ -104,7 +106,7 @@ def test_layers_are_in_model_order_and_long_names_stay_apart() -> None:
         "a_module_with_a_name.layer.1.feed_forward_network",
     ]
     groups = [replace(row, fqn=name) for row, name in zip(analysis.groups, names, strict=False)]
-    figure = charts.layer_chart(replace(analysis, groups=groups))
+    figure = layer_chart(replace(analysis, groups=groups))
     assert figure is not None
     assert len(set(figure["data"][0]["x"])) == 2
 
