@@ -42,7 +42,7 @@ def estimate_checkpoint(
     return CheckpointEstimate(
         model={"name": built.name, "parameters": sum(p.numel for p in parameters)},
         mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=asdict(policy),
+        policy=policy.to_mapping(),
         writers=mesh.world_size,
         files=mesh.world_size + 1,
         parameter_bytes=parameter_bytes,

@@ -67,7 +67,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
             "blocks": len(built.blocks),
         },
         mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=asdict(policy),
+        policy=policy.to_mapping(),
         assumptions=notes,
     )
 

@@ -106,7 +106,7 @@ def _estimate(
             "blocks": len(execution.blocks),
         },
         mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=asdict(policy),
+        policy=policy.to_mapping(),
         peak=predicted,
         steps=_steps(recording),
         layers=rank.layers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.sharding import root_obeys_reshard
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak
@@ -53,7 +54,11 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
-        notes.append("the root reshards after forward as told, which torch does from 2.8 on")
+        notes.append(
+            "the root reshards after forward as told, which torch does from 2.8 on"
+            if root_obeys_reshard()
+            else "the root stays gathered whatever it is told, as torch keeps it before 2.8"
+        )
     if policy.compile:
         notes.append(
             "compile: pointwise work between two FSDP labels of a block is fused away, which is approximate: "

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from inspect import signature
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,15 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ParameterGroup", "ShardedParameter", "WrapUnit", "freeze", "parameter_groups", "wrap_units"]
+__all__ = [
+    "ParameterGroup",
+    "ShardedParameter",
+    "WrapUnit",
+    "freeze",
+    "parameter_groups",
+    "root_obeys_reshard",
+    "wrap_units",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +41,8 @@ class WrapUnit:
 
     fqns: tuple[str, ...]
     """Modules sharded together; ``("",)`` is the root."""
-    reshard_after_forward: bool | int | None
-    """Argument of the same name."""
+    reshard_after_forward: bool | int
+    """Argument of the same name, what ``None`` stands for written out: torch 2.7 does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +143,17 @@ def freeze(module: nn.Module, policy: PolicySpec) -> None:
         raise ModelError(f"trainable: {policy.trainable!r} matches no parameter of the model")
 
 
+@cache
+def root_obeys_reshard() -> bool:
+    """Whether the installed torch reshards the root when told to; 2.7 keeps it gathered whatever it is told.
+
+    Where it obeys, ``reshard_after_forward`` has a default of its own for "the root does not, others do".
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    return signature(fully_shard).parameters["reshard_after_forward"].default is None
+
+
 def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[ParameterGroup, ...]:
     """FSDP's parameter groups in the order of the wrapped modules in the model, the root first.
 
@@ -196,24 +217,24 @@ def _matches(item: str, fqn: str, class_name: str) -> bool:
     return item == class_name or (fqn.count(".") == item.count(".") and fnmatchcase(fqn, item))
 
 
-def _unit_reshard(policy: PolicySpec, is_last_block: bool) -> bool | int | None:
+def _unit_reshard(policy: PolicySpec, is_last_block: bool) -> bool | int:
     if policy.reshard == "default":
-        return None
+        return True
     if policy.reshard == "torchtitan":
         return not is_last_block
     return policy.reshard == "always" if isinstance(policy.reshard, str) else policy.reshard
 
 
-def _root_reshard(policy: PolicySpec) -> bool | int | None:
+def _root_reshard(policy: PolicySpec) -> bool | int:
+    if not root_obeys_reshard():
+        return False
     if policy.reshard_root is not None:
         return policy.reshard_root
-    return False if policy.reshard == "torchtitan" else _unit_reshard(policy, is_last_block=False)
+    return False if policy.reshard in ("default", "torchtitan") else _unit_reshard(policy, False)
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
     value = unit.reshard_after_forward
-    if value is None:
-        return unit.fqns != ("",)
     if isinstance(value, bool):
         return value
     if value > shards or shards % value:

@@ -239,7 +239,7 @@ class TensorInfo(_Record):
     """A storage whose role is known, alive when the memory recording began or ended."""
 
     category: str
-    """One of ``fsdp2prof.tables.CATEGORIES``."""
+    """One of ``fsdp2prof.vocabulary.CATEGORIES``."""
     fqn: str
     """Parameter group's fqn."""
     address: int

@@ -6,6 +6,7 @@ import itertools
 from array import array
 from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -109,19 +110,19 @@ class LabelLog:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._start, self._end = array("q"), array("q")
-        self._open: dict[int, int] = {}
+        self._open: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._graph_task, self._graph_task_row = -1, -1
 
-    def enter(self, key: int, name: str, now: int) -> None:
-        """Open a range; ``key`` identifies it until it is left."""
-        self._open[key] = len(self._names)
+    def enter(self, label: object, name: str, now: int) -> None:
+        """Open the range of one ``record_function``."""
+        self._open[label] = len(self._names)
         self._names.append(name)
         self._start.append(now)
         self._end.append(-1)
 
-    def leave(self, key: int, now: int) -> None:
+    def leave(self, label: object, now: int) -> None:
         """Close a range; one entered before the start, or on another thread, is unknown here."""
-        row = self._open.pop(key, None)
+        row = self._open.pop(label, None)
         if row is not None:
             self._end[row] = now
 
@@ -137,9 +138,8 @@ class LabelLog:
         self._end[self._graph_task_row] = now
 
     def close(self, now: int) -> None:
-        """Close every range still open."""
-        for key in list(self._open):
-            self.leave(key, now)
+        """Close every range still open, those that were dropped without being left too."""
+        self._end = array("q", (now if end < 0 else end for end in self._end))
 
     def table(self) -> LabelTable:
         """Return the ranges as thread 0."""

@@ -18,6 +18,7 @@ __all__ = [
     "format_frac",
     "format_ns",
     "parse_bytes",
+    "plural",
 ]
 
 DTYPE_BYTES = {
@@ -92,6 +93,15 @@ def format_frac(value: float | None) -> str:
 def format_count(value: int) -> str:
     """Format a count with thousands separators."""
     return f"{value:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``, ``3 entries``, ``4 launches``."""
+    if count == 1:
+        return f"1 {noun}"
+    if noun.endswith(("ry", "ty", "cy")):
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
 
 
 def dtype_bytes(name: str) -> int | None:

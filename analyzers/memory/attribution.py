@@ -7,6 +7,7 @@ to the phases built from FSDP's labels, else its stack.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,6 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import (
-    ACTIVITIES,
-    PHASES,
     AllocationTable,
     BoolArray,
     IntArray,
@@ -29,9 +28,11 @@ from fsdp2prof.tables import (
     concat_strings,
     concat_tables,
 )
+from fsdp2prof.vocabulary import ACTIVITIES, PHASES
 
 __all__ = ["Attributed", "attribute"]
 
+_PHASES = tuple(PHASES)
 _OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
 _MODULE = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:_call_impl")
 _BACKWARD = re.compile(r"torch::autograd::Engine::|torch[/\\]autograd[/\\]graph\.py:\d+:_engine_run_backward")
@@ -97,7 +98,7 @@ def _with_tags(allocations: AllocationTable) -> AllocationTable:
     known = np.array([match is not None for match in parsed])[rows]
     step = np.array([-1 if match is None else int(match["step"]) for match in parsed], dtype=np.int64)[rows]
 
-    def tagged(part: str, only: tuple[str, ...] = PHASES) -> Strings:
+    def tagged(part: str, only: Collection[str] = PHASES) -> Strings:
         texts = [match[part] if match is not None and match["phase"] in only else None for match in parsed]
         return Strings.intern(texts).take(rows)
 
@@ -152,8 +153,8 @@ class _StackKinds:
 
     def phase(self, allocations: AllocationTable) -> Strings:
         """Phase of each allocation from its stack; ``other`` without one."""
-        code = np.full(len(allocations), PHASES.index("other"), dtype=np.int32)
-        code[self.matching(allocations, _MODULE)] = PHASES.index("forward")
-        code[self.matching(allocations, _OPTIMIZER)] = PHASES.index("optimizer")
-        code[self.matching(allocations, _BACKWARD)] = PHASES.index("backward")
-        return Strings(code, PHASES)
+        code = np.full(len(allocations), _PHASES.index("other"), dtype=np.int32)
+        code[self.matching(allocations, _MODULE)] = _PHASES.index("forward")
+        code[self.matching(allocations, _OPTIMIZER)] = _PHASES.index("optimizer")
+        code[self.matching(allocations, _BACKWARD)] = _PHASES.index("backward")
+        return Strings(code, _PHASES)

@@ -1,4 +1,4 @@
-"""What every allocation holds: the categories of :data:`fsdp2prof.tables.CATEGORIES`.
+"""What every allocation holds: the categories of :data:`fsdp2prof.vocabulary.CATEGORIES`.
 
 The rules follow what FSDP2 allocates where (torch 2.13), in order; the first that holds decides:
 
@@ -30,9 +30,12 @@ from fsdp2prof.analyzers.memory.attribution import Attributed
 from fsdp2prof.analyzers.memory.shards import place_shards
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.tables import CATEGORIES, GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.tables import GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.vocabulary import CATEGORIES
 
 __all__ = ["categorize"]
+
+_CATEGORIES = tuple(CATEGORIES)
 
 
 def categorize(attributed: Attributed, manifest: RankManifest | None, end_ns: int) -> AllocationTable:
@@ -59,12 +62,12 @@ class _Rules:
 
     def put(self, category: str, rows: BoolArray) -> None:
         """Give a category to the rows that have none yet."""
-        self._codes[rows & (self._codes < 0)] = CATEGORIES.index(category)
+        self._codes[rows & (self._codes < 0)] = _CATEGORIES.index(category)
 
     def column(self) -> Strings:
         """Return the column; rows without a category are unattributed."""
-        codes = np.where(self._codes < 0, CATEGORIES.index("unattributed"), self._codes)
-        return Strings(codes.astype(np.int32), CATEGORIES)
+        codes = np.where(self._codes < 0, _CATEGORIES.index("unattributed"), self._codes)
+        return Strings(codes.astype(np.int32), _CATEGORIES)
 
 
 def _known_storages(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> Strings:

@@ -8,7 +8,8 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
 from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.results import LayerBytes, LayerPeak, LiveBlock, OtherPeak, Peak
-from fsdp2prof.tables import CATEGORIES, AllocationTable, IntArray, Stacks, Strings
+from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings
+from fsdp2prof.vocabulary import CATEGORIES
 
 __all__ = [
     "describe_peak",

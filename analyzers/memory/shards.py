@@ -15,9 +15,12 @@ from fractions import Fraction
 import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import Attributed
-from fsdp2prof.tables import CATEGORIES, AllocationTable, IntArray, Strings
+from fsdp2prof.tables import AllocationTable, IntArray, Strings
+from fsdp2prof.vocabulary import CATEGORIES
 
 __all__ = ["place_shards"]
+
+_CATEGORIES = tuple(CATEGORIES)
 
 _LARGEST_RATIO = 2
 """An fp32 shard of one rank next to its bf16 unsharded parameter."""
@@ -46,9 +49,9 @@ def place_shards(allocations: AllocationTable, attributed: Attributed) -> Alloca
         for parameter in unsharded.tolist():
             row = by_size[int(int(allocations.size[parameter]) * ratio)].pop(0)
             category[row], fqn[row] = name, allocations.fqn[parameter]
-    codes = [CATEGORIES.index(str(name)) for name in category]
+    codes = [_CATEGORIES.index(str(name)) for name in category]
     return allocations.with_columns(
-        category=Strings(np.array(codes, dtype=np.int32), CATEGORIES), fqn=Strings.intern(fqn)
+        category=Strings(np.array(codes, dtype=np.int32), _CATEGORIES), fqn=Strings.intern(fqn)
     )
 
 

@@ -73,7 +73,7 @@ def is_device_copy(name: str) -> bool:
 
 
 def op_of(name: str) -> str | None:
-    """Return the kind of collective (one of :data:`fsdp2prof.tables.OPS`) a name speaks of.
+    """Return the kind of collective (one of :data:`fsdp2prof.vocabulary.OPS`) a name speaks of.
 
     Accepts metadata (``_allgather_base``), operators (``c10d::_reduce_scatter_base_``), ranges
     (``gloo:all_reduce``) and kernels (``ncclDevKernel_AllGather_RING_LL``). ``None`` if it names none.

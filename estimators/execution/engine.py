@@ -42,6 +42,7 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import stage_of
 from fsdp2prof.labels import qualified_fqn
@@ -91,12 +92,14 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 materialize(model.module, stand_in_device(), host)
             if extra is not None:
                 materialize(extra.module, stand_in_device(), host)
+            with provenance.following():
+                optimizer = build_optimizer(model.module, policy)
             stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
             loop = TrainingLoop(
                 model=model,
                 extra=extra,
                 policy=policy,
-                optimizer=build_optimizer(model.module, policy),
+                optimizer=optimizer,
                 host=host,
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
                 stage=stage,
@@ -114,7 +117,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 tensors += _known_tensors(extra.module, None, tracker, EXTRA_ROOT, roots)
             if stage is not None:
                 tensors += _receive_buffers(stage, tracker)
-            counters = [] if policy.optimizer_impl == "fused" else _step_counters(loop.optimizer, tracker)
+            counts_on_host = IMPLEMENTATIONS[policy.optimizer_impl].counts_on_host
+            counters = _step_counters(loop.optimizer, tracker) if counts_on_host else []
             mark = tracker.address(on_host)
         recording = tracker.recording()
         return Execution(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says what c10d's operators return
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -60,8 +61,9 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
     DTensor works out its results' shapes with fake tensors of the *global* shape and borrows the active fake
     mode for them; here it uses one of its own, so that they are not counted as this rank's memory. Where a
-    program reads a tensor's value it gets 1. The garbage collector rests meanwhile: what a cycle keeps alive
-    does not depend on when it runs. Warnings are for people who train, and are not shown.
+    program reads a tensor's value it gets 1. The stand-in device's streams give events as a GPU's do, which
+    torch 2.7 insists on. The garbage collector rests meanwhile: what a cycle keeps alive does not depend on
+    when it runs. Warnings are for people who train, and are not shown.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -72,6 +74,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
+        stack.callback(setattr, torch.cpu.Stream, "record_event", torch.cpu.Stream.record_event)
+        torch.cpu.Stream.record_event = lambda stream: torch.cpu.Event()  # type: ignore[assignment, method-assign]
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()

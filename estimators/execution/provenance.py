@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,7 @@ class BlockProvenance:
         self._module = module
         self._prefixes = {f"{fqn}.": index for index, fqn in enumerate(blocks)}
         self._tracker = tracker
-        self._owner: dict[int, int] = {}
+        self._owner: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         self.block_of: dict[int, int] = {}
         """Address in the tracker's recording -> index of the block."""
 
@@ -41,25 +42,24 @@ class BlockProvenance:
                 state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
                 for tensor in (parameter, parameter.grad, *state.values()):
                     if isinstance(tensor, Tensor):
-                        self._owner[_key(tensor)] = block
+                        self._owner[_storage(tensor)] = block
         with _Follow(self._see):
             yield
 
     def _see(self, inputs: Any, outputs: Any) -> None:
-        given = {_key(tensor) for tensor in _tensors(inputs)}
+        given = {_storage(tensor) for tensor in _tensors(inputs)}
         results = list(_tensors(outputs))
         rows = [list(_tensors(item)) for item in inputs if isinstance(item, (list, tuple))]
         parallel = [row for row in rows if isinstance(outputs, (list, tuple)) and len(row) == len(results)]
         for index, tensor in enumerate(results):
-            key = _key(tensor)
-            if key in given:
+            storage = _storage(tensor)
+            if storage in given:
                 continue
-            sources = [_key(row[index]) for row in parallel] or given
+            sources = [_storage(row[index]) for row in parallel] or given
             owners = {self._owner[source] for source in sources if source in self._owner}
-            self._owner.pop(key, None)
             address = self._tracker.address(tensor)
             if len(owners) == 1 and address >= 0:
-                self._owner[key] = self.block_of[address] = owners.pop()
+                self._owner[storage] = self.block_of[address] = owners.pop()
 
 
 class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -87,6 +87,7 @@ def _tensors(item: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _key(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> UntypedStorage:
+    """The storage itself, one Python object for life: its address is another storage's after its death."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return int(local.untyped_storage()._cdata)
+    return local.untyped_storage()

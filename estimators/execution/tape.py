@@ -144,19 +144,28 @@ def _closed(cell: _Cell, kind: str, block: int, start: int, last_end: int) -> _C
 def _with_gaps_closed(runs: list[Run]) -> list[Run]:
     """Join what lies between two stretches of one block, or of neighbours, to the first of them.
 
-    An optimizer that goes from parameter to parameter makes things in between that belong to none.
+    An optimizer that goes from parameter to parameter makes things in between that belong to none, and frees
+    a block's last temporary when it already works on the next block.
     """
     joined: list[Run] = []
     for run, following in zip_longest(runs, runs[1:]):
-        before = joined[-1] if joined else None
-        if before is not None and before.ladder is None and before.block is not None and run.ladder is None:
-            after = run.block if run.block is not None or following is None else following.block
-            is_gap = run.block is None and following is not None and following.ladder is None
-            if run.block == before.block or (is_gap and after is not None and abs(after - before.block) <= 1):
-                before.events.extend(run.events)
-                continue
-        joined.append(run)
+        if joined and _continues(joined[-1], run, following):
+            joined[-1].events.extend(run.events)
+        else:
+            joined.append(run)
     return joined
+
+
+def _continues(before: Run, run: Run, following: Run | None) -> bool:
+    if before.block is None or before.ladder is not None or run.ladder is not None:
+        return False
+    if run.block == before.block:
+        return True
+    if following is None or following.block is None or following.ladder is not None:
+        return False
+    if run.block is None:
+        return abs(following.block - before.block) <= 1
+    return following.block == before.block and not any(event.birth for event in run.events)
 
 
 def _mark_ladders(runs: list[Run], blocks: int, ladders: int) -> int:

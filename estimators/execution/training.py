@@ -5,10 +5,8 @@ Nothing here knows that its tensors are fake: it is the loop a careful user writ
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -77,23 +75,12 @@ def shard(
 
 
 def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimizer | None:
-    """Build the policy's optimizer over the trainable parameters, ``None`` for ``none``.
-
-    Raises ``ModelError`` for an implementation that the optimizer does not have.
-    """
-    make = _OPTIMIZERS.get(policy.optimizer)
-    if make is None:
+    """Build the policy's optimizer over the trainable parameters, ``None`` if it trains nothing."""
+    kind = policy.optimizer_kind
+    if kind is None:
         return None
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    flags = {"foreach": policy.optimizer_impl == "foreach"}
-    if policy.optimizer_impl == "fused":
-        flags["fused"] = True
-    try:
-        return make(parameters, lr=1e-4, **flags)
-    except TypeError:
-        raise ModelError(
-            f"optimizer {policy.optimizer} has no {policy.optimizer_impl} implementation"
-        ) from None
+    return kind.build(parameters, policy.optimizer_impl)
 
 
 def materialize(module: nn.Module, device: torch.device, host: HostMemory) -> None:
@@ -146,21 +133,13 @@ class TrainingLoop:
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
-        """Clip the gradients and update the parameters, where they live.
-
-        Raises ``ModelError`` for an optimizer that cannot update sharded parameters.
-        """
+        """Clip the gradients and update the parameters, where they live."""
         if self.optimizer is None:
             return
         with self.host():
             if self.policy.clip_grad:
                 torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
-            try:
-                self.optimizer.step()
-            except RuntimeError as error:
-                kind = f"{self.policy.optimizer} ({self.policy.optimizer_impl})"
-                reason = str(error).partition("\n")[0]
-                raise ModelError(f"torch cannot run {kind} on sharded parameters: {reason}") from error
+            self.optimizer.step()
 
 
 def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
@@ -176,18 +155,3 @@ def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> Non
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
-
-
-def _sgd_momentum(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, momentum=0.9, **options)
-
-
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "sgd-momentum": _sgd_momentum,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "adafactor": torch.optim.Adafactor,
-}

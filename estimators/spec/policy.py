@@ -2,36 +2,71 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
+from fsdp2prof.estimators.spec.option import (
+    Counted,
+    Dtype,
+    Flag,
+    Integer,
+    Names,
+    Regex,
+    Text,
+    Words,
+    option,
+    options_of,
+    plain,
+    read_options,
+)
 
 __all__ = [
     "ActivationCheckpointing",
     "Allocator",
-    "OptimizerImpl",
+    "Chunked",
+    "Every",
+    "Float8",
+    "Loss",
     "PolicySpec",
     "Reshard",
     "Sync",
     "dtype_bytes",
 ]
 
-Reshard = Literal["default", "torchtitan", "always", "never"] | int
+ReshardRule = Literal["default", "torchtitan", "always", "never"]
+Reshard = ReshardRule | int
 """``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: the last
 block keeps them too. An integer reshards to that many ranks."""
 
 Sync = Literal["last", "each"]
-OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 Allocator = Literal["expandable", "classic"]
-ActivationCheckpointing = Literal["none", "full", "op"]
+Float8 = Literal["tensorwise", "rowwise"]
 
-_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
-_TRAINABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "none")
+
+@dataclass(frozen=True, slots=True)
+class Every(Counted):
+    """Every K-th block is checkpointed."""
+
+    word: ClassVar[str] = "every"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Counted):
+    """Head and cross-entropy over K pieces of the sequence, recomputed in backward."""
+
+    word: ClassVar[str] = "chunked"
+
+
+CheckpointingMode = Literal["none", "full", "op"]
+ActivationCheckpointing = CheckpointingMode | Every
+"""``op`` is selective by operator."""
+LossMode = Literal["full"]
+Loss = LossMode | Chunked
+"""``full``: over all logits at once."""
 
 
 def dtype_bytes(name: str) -> int:
@@ -46,123 +81,136 @@ def dtype_bytes(name: str) -> int:
 class PolicySpec:
     """Everything about training that is neither the model nor the mesh.
 
-    Raises ``ModelError`` with one line if a value is unknown or contradicts another.
+    Every field takes what a person writes (``ac="every:2"``, ``param_dtype="bf16"``) and holds the typed
+    value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
-    batch_size: int = 1
-    """Sequences per rank and micro-batch."""
-    seq_len: int = 4096
-    """Tokens of one sequence, before context parallelism divides it."""
-    grad_accum: int = 1
-    """Micro-batches per optimizer step."""
-    sync: Sync = "last"
-    """Reduce gradients after the last micro-batch only (``set_requires_gradient_sync``) or after each."""
-    wrap: tuple[str, ...] = ("block",)
-    """Units given to ``fully_shard`` besides the root: ``block``, a class name, a module FQN (``*`` matches
-    one name), or ``a+b`` for modules grouped in one call. ``root`` alone wraps only the root."""
-    reshard: Reshard = "default"
-    reshard_root: bool | None = None
-    """``reshard_after_forward`` of the root; ``None`` follows ``reshard``."""
-    param_dtype: str | None = "bfloat16"
-    """Dtype of the all-gather and of compute; ``None`` is the original dtype."""
-    reduce_dtype: str | None = "float32"
-    """Dtype of gradient reduction; ``None`` is the gradient's own."""
-    orig_dtype: str = "float32"
-    """Dtype the model is built in: of the shards, the gradients and the optimizer's state."""
-    offload: bool = False
-    """``CPUOffloadPolicy``: shards, gradients and optimizer state live in pinned host memory."""
-    fp8_all_gather: bool = False
-    """Gather the weights of linear layers inside blocks as float8 (float8 tensorwise training)."""
-    trainable: str | None = None
-    """Regular expression searched in parameter names; parameters without a match are frozen."""
-    forward_prefetch: int = 0
-    """Blocks prefetched explicitly in forward (``set_modules_to_forward_prefetch``)."""
-    backward_prefetch: int = 0
-    """Blocks prefetched explicitly in backward; 0 is FSDP's own single one."""
-    separate_reduce_scatter_group: bool = False
-    """``set_separate_reduce_scatter_group``: a communicator of its own for reduce-scatter."""
-    reduce_scatter_buffers: int = 1
-    """``set_reduce_scatter_max_input_buffers``: reduce-scatter inputs kept in flight."""
-    ac: str = "none"
-    """Activation checkpointing: ``none``, ``full``, ``op`` (selective by operator) or ``every:K`` blocks."""
-    optimizer: str = "adamw"
-    """``adamw``, ``adam``, ``sgd``, ``sgd-momentum``, ``adagrad``, ``rmsprop``, ``adafactor``; ``none``
-    trains nothing (forward and backward only)."""
-    optimizer_impl: OptimizerImpl = "foreach"
-    clip_grad: bool = True
-    """Clip the global gradient norm each step (``clip_grad_norm_``, foreach)."""
-    loss: str = "full"
-    """``full`` logits, or ``chunked:K``: head and cross-entropy over K pieces of the sequence, recomputed."""
-    loss_parallel: bool = True
-    """Under tensor parallelism keep the logits sharded over the vocabulary."""
-    compile: bool = False
-    """``torch.compile`` of each block."""
-    float8: Literal["tensorwise", "rowwise"] | None = None
-    """float8 training of the linear layers inside blocks."""
-    allocator: Allocator = "expandable"
-    """CUDA caching allocator: ``expandable_segments:True`` or the classic one."""
-    pp_stage: int = 0
-    """Pipeline stage that is estimated; stage 0 holds the embedding, the last one norm and head."""
-    extra_model: str | None = None
-    """A second, frozen model run forward without gradients beside the first (a reference policy)."""
+    batch_size: int = option(1, Integer(1), "Sequences per rank and micro-batch.")
+    seq_len: int = option(4096, Integer(1), "Tokens of a sequence, before context parallelism divides it.")
+    grad_accum: int = option(1, Integer(1), "Micro-batches per optimizer step.")
+    sync: Sync = option(
+        "last",
+        Words(words=get_args(Sync)),
+        "Reduce gradients after the last micro-batch only, or after each.",
+    )
+    wrap: tuple[str, ...] = option(
+        ("block",),
+        Names("block, root, class names or module names"),
+        "What is sharded besides the root: block, a class, a module (* matches one name); a+b in one call; "
+        "root alone is nothing else.",
+    )
+    reshard: Reshard = option(
+        "default",
+        Words(words=get_args(ReshardRule), number="a number of ranks"),
+        "After forward: fully_shard's own rule (not the root), torchtitan's (nor the last block), all, none, "
+        "or to K ranks.",
+    )
+    reshard_root: bool | None = option(
+        None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root."
+    )
+    param_dtype: str | None = option(
+        "bfloat16", Dtype(none=True), "Dtype of the all-gather and of compute; none is the original."
+    )
+    reduce_dtype: str | None = option(
+        "float32", Dtype(none=True), "Dtype of gradient reduction; none is the gradient's own."
+    )
+    orig_dtype: str = option("float32", Dtype(), "Dtype of the shards, gradients and optimizer state.")
+    offload: bool = option(
+        False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
+    )
+    trainable: str | None = option(
+        None, Regex(), "Searched in parameter names; parameters without a match are frozen."
+    )
+    ac: ActivationCheckpointing = option(
+        "none",
+        Words(words=get_args(CheckpointingMode), counted=Every),
+        "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
+    )
+    optimizer: str = option(
+        "adamw",
+        Words(words=(*OPTIMIZERS, "none")),
+        "The optimizer; none trains nothing, forward and backward only.",
+    )
+    optimizer_impl: OptimizerImpl = option(
+        "foreach", Words(words=tuple(IMPLEMENTATIONS)), "How the optimizer goes over its parameters."
+    )
+    clip_grad: bool = option(True, Flag(), "Clip the global gradient norm each step (foreach).")
+    loss: Loss = option(
+        "full", Words(words=get_args(LossMode), counted=Chunked), "Over all logits at once, or in K pieces."
+    )
+    loss_parallel: bool = option(
+        True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
+    )
+    forward_prefetch: int = option(0, Integer(0), "Blocks prefetched explicitly in forward.")
+    backward_prefetch: int = option(
+        0, Integer(0), "Blocks prefetched explicitly in backward; 0 is FSDP's own single one."
+    )
+    separate_reduce_scatter_group: bool = option(
+        False, Flag(), "A communicator of its own for reduce-scatter."
+    )
+    reduce_scatter_buffers: int = option(1, Integer(1), "Reduce-scatter inputs kept in flight.")
+    compile: bool = option(False, Flag(), "torch.compile of each block.")
+    float8: Float8 | None = option(
+        None,
+        Words(words=get_args(Float8), none=True),
+        "float8 training of the linear layers inside blocks.",
+    )
+    fp8_all_gather: bool = option(
+        False, Flag(), "Gather the weights of linear layers inside blocks as float8."
+    )
+    allocator: Allocator = option(
+        "expandable",
+        Words(words=get_args(Allocator)),
+        "The CUDA caching allocator's segments.",
+        memory_only=True,
+    )
+    pp_stage: int = option(
+        0, Integer(0), "Pipeline stage to estimate; the first holds the embedding, the last norm and head."
+    )
+    extra_model: str | None = option(
+        None, Text("MODEL"), "A second, frozen model run forward without gradients beside the first."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "orig_dtype"):
-            self._normalise_dtype(name)
-        for name in ("batch_size", "seq_len", "grad_accum", "reduce_scatter_buffers"):
-            self._check_integer(name, 1)
-        for name in ("forward_prefetch", "backward_prefetch", "pp_stage"):
-            self._check_integer(name, 0)
-        self._check_choice("sync", get_args(Sync))
-        self._check_choice("optimizer", _OPTIMIZERS)
-        self._check_choice("optimizer_impl", get_args(OptimizerImpl))
-        self._check_choice("allocator", get_args(Allocator))
-        self._check_choice("float8", (None, "tensorwise", "rowwise"))
-        self._check_reshard()
-        if not self.wrap or not all(self.wrap):
-            raise ModelError("wrap: empty; write block, root, class names or module names")
+        read_options(self)
         if self.fp8_all_gather and self.float8 != "tensorwise":
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"
             )
-        _parse_count("ac", self.ac, get_args(ActivationCheckpointing), "every")
-        _parse_count("loss", self.loss, ("full",), "chunked")
-        if self.trainable is not None:
-            try:
-                re.compile(self.trainable)
-            except re.error as error:
-                raise ModelError(
-                    f"trainable: {self.trainable!r} is not a regular expression: {error}"
-                ) from None
+        refusal = self.optimizer_kind and self.optimizer_kind.refusal(self.optimizer_impl)
+        if refusal:
+            raise ModelError(f"optimizer_impl: {refusal}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> PolicySpec:
-        """Build from plain values (a configuration file). ``wrap`` may be a comma-separated string.
+        """Build from plain values (a configuration file, the command line).
 
         Raises ``ModelError`` for an unknown key.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
+        known = options_of(cls)
+        unknown = sorted(set(values) - set(known))
         if unknown:
             raise ModelError(f"policy: unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        options = dict(values)
-        if isinstance(options.get("wrap"), str):
-            options["wrap"] = tuple(part.strip() for part in options["wrap"].split(","))
-        elif "wrap" in options:
-            options["wrap"] = tuple(options["wrap"])
-        if isinstance(options.get("reshard"), str) and options["reshard"].isdecimal():
-            options["reshard"] = int(options["reshard"])
-        return cls(**options)
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plain values :meth:`from_mapping` builds an equal policy from."""
+        return plain(self)
+
+    @property
+    def optimizer_kind(self) -> OptimizerKind | None:
+        """The row of the table of optimizers, ``None`` where nothing is trained."""
+        return OPTIMIZERS.get(self.optimizer)
 
     @property
     def ac_every(self) -> int | None:
-        """K of ``every:K``, else ``None``."""
-        return _parse_count("ac", self.ac, get_args(ActivationCheckpointing), "every")
+        """K if every K-th block is checkpointed, else ``None``."""
+        return self.ac.count if isinstance(self.ac, Every) else None
 
     @property
     def loss_chunks(self) -> int | None:
-        """K of ``chunked:K``, else ``None``."""
-        return _parse_count("loss", self.loss, ("full",), "chunked")
+        """K if the loss is computed in K pieces, else ``None``."""
+        return self.loss.count if isinstance(self.loss, Chunked) else None
 
     @property
     def compute_dtype(self) -> str:
@@ -173,43 +221,3 @@ class PolicySpec:
     def gradient_dtype(self) -> str:
         """Dtype of the reduce-scatter."""
         return self.reduce_dtype or self.compute_dtype
-
-    def _normalise_dtype(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is None and name != "orig_dtype":
-            return
-        dtype = str(value).lower().removeprefix("torch.")
-        dtype = _ALIASES.get(dtype, dtype)
-        if dtype not in _TRAINABLE_DTYPES:
-            raise ModelError(f"{name}: unknown dtype {value!r}; one of {', '.join(_TRAINABLE_DTYPES)}")
-        object.__setattr__(self, name, dtype)
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ModelError(f"{name}: {value!r} must be an integer of at least {least}")
-
-    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise ModelError(f"{name}: unknown value {value!r}; one of {', '.join(str(c) for c in choices)}")
-
-    def _check_reshard(self) -> None:
-        value = self.reshard
-        if isinstance(value, str) and value in ("default", "torchtitan", "always", "never"):
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(
-                f"reshard: {value!r} is none of default, torchtitan, always, never or a number of ranks"
-            )
-
-
-def _parse_count(option: str, text: str, words: tuple[str, ...], counted: str) -> int | None:
-    if text in words:
-        return None
-    name, colon, number = text.partition(":")
-    if name != counted or not colon or not number.isdecimal() or int(number) < 1:
-        raise ModelError(
-            f"{option}: unknown value {text!r}; one of {', '.join(words)} or {counted}:K with K >= 1"
-        )
-    return int(number)

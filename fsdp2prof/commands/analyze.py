@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import Output, numbers_option, output_options
+from fsdp2prof.commands.options import Output, numbers_option, output_options, refuse_given
 from fsdp2prof.commands.trace_options import trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.errors import UsageError
@@ -68,9 +69,9 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        _refuse_conditions(fail_on, f"--{view or 'diff'}")
         ranks, steps = options["ranks"], options["steps"]
-        write_view(path, view, diff, ranks=ranks, steps=steps, every=verbose, output=output)
+        refuse_given("--table", because=f"--{view or 'diff'} has its own")
+        write_view(path, view, diff, ranks=ranks, steps=steps, output=replace(output, verbose=verbose))
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):

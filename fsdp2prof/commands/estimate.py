@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.completion import complete_hardware, complete_model
 from fsdp2prof.commands.options import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 if TYPE_CHECKING:
     from fsdp2prof.manifest import RankManifest
 
 __all__ = ["estimate"]
+
+_POLICY = "policy_"
+"""What the names of a policy's options begin with among a command's arguments."""
+
+_MODEL = "MODEL"
+"""Placeholder of options that take a model."""
 
 
 @click.group()
@@ -27,12 +36,37 @@ def estimate() -> None:
     """
 
 
-def _policy(flag: str, name: str, **attributes: Any) -> Callable[[Any], Any]:
-    return click.option(flag, f"policy_{name}", default=None, **attributes)
+def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
+    """The command-line option of one field of ``PolicySpec``."""
+    kind, default = declared.kind, declared.shown_default
+    flag = f"--{name.replace('_', '-')}"
+    attributes: dict[str, Any] = {"help": f"{declared.help} [{default}]" if default else declared.help}
+    if isinstance(kind, Flag):
+        flag = f"{flag}/{kind.off or flag.replace('--', '--no-', 1)}"
+        attributes["is_flag"] = True
+    elif isinstance(kind, Integer):
+        attributes["type"] = int
+    else:
+        attributes["metavar"] = kind.values
+        if kind.values == _MODEL:
+            attributes["shell_complete"] = complete_model
+    return click.option(flag, f"{_POLICY}{name}", default=None, **attributes)
+
+
+def _policy_options(*, memory_only: bool) -> list[Callable[[Any], Any]]:
+    return [
+        _policy_option(name, declared)
+        for name, declared in options_of(PolicySpec).items()
+        if declared.memory_only == memory_only
+    ]
 
 
 _INPUT_OPTIONS = (
-    click.option("--model", help="Built-in name, config.json, or package.module:factory."),
+    click.option(
+        "--model",
+        shell_complete=complete_model,
+        help="Built-in name, config.json, or package.module:factory.",
+    ),
     click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
     click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
     click.option(
@@ -45,47 +79,7 @@ _INPUT_OPTIONS = (
         type=click.Path(path_type=Path),
         help="Read mesh and policy from a recorded run.",
     ),
-    _policy("--batch-size", "batch_size", type=int, help="Sequences per rank and micro-batch. [1]"),
-    _policy("--seq-len", "seq_len", type=int, help="Tokens of a sequence. [4096]"),
-    _policy("--grad-accum", "grad_accum", type=int, help="Micro-batches per step. [1]"),
-    _policy("--sync", "sync", help="Reduce gradients after the last micro-batch or each. [last]"),
-    _policy("--wrap", "wrap", help="block, root, CLASS, module names; a+b wraps together. [block]"),
-    _policy("--reshard", "reshard", help="default, torchtitan (last block kept), always, never, or K ranks."),
-    _policy(
-        "--reshard-root/--keep-root", "reshard_root", is_flag=True, help="Overrides --reshard for the root."
-    ),
-    _policy("--param-dtype", "param_dtype", help="bf16, fp16, fp32, or none for the original. [bf16]"),
-    _policy("--reduce-dtype", "reduce_dtype", help="As --param-dtype; none is the gradient's. [fp32]"),
-    _policy("--orig-dtype", "orig_dtype", help="Dtype of the shards and optimizer state. [fp32]"),
-    _policy("--offload/--no-offload", "offload", is_flag=True, help="CPUOffloadPolicy."),
-    _policy("--trainable", "trainable", metavar="REGEX", help="Parameters to train; the others are frozen."),
-    _policy("--ac", "ac", help="Activation checkpointing: none, full, op or every:K. [none]"),
-    _policy("--optimizer", "optimizer", help="adamw, adam, sgd, sgd-momentum, adagrad, ... [adamw]"),
-    _policy("--optimizer-impl", "optimizer_impl", help="foreach, fused or for-loop. [foreach]"),
-    _policy("--clip-grad/--no-clip-grad", "clip_grad", is_flag=True, help="Clip the gradient norm. [yes]"),
-    _policy("--loss", "loss", help="full logits, or chunked:K. [full]"),
-    _policy("--loss-parallel/--no-loss-parallel", "loss_parallel", is_flag=True, help="Under tp. [yes]"),
-    _policy("--forward-prefetch", "forward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
-    _policy("--backward-prefetch", "backward_prefetch", type=int, help="Blocks prefetched explicitly. [0]"),
-    _policy(
-        "--separate-reduce-scatter-group/--no-separate-reduce-scatter-group",
-        "separate_reduce_scatter_group",
-        is_flag=True,
-        help="A communicator of its own for reduce-scatter.",
-    ),
-    _policy(
-        "--reduce-scatter-buffers", "reduce_scatter_buffers", type=int, help="Inputs kept in flight. [1]"
-    ),
-    _policy("--compile/--no-compile", "compile", is_flag=True, help="torch.compile of each block."),
-    _policy("--float8", "float8", help="tensorwise or rowwise."),
-    _policy(
-        "--fp8-all-gather/--no-fp8-all-gather",
-        "fp8_all_gather",
-        is_flag=True,
-        help="Gather float8 weights as float8.",
-    ),
-    _policy("--extra-model", "extra_model", help="A second, frozen model run forward only."),
-    _policy("--pp-stage", "pp_stage", type=int, help="Pipeline stage to estimate. [0]"),
+    *_policy_options(memory_only=False),
 )
 
 
@@ -112,19 +106,25 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
             policy |= values.pop("policy", {})
         given = {"model": model, "layers": layers, "mesh": mesh}
         values |= {key: value for key, value in given.items() if value is not None}
-        for name in [name for name in options if name.startswith("policy_")]:
+        for name in [name for name in options if name.startswith(_POLICY)]:
             value = options.pop(name)
             if value is not None:
-                policy[name.removeprefix("policy_")] = value
-        for name in ("param_dtype", "reduce_dtype"):
-            if policy.get(name) == "none":
-                policy[name] = None
+                policy[name.removeprefix(_POLICY)] = value
         command(values={**values, "policy": policy}, manifest=manifest, **options)
 
-    decorated: Callable[..., None] = with_values
-    for option in reversed(_INPUT_OPTIONS):
-        decorated = option(decorated)
+    decorated: Callable[..., None] = _with_options(_INPUT_OPTIONS)(with_values)
     return decorated
+
+
+def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Add several options to a command, in the order its help shows them."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def _first_manifest(path: Path) -> RankManifest:
@@ -139,8 +139,12 @@ def _first_manifest(path: Path) -> RankManifest:
 
 @estimate.command()
 @_input_options
-@_policy("--allocator", "allocator", help="CUDA caching allocator: expandable or classic. [expandable]")
-@click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@_with_options(_policy_options(memory_only=True))
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.",
+)
 @click.option(
     "--save-run",
     type=click.Path(path_type=Path),

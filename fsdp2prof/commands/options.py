@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,16 +14,54 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.vocabulary import printable
 
-__all__ = ["Output", "numbers_option", "output_options"]
+__all__ = ["Output", "numbers_option", "output_options", "refuse_given"]
 
-_EXTENSIONS = {".txt": "text", ".json": "json", ".csv": "csv", ".html": "html", ".htm": "html"}
+_EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
+
+_PIPED_WIDTH = 118
+"""Columns of text that does not go to a terminal, unless COLUMNS says otherwise."""
+
+_MIN_WIDTH, _MAX_WIDTH = 40, 200
 
 _CLOSED_PIPE = 128 + 13
 """Exit code of a program that SIGPIPE ended."""
+
+_FILE_OPTIONS = (
+    click.option(
+        "-o",
+        "--output",
+        "output_path",
+        type=click.Path(path_type=Path),
+        help="Write to this file instead of stdout.",
+    ),
+    click.option("-f", "--force", is_flag=True, help="Overwrite an existing output file."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress or messages on stderr."),
+)
+
+_DOCUMENT_OPTIONS = (
+    click.option(
+        "-v",
+        "--verbose",
+        "output_verbose",
+        is_flag=True,
+        help="Text with every rank, step, layer and setting, nothing folded.",
+    ),
+    click.option(
+        "--table",
+        "output_table",
+        metavar="NAME",
+        help="Which table CSV output holds, instead of the first; a wrong name lists them.",
+    ),
+)
 
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
@@ -36,45 +75,66 @@ class Output:
     format: str
     force: bool
     quiet: bool
+    verbose: bool = False
+    table: str | None = None
+    """The table that CSV holds; None is the first one."""
+
+    def render(self, result: Any, *, source: str | Path = "") -> None:
+        """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
+        options = RenderOptions(
+            source=str(source),
+            verbose=self.verbose,
+            table=self.table,
+            width=_text_width(self.to_terminal),
+            colour=self.to_terminal and wants_colour(),
+        )
+        self.write(RENDERERS[self.format].render(build(result), options))
 
     @property
     def to_terminal(self) -> bool:
         """Whether a person reads the result on a terminal."""
         return self.path is None and sys.stdout.isatty()
 
-    def write(self, text: str) -> None:
+    def write(self, content: str | bytes) -> None:
         """Write the result: to stdout, or to the file, which appears whole or not at all."""
         if self.path is None:
-            _print(text)
+            _print(content)
             return
         _refuse_existing(self.path, self.force)
         try:
             with replacing(self.path) as temporary:
-                temporary.write_text(text, encoding="utf-8", newline="")
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         if not self.quiet and sys.stderr.isatty():
-            click.echo(f"wrote {self.path}", err=True)
+            say(f"wrote {self.path}")
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[None]:
-        """Show what is being done on stderr, if a person is looking."""
+        """Show what is being done on stderr, if a person is looking; one plain line where colour is off."""
         if self.quiet or not sys.stderr.isatty():
+            yield
+            return
+        if not wants_colour():
+            say(doing)
             yield
             return
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(doing)):
+        with Console(stderr=True).status(Text(printable(doing))):
             yield
 
 
 def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add ``-o``, ``-f``, ``-q`` and, for several formats, ``--format``; the command gets one ``output``.
+    """Add where and how the result is written (``-o``, ``--format``, ``-v``, ...) as one ``output``.
 
-    The format is the first of ``formats`` unless ``--format`` or the extension of ``-o`` says otherwise. An
-    existing file is refused before any work is done, unless ``-f`` is given.
+    Without ``formats`` it is every one there is. The first is the default unless ``--format`` or the
+    extension of ``-o`` says otherwise. An existing file is refused before any work is done, unless ``-f`` is
+    given.
     """
+    rendered = not formats
+    formats = formats or tuple(RENDERERS)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -84,31 +144,29 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             force: bool,
             quiet: bool,
             output_format: str | None = None,
+            output_verbose: bool = False,
+            output_table: str | None = None,
             **rest: Any,
         ) -> None:
             chosen = _choose_format(output_path, output_format, formats)
+            if output_table is not None and chosen != "csv":
+                raise UsageError("--table names the table that CSV output holds: add --format csv")
             if output_path is not None:
                 _refuse_existing(output_path, force)
-            output = Output(path=output_path, format=chosen, force=force, quiet=quiet)
+            output = Output(
+                path=output_path,
+                format=chosen,
+                force=force,
+                quiet=quiet,
+                verbose=output_verbose,
+                table=output_table,
+            )
             command(*args, output=output, **rest)
 
-        options = [
-            click.option(
-                "-o",
-                "--output",
-                "output_path",
-                type=click.Path(path_type=Path),
-                help="Write to this file instead of stdout.",
-            ),
-            click.option("-f", "--force", is_flag=True, help="Overwrite an existing output file."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress or messages on stderr."),
-        ]
-        if len(formats) > 1:
-            text = f"Output format; else the extension of -o decides, else {formats[0]}."
-            options.insert(
-                1, click.option("--format", "output_format", type=click.Choice(formats), help=text)
-            )
         decorated: Callable[..., None] = with_output
+        options = [*_FILE_OPTIONS, *(_DOCUMENT_OPTIONS if rendered else ())]
+        if len(formats) > 1:
+            options.insert(1, _format_option(formats))
         for option in reversed(options):
             decorated = option(decorated)
         return decorated
@@ -121,6 +179,22 @@ def numbers_option(flag: str, what: str) -> Callable[[Callable[..., None]], Call
     return click.option(
         flag, default="all", callback=_numbers, metavar="LIST", help=f"{what}: all, or for example 0,3,8-11."
     )
+
+
+def refuse_given(*flags: str, because: str) -> None:
+    """Refuse options of the running command that have no effect here and yet were given.
+
+    ``flags`` are their long names, ``because`` says why they have none. Raises ``UsageError``.
+    """
+    context = click.get_current_context()
+    given = [
+        "/".join(named)
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        and (named := [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag in flags])
+    ]
+    if given:
+        raise UsageError(f"{', '.join(given)} would have no effect: {because}")
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int] | None:
@@ -140,25 +214,46 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int
     return frozenset(chosen)
 
 
+def _format_option(formats: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    text = f"Output format; else the extension of -o decides, else {formats[0]}."
+    return click.option("--format", "output_format", type=click.Choice(formats), help=text)
+
+
+def wants_colour() -> bool:
+    """Whether escape codes are welcome: not with ``NO_COLOR`` or on a terminal that knows none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _text_width(to_terminal: bool) -> int:
+    """Columns of text: those of ``COLUMNS`` or of the terminal, within reason."""
+    fallback = (_PIPED_WIDTH, 24)
+    if to_terminal:
+        width = shutil.get_terminal_size(fallback).columns
+    else:
+        asked = os.environ.get("COLUMNS", "")
+        width = int(asked) if asked.isdecimal() and int(asked) else _PIPED_WIDTH
+    return max(_MIN_WIDTH, min(width, _MAX_WIDTH))
+
+
 def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]) -> str:
     if chosen is None and path is not None:
         guessed = _EXTENSIONS.get(path.suffix.lower())
         if guessed is None:
-            known = " ".join(f".{name}" for name in ("txt", "json", "csv", "html"))
+            known = " ".join(RENDERERS[name].extension for name in formats)
             raise UsageError(f"{path}: no format known for {path.suffix!r}; use one of {known}, or --format")
         chosen = guessed
     chosen = chosen or formats[0]
     if chosen not in formats:
         raise UsageError(f"{path}: this command writes {', '.join(formats)}, not {chosen}")
-    if chosen == "html" and path is None:
-        raise UsageError("an HTML report needs a file to go to: add -o report.html")
+    if RENDERERS[chosen].page and path is None:
+        raise UsageError(f"a page needs a file to go to: add -o report{RENDERERS[chosen].extension}")
     return chosen
 
 
-def _print(text: str) -> None:
+def _print(content: str | bytes) -> None:
     """Write to stdout; a reader that went away (``| head``) ends the command as a signal would, silently."""
     try:
-        click.echo(text, nl=False)
+        click.echo(content, nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

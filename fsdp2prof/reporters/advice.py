@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import fields
 
-from fsdp2prof.reporters.layers import layer_name, layer_rows
-from fsdp2prof.reporters.wording import PARTS, category_label, op_label
+from fsdp2prof.reporters.layers import layer_rows
 from fsdp2prof.results import BreakdownNs, MemoryAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, layer_name, op_label
 
 __all__ = ["memory_advice", "trace_advice"]
 
@@ -33,7 +33,9 @@ def trace_advice(analysis: TraceAnalysis) -> list[str]:
     lines = []
     for part in sorted(losses, key=lambda name: -totals[name]):
         share, time = format_frac(totals[part] / whole), format_ns(totals[part] / windows)
-        lines.append(f"{share} of the step is {PARTS[part][0]} ({time}){_worst_layer(analysis, part)}")
+        lines.append(
+            f"{share} of the step is {BREAKDOWN_PARTS[part].label} ({time}){_worst_layer(analysis, part)}"
+        )
     return lines
 
 

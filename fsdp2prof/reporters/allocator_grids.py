@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid
-from fsdp2prof.reporters.layers import layer_name
 from fsdp2prof.reporters.memory_grids import own_frame
 from fsdp2prof.results import RankMemory
 from fsdp2prof.units import format_bytes
+from fsdp2prof.vocabulary import layer_name
 
 __all__ = ["fragmentation_grid", "oom_lines", "remedy_grid"]
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, decimals, plural, scaled
-from fsdp2prof.reporters.layers import layer_name
-from fsdp2prof.reporters.wording import LATE_CAUSES, dtype_label, op_label
 from fsdp2prof.results import BandwidthRow, HostSyncRow, PrefetchRow, TraceAnalysis
 from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.vocabulary import LATE_CAUSES, dtype_label, layer_name, op_label
 
 __all__ = ["bandwidth_grid", "late_grid", "sync_grid"]
 
@@ -66,7 +65,7 @@ def _late_cells(rows: Sequence[PrefetchRow], windows: int, digits: int) -> list[
         scaled(median(row.issued_before_ns for row in rows), _MS, digits),
         scaled(median(row.finished_before_ns for row in rows), _MS, digits),
         scaled(sum(row.stall_ns for row in rows) / windows, _MS, digits),
-        "in time" if first.cause is None else LATE_CAUSES[first.cause],
+        "in time" if first.cause is None else LATE_CAUSES[first.cause].label,
     ]
 
 
@@ -137,7 +136,7 @@ def sync_grid(analysis: TraceAnalysis, *, every: bool = False) -> Grid | None:
         ],
         rows=[
             [
-                "(no layer)" if first.fqn is None else layer_name(first.fqn),
+                layer_name(first.fqn),
                 first.phase,
                 first.call,
                 first.operator or "-",

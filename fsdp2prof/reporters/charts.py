@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, TypeAlias
 
+from fsdp2prof.analyzers.layers import natural_key
 from fsdp2prof.reporters.grid import byte_unit
-from fsdp2prof.reporters.layers import layer_name, layer_rows, natural_key
+from fsdp2prof.reporters.layers import layer_rows
 from fsdp2prof.reporters.memory_grids import layer_cells
 from fsdp2prof.reporters.trace_grids import PARTS, step_rows
-from fsdp2prof.reporters.wording import CATEGORIES, PHASES, op_label, printable
-from fsdp2prof.reporters.wording import PARTS as PART_STYLES
 from fsdp2prof.results import RankMemory, TraceAnalysis
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, CATEGORIES, PHASES, layer_name, op_label, printable
 
 __all__ = ["Figure", "course_chart", "layer_chart", "memory_layer_chart", "step_chart"]
 
@@ -52,8 +52,8 @@ def step_chart(analysis: TraceAnalysis) -> Figure | None:
     for i, part in enumerate(PARTS):
         values = [row.parts_ns[i] / 1e6 for row in rows]
         if any(values):
-            name, colour = PART_STYLES[part]
-            data.append(_bar(name, colour, values, labels, "%{x:.3f} ms"))
+            word = BREAKDOWN_PARTS[part]
+            data.append(_bar(word.label, word.colour, values, labels, "%{x:.3f} ms"))
     return _figure(data, height=90 + 26 * len(rows), barmode="stack", x="ms", reverse=True)
 
 
@@ -109,7 +109,7 @@ def course_chart(rank: RankMemory) -> Figure | None:
     position = [(time - times[0]) / 1e6 for time in times] if timed else list(range(len(times)))
     data = []
     for name in names:
-        label, colour = CATEGORIES[name]
+        label, colour = CATEGORIES[name].label, CATEGORIES[name].colour
         data.append(
             {
                 "type": "scatter",
@@ -152,10 +152,10 @@ def _mark_phases(figure: Figure, rank: RankMemory, begin: int, end: int) -> None
     strip = {"type": "rect", "yref": "paper", "y0": 1.01, "y1": 1.06, "line": {"width": 0}}
     for span in rank.phase_spans:
         low, high = max(span.start_ns, begin), min(span.end_ns, end)
-        if high <= low or span.phase not in PHASES:
+        if high <= low or span.phase not in PHASES or span.phase == "other":
             continue
         x0, x1 = (low - begin) / 1e6, (high - begin) / 1e6
-        shapes.append({**strip, "x0": x0, "x1": x1, "fillcolor": PHASES[span.phase][1]})
+        shapes.append({**strip, "x0": x0, "x1": x1, "fillcolor": PHASES[span.phase].colour})
         if high - low > _SPAN_WORTH_A_NAME * (end - begin):
             texts.append(_text_above(_label(span.phase), (x0 + x1) / 2, 1.035))
     if rank.peak.time_ns is not None and begin <= rank.peak.time_ns <= end:
@@ -186,15 +186,15 @@ def memory_layer_chart(rank: RankMemory) -> Figure | None:
         return None
     layers = list(cells)
     shown, rest = layers[:_LAYER_LIMIT], layers[_LAYER_LIMIT:]
-    labels = _labels(["(no layer)" if fqn is None else layer_name(fqn) for fqn in shown])
+    labels = _labels([layer_name(fqn) for fqn in shown])
     labels += [f"{len(rest)} more"] if rest else []
     unit, scale = byte_unit(max(sum(row.values()) for row in cells.values()))
     data = []
-    for name, (label, colour) in CATEGORIES.items():
+    for name, word in CATEGORIES.items():
         values = [cells[fqn].get(name, 0) / scale for fqn in shown]
         values += [sum(cells[fqn].get(name, 0) for fqn in rest) / scale] if rest else []
         if any(values):
-            data.append(_bar(label, colour, values, labels, f"%{{x:.3f}} {unit}"))
+            data.append(_bar(word.label, word.colour, values, labels, f"%{{x:.3f}} {unit}"))
     return _figure(data, height=110 + 24 * len(labels), barmode="stack", x=unit, reverse=True)
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.reporters.comparison_grids import comparison_grids
 from fsdp2prof.reporters.grid import Cell, Col, Grid, decimals, plural, scaled
-from fsdp2prof.reporters.layers import fold_names, layer_name
 from fsdp2prof.reporters.terminal import bullets, fact_list, grid_view, stack
-from fsdp2prof.reporters.wording import PARTS, category_label, dtype_label, op_label
 from fsdp2prof.results import CommChange, ComparedInput, RunComparison, TimeChange
 from fsdp2prof.units import format_bytes, format_ns
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, dtype_label, layer_name, op_label
 
 __all__ = ["compare_view"]
 
@@ -74,7 +74,7 @@ def _step_grid(comparison: RunComparison) -> Grid | None:
         title="Step time",
         note="ms, mean over ranks and steps; communication holds only what no compute hides",
         columns=[Col("part"), *(Col(name, "number") for name in ("before", "after", "change", "%"))],
-        rows=[_time_cells(PARTS[row.part][0], row, digits) for row in parts],
+        rows=[_time_cells(BREAKDOWN_PARTS[row.part].label, row, digits) for row in parts],
         totals=[
             _time_cells("step", comparison.step, digits),
             *([_time_cells("unrecorded step", unrecorded, digits)] if unrecorded else []),

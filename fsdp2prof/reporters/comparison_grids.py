@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
-from fsdp2prof.reporters.layers import fold_names, layer_name
 from fsdp2prof.reporters.memory_grids import own_frame
-from fsdp2prof.reporters.wording import category_label
 from fsdp2prof.results import MemoryComparison, MemoryDelta
 from fsdp2prof.units import format_bytes
+from fsdp2prof.vocabulary import category_label, layer_name
 
 __all__ = ["comparison_grids", "comparison_rows"]
 
@@ -98,7 +98,7 @@ def _category(row: MemoryDelta) -> str:
 
 
 def _layer(row: MemoryDelta) -> str:
-    return "(no layer)" if row.fqn is None else layer_name(row.fqn)
+    return layer_name(row.fqn)
 
 
 def _place(row: MemoryDelta) -> str:

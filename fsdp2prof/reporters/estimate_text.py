@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, scaled
-from fsdp2prof.reporters.layers import fold_names, layer_name
 from fsdp2prof.reporters.terminal import bullets, fact_list, grid_view, stack
-from fsdp2prof.reporters.wording import category_label, dtype_label, op_label, printable
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, CommRow, MemoryEstimate
 from fsdp2prof.units import format_bytes, format_count, format_frac
+from fsdp2prof.vocabulary import category_label, dtype_label, layer_name, op_label, printable
 
 __all__ = ["checkpoint_view", "comm_view", "memory_view"]
 
@@ -147,7 +147,7 @@ def _layer_rows(name: str, rows: list[CommRow], scale: int) -> list[list[Cell]]:
 
 
 def _module(fqn: str | None) -> str:
-    return "(no layer)" if fqn is None else layer_name(fqn)
+    return layer_name(fqn)
 
 
 def _peak_facts(estimate: MemoryEstimate) -> dict[str, str]:

@@ -22,7 +22,6 @@ from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, r
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
-from fsdp2prof.reporters.layers import layer_name
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
@@ -39,7 +38,6 @@ from fsdp2prof.reporters.trace_grids import (
     rank_lines,
     step_numbers,
 )
-from fsdp2prof.reporters.wording import printable
 from fsdp2prof.results import (
     SEVERITIES,
     Finding,
@@ -50,6 +48,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["render"]
 

@@ -7,25 +7,20 @@ a layer that is much worse than its siblings keeps a row of its own, because it 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fsdp2prof.labels import is_root
+from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name, natural_key
 from fsdp2prof.results import GroupRow, TraceAnalysis
+from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["LayerRow", "fold", "fold_names", "layer_name", "layer_rows", "natural_key"]
-
-_FOLD_FROM = 3
-"""Siblings that look alike before they are folded."""
+__all__ = ["LayerRow", "fold", "layer_rows"]
 
 _OUTLIER_RATIO = 2.0
 _OUTLIER_SHARE = 0.05
 """A sibling keeps its own row if it is exposed twice the siblings' median and 5% of all exposed time."""
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,19 +50,6 @@ class LayerRow:
         return 1 - self.exposed_ns / self.total_ns if self.total_ns else None
 
 
-def layer_name(fqn: str | None) -> str:
-    """Return a layer's name for people: ``(root)`` or ``root1:(root)``, ``(unattributed)`` for null."""
-    if fqn is None:
-        return "(unattributed)"
-    return f"{fqn}(root)" if is_root(fqn) else fqn
-
-
-def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """Sort key that puts ``layers.10`` after ``layers.9``."""
-    parts = re.split(r"(\d+)", name)
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
-
-
 def layer_rows(analysis: TraceAnalysis) -> list[LayerRow]:
     """Average ``groups`` over the analysed ranks and steps; worst exposed first."""
     windows = sum(len(rank.steps) for rank in analysis.ranks)
@@ -84,55 +66,17 @@ def fold(rows: Sequence[LayerRow]) -> list[LayerRow]:
     total = sum(row.exposed_ns for row in rows)
     folded: list[LayerRow] = []
     keys = [(row.phase, row.op, row.group, row.dtype, row.count, row.payload_bytes) for row in rows]
-    for siblings in _families([(row.fqn, key) for row, key in zip(rows, keys, strict=True)]):
+    for siblings in families([(row.fqn, key) for row, key in zip(rows, keys, strict=True)]):
         members = [rows[i] for i in siblings]
         usual = median(row.exposed_ns for row in members)
         limit = max(_OUTLIER_RATIO * usual, _OUTLIER_SHARE * total)
         alike = [row for row in members if row.exposed_ns <= limit]
-        if len(alike) < _FOLD_FROM:
+        if len(alike) < FOLD_FROM:
             folded += members
         else:
             folded += [row for row in members if row.exposed_ns > limit]
             folded.append(_sum(alike))
     return _worst_first(folded)
-
-
-def fold_names(
-    items: Sequence[tuple[str | None, Hashable]], *, every: bool = False
-) -> list[tuple[str, list[int]]]:
-    """Fold names that differ in one number and share a key: (name for people, rows), in order of appearance.
-
-    ``every`` leaves each item on its own.
-    """
-    if every:
-        return [(layer_name(name), [i]) for i, (name, _) in enumerate(items)]
-    folded: list[tuple[str, list[int]]] = []
-    for siblings in _families(items):
-        if len(siblings) < _FOLD_FROM:
-            folded += [(layer_name(items[i][0]), [i]) for i in siblings]
-        else:
-            folded.append((_family_name([items[i][0] for i in siblings]), siblings))
-    return sorted(folded, key=lambda entry: entry[1][0])
-
-
-def _families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
-    """Group rows whose names differ only in their last number and whose keys are equal."""
-    families: dict[Hashable, list[int]] = defaultdict(list)
-    for i, (name, key) in enumerate(items):
-        number = _last_number(name)
-        if name is None or number is None:
-            families[i].append(i)
-        else:
-            families[name[: number.start()], name[number.end() :], key].append(i)
-    return list(families.values())
-
-
-def _family_name(names: Sequence[str | None]) -> str:
-    """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
-    matches = [(name, match) for name in names if name and (match := _last_number(name))]
-    name, first = matches[0]
-    numbers = sorted({int(match.group()) for _, match in matches})
-    return f"{name[: first.start()]}{_ranges(numbers)}{name[first.end() :]}"
 
 
 def _mean(rows: list[GroupRow], windows: int) -> LayerRow:
@@ -157,7 +101,7 @@ def _mean(rows: list[GroupRow], windows: int) -> LayerRow:
 def _sum(rows: list[LayerRow]) -> LayerRow:
     first = rows[0]
     return LayerRow(
-        fqn=_family_name([row.fqn for row in rows]),
+        fqn=family_name([row.fqn for row in rows]),
         layers=len(rows),
         phase=first.phase,
         op=first.op,
@@ -183,21 +127,6 @@ def _rate(pairs: Sequence[tuple[float | None, float | None]]) -> float | None:
     known = [(size, rate) for size, rate in pairs if size and rate]
     time = sum(size / rate for size, rate in known)
     return sum(size for size, _ in known) / time if time else None
-
-
-def _last_number(fqn: str | None) -> re.Match[str] | None:
-    return next(reversed(list(_NUMBER.finditer(fqn or ""))), None)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _worst_first(rows: Iterable[LayerRow]) -> list[LayerRow]:

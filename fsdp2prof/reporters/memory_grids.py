@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+from fsdp2prof.analyzers.layers import fold_names, natural_key
 from fsdp2prof.reporters.grid import Cell, Col, Grid, byte_unit, plural
-from fsdp2prof.reporters.layers import fold_names, layer_name, natural_key
-from fsdp2prof.reporters.wording import CATEGORIES, category_label
 from fsdp2prof.results import MemoryAnalysis, RankMemory
 from fsdp2prof.units import format_bytes, format_ns
+from fsdp2prof.vocabulary import CATEGORIES, category_label, layer_name
 
 __all__ = [
     "block_grid",
@@ -35,20 +35,6 @@ _SOURCES = {
     "storage_count": "exact storage count",
     "kineto": "profiler events",
     "estimate": "estimate",
-}
-
-_SHORT_CATEGORIES = {
-    "sharded_parameter": "sharded\nparams",
-    "sharded_gradient": "sharded\ngrads",
-    "optimizer_state": "optim.\nstate",
-    "unsharded_parameter": "unshard.\nparams",
-    "unsharded_gradient": "unshard.\ngrads",
-    "all_gather_buffer": "all-gath.\nbuffers",
-    "reduce_scatter_buffer": "red.-scat.\nbuffers",
-    "activation": "activations",
-    "input": "inputs",
-    "temporary": "temporaries",
-    "unattributed": "unattributed",
 }
 
 
@@ -156,7 +142,7 @@ def matrix_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
         columns=[
             Col("layer", "name"),
             Col("all", "number"),
-            *(Col(_SHORT_CATEGORIES[name], "number") for name in names),
+            *(Col(CATEGORIES[name].header, "number") for name in names),
         ],
         rows=[row(_layer(None) if layers[members[0]] is None else name, members) for name, members in shown],
         totals=[
@@ -231,7 +217,7 @@ def own_frame(stack: Sequence[str]) -> str | None:
 
 
 def _layer(fqn: str | None) -> str:
-    return "(no layer)" if fqn is None else layer_name(fqn)
+    return layer_name(fqn)
 
 
 def _in(scale: int, size: int) -> str:

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Sequence
 from statistics import median
 
+from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
-from fsdp2prof.reporters.layers import fold_names
-from fsdp2prof.reporters.wording import dtype_label
 from fsdp2prof.results import RunRank, RunSummary, ShardGroup
 from fsdp2prof.units import format_bytes, format_count, format_ns
+from fsdp2prof.vocabulary import dtype_label
 
 __all__ = ["rank_grid", "run_facts", "sharding_grid"]
 

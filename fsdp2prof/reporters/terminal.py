@@ -19,7 +19,6 @@ from rich.text import Text
 from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
-from fsdp2prof.reporters.layers import layer_name
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
     category_grid,
@@ -36,9 +35,9 @@ from fsdp2prof.reporters.trace_grids import (
     rank_lines,
     step_numbers,
 )
-from fsdp2prof.reporters.wording import CATEGORIES, PHASES, printable
 from fsdp2prof.results import Finding, MemoryAnalysis, RankMemory, RunAnalysis, TraceAnalysis
 from fsdp2prof.units import format_bytes
+from fsdp2prof.vocabulary import CATEGORIES, PHASES, layer_name, printable
 
 __all__ = [
     "PLAIN_WIDTH",
@@ -178,7 +177,7 @@ def _course(rank: RankMemory) -> RenderableType | None:
 def _phase_letter(rank: RankMemory, time_ns: int) -> str:
     at = (span.phase for span in rank.phase_spans if span.start_ns <= time_ns < span.end_ns)
     phase = next(at, None)
-    return PHASES[phase][0] if phase in PHASES else "·"
+    return PHASES[phase if phase in PHASES else "other"].header
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from fsdp2prof.reporters.grid import Cell, Col, Grid, decimals, plural, scaled
-from fsdp2prof.reporters.layers import LayerRow, fold, layer_name, layer_rows
-from fsdp2prof.reporters.wording import IDLE_CAUSES, dtype_label, op_label
+from fsdp2prof.reporters.layers import LayerRow, fold, layer_rows
 from fsdp2prof.results import BreakdownNs, RankTrace, TraceAnalysis
 from fsdp2prof.units import format_flops, format_frac, format_ns
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, dtype_label, layer_name, op_label
 
 __all__ = [
     "NO_COLLECTIVE",
@@ -23,7 +23,7 @@ __all__ = [
     "step_rows",
 ]
 
-PARTS = tuple(field.name for field in fields(BreakdownNs))
+PARTS = tuple(BREAKDOWN_PARTS)
 
 NO_COLLECTIVE = "No collective ran in the analysed window."
 """Instead of the table of layers."""
@@ -34,17 +34,6 @@ _STEP_ROWS = 12
 _LAYER_ROWS = 20
 
 _MS, _MIB = 10**6, 1 << 20
-
-_SHORT_PARTS = {
-    "compute": "compute",
-    "fsdp_copy": "FSDP\ncopies",
-    "exposed_all_gather": "all-\ngather",
-    "exposed_reduce_scatter": "reduce-\nscatter",
-    "exposed_all_reduce": "all-\nreduce",
-    "exposed_other_comm": "other\ncomm.",
-    "exposed_memcpy": "memcpy",
-    "idle": "idle",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +94,7 @@ def breakdown_grid(analysis: TraceAnalysis, *, every: bool = False) -> Grid | No
             Col("rank", "number"),
             Col("step", "number"),
             Col("window", "number"),
-            *(Col(_SHORT_PARTS[PARTS[i]], "number") for i in shown),
+            *(Col(BREAKDOWN_PARTS[PARTS[i]].header, "number") for i in shown),
         ],
         rows=[[str(row.rank), row.step, *cells(row.parts_ns)] for row in step_rows(analysis, every=every)],
         totals=[["mean", "", *cells(mean)], ["", "%", *shares]],
@@ -217,7 +206,11 @@ def _idle_sentence(analysis: TraceAnalysis) -> list[str]:
     causes: Counter[str] = Counter()
     for step in steps:
         causes.update(step.idle_ns)
-    named = [(IDLE_CAUSES.get(cause, cause), time) for cause, time in causes.most_common() if time]
+    named = [
+        (IDLE_CAUSES[cause].label if cause in IDLE_CAUSES else cause, time)
+        for cause, time in causes.most_common()
+        if time
+    ]
     if not named:
         return []
     return ["Idle: " + "; ".join(f"{format_ns(time / len(steps))} {cause}" for cause, time in named) + "."]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2prof.results.memory import MemoryComparison
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "COMPARISON_SCHEMA",
@@ -107,7 +108,7 @@ class SettingChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunComparison:
+class RunComparison(Shown):
     """Result of ``compare``: what changed from one run, trace, recording or estimate to another."""
 
     schema: str = COMPARISON_SCHEMA

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp2prof.results.memory import LayerBytes, LayerPeak
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -58,7 +59,7 @@ class CommTotals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommEstimate:
+class CommEstimate(Shown):
     """Result of ``estimate comm``: what one rank sends in a steady training step."""
 
     schema: str = COMM_ESTIMATE_SCHEMA
@@ -72,7 +73,7 @@ class CommEstimate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointEstimate:
+class CheckpointEstimate(Shown):
     """Result of ``estimate checkpoint``: bytes of a distributed checkpoint and the time to write it."""
 
     schema: str = CHECKPOINT_ESTIMATE_SCHEMA
@@ -132,7 +133,7 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryEstimate:
+class MemoryEstimate(Shown):
     """Result of ``estimate memory``: what one rank's device will hold."""
 
     schema: str = MEMORY_ESTIMATE_SCHEMA

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.shown import Shown
 
 __all__ = [
     "MEMORY_COMPARISON_SCHEMA",
@@ -147,13 +148,17 @@ class RankMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryAnalysis:
+class MemoryAnalysis(Shown):
     """Result of ``analyze memory``."""
 
     schema: str = MEMORY_SCHEMA
     ranks: list[RankMemory]
     findings: list[Finding]
     warnings: list[str]
+    verdict: list[str] = field(default_factory=list)
+    """Of the fullest rank: how high its peak is, where it is and what fills it, what to try."""
+    advice: list[str] = field(default_factory=list)
+    """What to look at next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +176,7 @@ class MemoryDelta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryComparison:
+class MemoryComparison(Shown):
     """Two recordings at their peaks; each list sums to ``delta_bytes`` and starts with the largest change."""
 
     schema: str = MEMORY_COMPARISON_SCHEMA

@@ -43,15 +43,10 @@ from fsdp2prof.tables.columns import (
 )
 from fsdp2prof.tables.steps import CollectiveTable, LabelTable, PhaseTable, StepTable
 from fsdp2prof.tables.trace import CollectiveArgs, EventTable, MemoryEventTable, ShapeTable, SyncTable, Trace
-from fsdp2prof.tables.vocabulary import ACTIVITIES, CATEGORIES, OPS, PHASES
 
 __all__ = [
-    "ACTIVITIES",
-    "CATEGORIES",
     "GIVEN",
     "NEVER",
-    "OPS",
-    "PHASES",
     "AllocationTable",
     "BlockTable",
     "BoolArray",

@@ -58,9 +58,9 @@ class AllocationTable(Table):
     phase: Strings
     fqn: Strings
     activity: Strings
-    """FSDP activity that allocated it, one of :data:`ACTIVITIES`; null unknown."""
+    """FSDP activity that allocated it, one of :data:`~fsdp2prof.vocabulary.ACTIVITIES`; null unknown."""
     category: Strings
-    """One of :data:`CATEGORIES`."""
+    """One of :data:`~fsdp2prof.vocabulary.CATEGORIES`."""
     op: Strings
     """Operator or innermost frame that allocated it; null unknown. :data:`GIVEN` and an operator: made out of
     sight, inside a backend or another library, and first seen as that operator's argument."""

@@ -52,9 +52,9 @@ class PhaseTable(Table):
     fqn: Strings
     """FSDP module; the empty string is the root, null is no module."""
     phase: Strings
-    """One of :data:`PHASES`."""
+    """One of :data:`~fsdp2prof.vocabulary.PHASES`."""
     activity: Strings
-    """One of :data:`ACTIVITIES`."""
+    """One of :data:`~fsdp2prof.vocabulary.ACTIVITIES`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class CollectiveTable(Table):
     """Layer whose parameters it carries: null when unattributed, the empty string for the root."""
     phase: Strings
     op: Strings
-    """One of :data:`OPS`."""
+    """One of :data:`~fsdp2prof.vocabulary.OPS`."""
     process_group: Strings
     mesh_dim: Strings
     dtype: Strings

@@ -55,8 +55,6 @@ def test_replicas_share_the_writing():
         ("adamw", (6, 4), 2 * 24 * 4),
         ("sgd", (6, 4), 0),
         ("sgd-momentum", (6, 4), 24 * 4),
-        ("adafactor", (6, 4), (6 + 4) * 4),
-        ("adafactor", (6,), 6 * 4),
         ("none", (6, 4), 0),
     ],
 )

@@ -152,10 +152,3 @@ def test_a_foreign_model_that_fails_is_named_in_one_line() -> None:
     ):
         execute(ModelSpec(source="support.linear_model:broken"), MESH, POLICY)
     assert not dist.is_initialized()
-
-
-def test_an_optimizer_torch_cannot_run_on_shards_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"torch cannot run adafactor \(foreach\) on sharded parameters"):
-        execute(SPEC, MESH, replace(POLICY, optimizer="adafactor", clip_grad=False))
-    with pytest.raises(ModelError, match="rmsprop has no fused implementation"):
-        execute(SPEC, MESH, replace(POLICY, optimizer="rmsprop", optimizer_impl="fused"))

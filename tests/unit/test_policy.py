@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp2prof.commands.estimate import estimate
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.spec.hardware import HARDWARE, HardwareSpec
 from fsdp2prof.estimators.spec.inputs import load_config, make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.option import options_of
+from fsdp2prof.estimators.spec.policy import Chunked, Every, PolicySpec
 
 
 def test_dtypes_have_short_names():
@@ -22,6 +24,8 @@ def test_dtypes_have_short_names():
 
 def test_counted_options():
     policy = PolicySpec(ac="every:2", loss="chunked:8")
+    assert (policy.ac, policy.loss) == (Every(2), Chunked(8))
+    assert PolicySpec(ac=Every(2), loss=Chunked(8)) == policy
     assert (policy.ac_every, policy.loss_chunks) == (2, 8)
     assert (PolicySpec(ac="op").ac_every, PolicySpec().loss_chunks) == (None, None)
 
@@ -34,8 +38,9 @@ def test_counted_options():
         ({"grad_accum": 0}, "grad_accum"),
         ({"param_dtype": "int8"}, "param_dtype: unknown dtype 'int8'"),
         ({"orig_dtype": None}, "orig_dtype: unknown dtype None"),
-        ({"reshard": "sometimes"}, "none of default, torchtitan, always, never or a number"),
-        ({"reshard": 0}, "none of default"),
+        ({"reshard": "sometimes"}, "one of default, torchtitan, always, never or a number of ranks"),
+        ({"reshard": 0}, "reshard: unknown value 0"),
+        ({"reshard": True}, "reshard: unknown value True"),
         ({"ac": "every:0"}, "every:K with K >= 1"),
         ({"ac": "blocks"}, "unknown value 'blocks'; one of none, full, op or every:K"),
         ({"loss": "chunked"}, "chunked:K"),
@@ -43,13 +48,43 @@ def test_counted_options():
         ({"trainable": "("}, "not a regular expression"),
         ({"fp8_all_gather": True}, "needs float8=tensorwise"),
         ({"wrap": ()}, "wrap: empty"),
+        ({"wrap": 3}, "wrap: 3 are no names"),
         ({"sync": "never"}, "sync: unknown value"),
+        ({"sync": ["last"]}, "sync: unknown value"),
+        ({"offload": "yes"}, "offload: 'yes' must be true or false"),
+        ({"extra_model": 3}, "extra_model: 3 must be text"),
+        ({"optimizer": "adafactor"}, "optimizer: unknown value"),
+        ({"optimizer": "rmsprop", "optimizer_impl": "fused"}, "RMSprop has no fused implementation"),
+        (
+            {"optimizer": "sgd", "optimizer_impl": "fused"},
+            r"torch cannot run SGD \(fused\) on sharded parameters",
+        ),
     ],
 )
 def test_bad_policies(options, message):
     with pytest.raises(ModelError, match=message) as error:
         PolicySpec(**options)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "declared"), options_of(PolicySpec).items())
+def test_every_option_is_declared_whole_and_offered_by_the_commands(name, declared):
+    assert declared.help.endswith(".")
+    assert "\n" not in declared.help
+    assert declared.kind.values
+    assert declared.kind.read(declared.default) == declared.default
+    for verb, command in estimate.commands.items():
+        flags = {flag for parameter in command.params for flag in parameter.opts if parameter.help}
+        offered = f"--{name.replace('_', '-')}" in flags
+        assert offered == (verb == "memory" or not declared.memory_only)
+
+
+def test_plain_values_build_an_equal_policy():
+    policy = PolicySpec(ac="every:2", loss="chunked:4", reshard="4", param_dtype="none", wrap="block, a+b")
+    values = policy.to_mapping()
+    assert (values["ac"], values["loss"], values["reshard"]) == ("every:2", "chunked:4", 4)
+    assert (values["param_dtype"], values["wrap"]) == (None, ("block", "a+b"))
+    assert PolicySpec.from_mapping(values) == policy
 
 
 def test_unknown_option_of_a_mapping():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from inspect import Parameter, Signature
 
 import pytest
 import torch
@@ -16,16 +17,18 @@ SNAPSHOT = {
     "allocator_settings": {"expandable_segments": True, "PYTORCH_CUDA_ALLOC_CONF": ""},
 }
 
+OPTIONS = ("enabled", "context", "stacks", "max_entries", "clear_history", "global_record_annotations")
+"""Those of torch 2.8 and later."""
+
 
 @pytest.fixture
 def calls(monkeypatch):
     made = []
-    signature = torch.cuda.memory._record_memory_history.__signature__
 
     def history(enabled="all", **options):
         made.append(("history", enabled, options))
 
-    history.__signature__ = signature
+    history.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in OPTIONS])
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
     monkeypatch.setattr(torch.cuda.memory, "_set_memory_metadata", made.append, raising=False)

@@ -36,6 +36,8 @@ def positions(allocations) -> np.ndarray:
             replace(POLICY, ac="full", grad_accum=2, reduce_dtype="bfloat16", offload=True),
             "5 and 6 blocks",
         ),
+        (12, MeshSpec(dp_shard=2), replace(POLICY, optimizer_impl="for-loop"), "5 and 6 blocks"),
+        (12, MeshSpec(dp_shard=2), replace(POLICY, optimizer="adagrad"), "5 and 6 blocks"),
     ],
 )
 def test_a_stitched_execution_equals_the_full_one(

@@ -1,0 +1,102 @@
+"""Layers that repeat: names that differ in one number and say the same, folded into one.
+
+A model of 80 blocks gives 160 rows that say the same thing: ``layers.0`` ... ``layers.79`` become
+``layers.0-79``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from statistics import median
+
+from fsdp2prof.vocabulary import layer_name
+
+__all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "natural_key"]
+
+FOLD_FROM = 3
+"""Siblings that look alike before they are folded."""
+
+_OUTLIER_RATIO = 2.0
+_OUTLIER_SHARE = 0.05
+"""A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
+
+_NUMBER = re.compile(r"\d+")
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """Sort key that puts ``layers.10`` after ``layers.9``."""
+    parts = re.split(r"(\d+)", name)
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
+
+
+def fold_names(
+    items: Sequence[tuple[str | None, Hashable]], *, every: bool = False
+) -> list[tuple[str, list[int]]]:
+    """Fold names that differ in one number and share a key: (name for people, rows), in order of appearance.
+
+    ``every`` leaves each item on its own.
+    """
+    if every:
+        return [(layer_name(name), [i]) for i, (name, _) in enumerate(items)]
+    folded: list[tuple[str, list[int]]] = []
+    for siblings in families(items):
+        if len(siblings) < FOLD_FROM:
+            folded += [(layer_name(items[i][0]), [i]) for i in siblings]
+        else:
+            folded.append((family_name([items[i][0] for i in siblings]), siblings))
+    return sorted(folded, key=lambda entry: entry[1][0])
+
+
+def families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
+    """Group rows whose names differ only in their last number and whose keys are equal."""
+    families: dict[Hashable, list[int]] = defaultdict(list)
+    for i, (name, key) in enumerate(items):
+        number = _last_number(name)
+        if name is None or number is None:
+            families[i].append(i)
+        else:
+            families[name[: number.start()], name[number.end() :], key].append(i)
+    return list(families.values())
+
+
+def fold_alike(items: Sequence[tuple[str | None, Hashable]], costs: Sequence[float]) -> list[list[int]]:
+    """Group rows as :func:`families` does; one that costs much more than its siblings stays alone.
+
+    It is the one to look at. Groups of fewer than :data:`FOLD_FROM` fall apart into single rows.
+    """
+    worth_a_row = _OUTLIER_SHARE * sum(costs)
+    groups: list[list[int]] = []
+    for siblings in families(items):
+        limit = max(_OUTLIER_RATIO * median(costs[i] for i in siblings), worth_a_row)
+        alike = [i for i in siblings if costs[i] <= limit]
+        if len(alike) < FOLD_FROM:
+            groups += [[i] for i in siblings]
+        else:
+            groups += [[i] for i in siblings if costs[i] > limit]
+            groups.append(alike)
+    return groups
+
+
+def family_name(names: Sequence[str | None]) -> str:
+    """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    matches = [(name, match) for name in names if name and (match := _last_number(name))]
+    name, first = matches[0]
+    numbers = sorted({int(match.group()) for _, match in matches})
+    return f"{name[: first.start()]}{_ranges(numbers)}{name[first.end() :]}"
+
+
+def _last_number(fqn: str | None) -> re.Match[str] | None:
+    return next(reversed(list(_NUMBER.finditer(fqn or ""))), None)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

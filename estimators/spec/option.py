@@ -1,0 +1,261 @@
+"""Options of a specification: declared once, read from Python, a file or the command line alike.
+
+An :class:`Option` stands in the metadata of a dataclass field, with its default, its help and the kind of
+value it takes. The specification reads its own values through it; the command line is made from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
+
+from fsdp2prof.errors import ModelError
+
+__all__ = [
+    "Counted",
+    "Dtype",
+    "Flag",
+    "Integer",
+    "Kind",
+    "Names",
+    "Option",
+    "Regex",
+    "Text",
+    "Words",
+    "option",
+    "options_of",
+    "plain",
+    "read_options",
+]
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SHORT_DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp64": "float64",
+}
+_KEY = "option"
+
+
+class Kind(Protocol):
+    """What values an option takes."""
+
+    @property
+    def values(self) -> str:
+        """Them, as a person writes them."""
+
+    def read(self, value: Any) -> Any:
+        """Return the typed value. Raises ``ValueError`` that says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """What a field is to a person."""
+
+    default: Any
+    kind: Kind
+    help: str
+    """One sentence, without the default."""
+    memory_only: bool = False
+    """It changes nothing but memory."""
+
+    @property
+    def shown_default(self) -> str:
+        """The default as a person writes it; empty where there is none."""
+        if self.default is None:
+            return ""
+        if isinstance(self.default, bool):
+            return "yes" if self.default else "no"
+        return ",".join(self.default) if isinstance(self.default, tuple) else str(self.default)
+
+
+def option(default: Any, kind: Kind, help: str, *, memory_only: bool = False) -> Any:
+    """A dataclass field that is an option."""
+    return field(
+        default=default,
+        metadata={_KEY: Option(default=default, kind=kind, help=help, memory_only=memory_only)},
+    )
+
+
+def options_of(specification: Any) -> dict[str, Option]:
+    """The options of a dataclass or one of its instances, by field, in order."""
+    return {item.name: item.metadata[_KEY] for item in fields(specification)}
+
+
+def read_options(specification: Any) -> None:
+    """Turn every field's value into a typed one, in place, also in a frozen dataclass.
+
+    Raises ``ModelError`` with one line for the first that is wrong.
+    """
+    for name, declared in options_of(specification).items():
+        try:
+            value = declared.kind.read(getattr(specification, name))
+        except ValueError as error:
+            raise ModelError(f"{name}: {error}") from None
+        object.__setattr__(specification, name, value)
+
+
+def plain(specification: Any) -> dict[str, Any]:
+    """The values as a file holds them, which read back as the same."""
+    values = {name: getattr(specification, name) for name in options_of(specification)}
+    return {name: str(value) if isinstance(value, Counted) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A word with a count, ``word:K``."""
+
+    word: ClassVar[str]
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.word}:{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A whole number."""
+
+    least: int
+
+    @property
+    def values(self) -> str:
+        """A number."""
+        return "N"
+
+    def read(self, value: Any) -> int:
+        """Return the number."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < self.least:
+            raise ValueError(f"{value!r} must be an integer of at least {self.least}")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """Yes or no; with ``unset`` also neither."""
+
+    unset: bool = False
+    off: str | None = None
+    """What switches it off on the command line, instead of ``--no-`` and its name."""
+
+    @property
+    def values(self) -> str:
+        """Yes or no."""
+        return "true|false"
+
+    def read(self, value: Any) -> bool | None:
+        """Return the answer."""
+        if not isinstance(value, bool) and not (self.unset and value is None):
+            raise ValueError(f"{value!r} must be true or false")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Words:
+    """One of a few words; where it says so also nothing, a word with a count, or a number."""
+
+    words: tuple[str, ...]
+    none: bool = False
+    counted: type[Counted] | None = None
+    number: str | None = None
+    """What a number from 1 on means."""
+
+    @property
+    def values(self) -> str:
+        """The words, and what else there is."""
+        counted = [f"{self.counted.word}:K"] if self.counted is not None else []
+        return "|".join([*self.words, *["none"] * self.none, *counted, *["K"] * (self.number is not None)])
+
+    def read(self, value: Any) -> Any:
+        """Return the word, ``None``, the counted word or the number."""
+        if isinstance(value, str) and value in self.words:
+            return value
+        if self.none and value in (None, "none"):
+            return None
+        text = str(value)
+        if self.number is not None and not isinstance(value, bool) and text.isdecimal() and int(text) > 0:
+            return int(text)
+        if self.counted is not None:
+            word, _, count = text.partition(":")
+            if word == self.counted.word and count.isdecimal() and int(count) > 0:
+                return self.counted(int(count))
+        last = [f"{self.counted.word}:K with K >= 1"] if self.counted is not None else []
+        last += [self.number] if self.number is not None else []
+        listed = " or ".join([", ".join(self.words), *["none"] * self.none, *last])
+        raise ValueError(f"unknown value {value!r}; one of {listed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dtype:
+    """A dtype to train in, by torch's name or a short one; with ``none`` also nothing."""
+
+    none: bool = False
+
+    @property
+    def values(self) -> str:
+        """Short names."""
+        return "bf16|fp16|fp32|fp64" + "|none" * self.none
+
+    def read(self, value: Any) -> str | None:
+        """Return torch's name."""
+        if self.none and value in (None, "none"):
+            return None
+        name = str(value).lower().removeprefix("torch.")
+        name = _SHORT_DTYPES.get(name, name)
+        if name not in _DTYPES:
+            raise ValueError(f"unknown dtype {value!r}; one of {', '.join(_DTYPES)}")
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Several names, at least one."""
+
+    example: str
+
+    @property
+    def values(self) -> str:
+        """Names."""
+        return "NAME,..."
+
+    def read(self, value: Any) -> tuple[str, ...]:
+        """Return the names; text holds them with commas between."""
+        names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{value!r} are no names; write {self.example}")
+        if not names or not all(names):
+            raise ValueError(f"empty; write {self.example}")
+        return tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Any text, or nothing."""
+
+    values: str
+
+    def read(self, value: Any) -> str | None:
+        """Return the text."""
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{value!r} must be text")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Regex(Text):
+    """A regular expression, or nothing."""
+
+    values: str = "REGEX"
+
+    def read(self, value: Any) -> str | None:
+        """Return its text."""
+        text = Text.read(self, value)
+        try:
+            re.compile(text or "")
+        except re.error as error:
+            raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+        return text

@@ -1,0 +1,196 @@
+"""A result laid out: sections of blocks, built once and rendered as text, a page, CSV, JSON or in a notebook.
+
+::
+
+    Document
+      verdict, numbers              what a reader needs first
+      Section                       a heading
+        Table | Chart | Facts | Sentences | Findings
+
+A builder (``reporters/documents/``) turns each kind of result into a document; it chooses, orders and names
+what the result says and adds nothing to it. A renderer (:mod:`fsdp2prof.reporters.renderers`) knows
+documents only. All text is untrusted: renderers escape it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from fsdp2prof.results import Finding
+
+__all__ = [
+    "Block",
+    "Chart",
+    "Column",
+    "Document",
+    "Facts",
+    "Findings",
+    "KeyFigure",
+    "Section",
+    "Sentences",
+    "Spark",
+    "Table",
+    "Value",
+]
+
+Value: TypeAlias = "str | int | float | bool | None"
+"""A cell as the result has it: nanoseconds, bytes, fractions, words; None is unknown."""
+
+
+def _plain(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One column: its key in data, its header for people, and how its values are written."""
+
+    name: str
+    """Key in CSV and data frames, with its unit: ``exposed_ns``."""
+    label: str
+    """Header for people; may break lines."""
+    kind: Literal["text", "name", "number", "bar", "state"] = "text"
+    """``name``: long untrusted text that may wrap; ``number``: right-aligned, sorts by value; ``bar``: a
+    fraction (0..1) drawn as a bar; ``state``: coloured by its word."""
+    show: Callable[[Any], str] = _plain
+    """A value as people read it."""
+
+    def text(self, value: Value) -> str:
+        """Write a cell for people; text in a column of numbers stands as it is."""
+        return value if isinstance(value, str) and self.kind == "number" else self.show(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A titled table; every row has one value per column."""
+
+    name: str
+    """Key of the table in data (``by_layer``); unique in its document."""
+    title: str
+    note: str = ""
+    """What the title does not say: units, order, what a column leaves out."""
+    columns: Sequence[Column]
+    """What matters most on the left: a narrow terminal leaves out the right ones, never the first."""
+    rows: Sequence[Sequence[Value]]
+    limit: int | None = None
+    """Rows that are enough at first; the rest with ``-v``, or behind a fold."""
+    noun: str = "row"
+    """What a row is, to count those left out."""
+    totals: Sequence[Sequence[Value]] = ()
+    """Rows under a line: means, sums, percentages; None leaves a cell empty."""
+    remarks: Sequence[str] = ()
+    """Sentences under the table."""
+    unabridged: Table | None = None
+    """The same with nothing folded, where ``rows`` are folded."""
+
+    def raw(self) -> tuple[list[str], list[list[Value]]]:
+        """Return column names and rows as data has them: without bars that repeat a column's numbers."""
+        named = {column.name for column in self.columns if column.kind != "bar"}
+        kept = [i for i, one in enumerate(self.columns) if one.kind != "bar" or one.name not in named]
+        return [self.columns[i].name for i in kept], [[row[i] for i in kept] for row in self.rows]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spark:
+    """A chart in one line of text."""
+
+    values: Sequence[float]
+    """Heights from left to right, zero or more."""
+    full: str
+    """What the full height is, in words: ``12.0 MiB``."""
+    marks: str = ""
+    """One letter under each value; empty for none."""
+    legend: str = ""
+    """What the letters mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """A figure; what it shows also stands in a table or a spark, for readers without pictures."""
+
+    name: str
+    """Unique in its document."""
+    title: str
+    note: str = ""
+    figure: Mapping[str, Any]
+    """``{"data": [...], "layout": {...}}`` as plotly takes it; names in it are escaped already."""
+    spark: Spark | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """Names and values."""
+
+    title: str
+    pairs: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sentences:
+    """Sentences under a title."""
+
+    title: str
+    lines: Sequence[str]
+    style: Literal["plain", "list", "warning"] = "plain"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What is worth acting on, the most severe first."""
+
+    title: str
+    findings: Sequence[Finding]
+
+
+Block: TypeAlias = "Table | Chart | Facts | Sentences | Findings"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """Blocks under one heading; a block that repeats the heading as its title shows it once."""
+
+    anchor: str
+    """Name of the section in links."""
+    title: str
+    lead: str = ""
+    """A sentence under the title, for readers of a page."""
+    blocks: Sequence[Block] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyFigure:
+    """A number worth a large print."""
+
+    value: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A result laid out."""
+
+    kind: str
+    """Of the result, from its schema: ``trace``, ``memory``, ``run_analysis``, ``compare``, ..."""
+    title: str
+    subtitle: str = ""
+    verdict: Sequence[str] = ()
+    """At most three sentences: what bounds this, the most expensive place, what to try."""
+    numbers: Sequence[KeyFigure] = ()
+    sections: Sequence[Section] = ()
+    warnings: Sequence[str] = ()
+    result: Any
+    """What it was made from, which is also its JSON."""
+    data: Sequence[Table] = field(default=())
+    """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""
+
+    def tables(self) -> dict[str, Table]:
+        """Return every table by its name, unabridged, those for data formats first."""
+        shown = [block for section in self.sections for block in section.blocks if isinstance(block, Table)]
+        return {table.name: table.unabridged or table for table in (*self.data, *shown)}
+
+    def charts(self) -> dict[str, Chart]:
+        """Return every chart by its name."""
+        blocks = [block for section in self.sections for block in section.blocks]
+        return {block.name: block for block in blocks if isinstance(block, Chart)}

@@ -1,0 +1,30 @@
+"""A result becomes its document: one builder a kind of result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.hta import (
+    critical_path_document,
+    diff_document,
+    idle_document,
+    launch_document,
+)
+from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
+
+__all__ = ["build"]
+
+_BUILDERS: dict[type, Callable[[Any], Document]] = {
+    CriticalPath: critical_path_document,
+    IdleCauses: idle_document,
+    LaunchStatistics: launch_document,
+    TraceDiff: diff_document,
+}
+"""Type of a result -> its builder."""
+
+
+def build(result: Any) -> Document:
+    """Return a result's document. Raises ``KeyError`` for a type that has none."""
+    return _BUILDERS[type(result)](result)

@@ -1,0 +1,203 @@
+"""How values are written for people: one function a unit, and the columns made with them.
+
+Each function takes a value as the result has it (integer nanoseconds, bytes, fractions; None is unknown) and
+returns its text. A column keeps one unit and one number of decimals, so that its numbers line up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.reporters.document import Column
+from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns
+from fsdp2prof.vocabulary import category_label, dtype_label, layer_name, op_label
+
+__all__ = [
+    "MS",
+    "Show",
+    "bar_column",
+    "byte_unit",
+    "bytes_column",
+    "count_column",
+    "decimals",
+    "largest",
+    "layer_column",
+    "mean_count",
+    "ms_column",
+    "name_column",
+    "number_column",
+    "scaled",
+    "show_bytes",
+    "show_category",
+    "show_count",
+    "show_dtype",
+    "show_frac",
+    "show_gb_per_s",
+    "show_in",
+    "show_kernel",
+    "show_ms",
+    "show_ns",
+    "show_op",
+    "show_percent",
+    "show_text",
+    "signed",
+    "text_column",
+]
+
+Show: TypeAlias = Callable[[Any], str]
+"""A value to its text."""
+
+MS = 10**6
+"""Nanoseconds of a millisecond."""
+
+_UNKNOWN = "-"
+
+
+def decimals(largest: float) -> int:
+    """Decimals of a column whose largest number is ``largest``: enough to tell rows apart, and aligned."""
+    return 3 if largest < 10 else 2 if largest < 1000 else 1
+
+
+def largest(values: Iterable[float | None]) -> float:
+    """Return the largest known size of some numbers, 0 without any."""
+    return max((abs(value) for value in values if value is not None), default=0)
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """Return the unit of a column of bytes and its size: the largest one that its biggest number fills."""
+    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if largest >= scale:
+            return name, scale
+    return "KiB", 1 << 10
+
+
+def scaled(value: float | None, scale: int, digits: int) -> str:
+    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero."""
+    return _UNKNOWN if value is None else "0" if value == 0 else f"{value / scale:,.{digits}f}"
+
+
+# Functions for Column.show.
+
+
+def show_text(value: Any) -> str:
+    """Write a word or a number as it is."""
+    return _UNKNOWN if value is None else str(value)
+
+
+def show_count(value: int | None) -> str:
+    """Write a count with thousands separators."""
+    return _UNKNOWN if value is None else format_count(value)
+
+
+def mean_count(value: float | None) -> str:
+    """Write a mean of counts: ``3``, or ``1.5``."""
+    return _UNKNOWN if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def show_bytes(value: int | None) -> str:
+    """Write bytes, each value in its own unit: ``1.50 GiB``."""
+    return _UNKNOWN if value is None else format_bytes(value)
+
+
+def show_ns(value: float | None) -> str:
+    """Write a time, each value in its own unit: ``12.3 ms``."""
+    return _UNKNOWN if value is None else format_ns(value)
+
+
+def show_frac(value: float | None) -> str:
+    """Write a fraction as a percentage with its sign: ``12.5%``."""
+    return format_frac(value)
+
+
+def show_percent(value: float | None) -> str:
+    """Write a fraction as a percentage whose sign stands in the header or the row's name: ``12.5``."""
+    return _UNKNOWN if value is None else f"{100 * value:.1f}"
+
+
+def show_gb_per_s(value: float | None) -> str:
+    """Write bytes per second in GB/s (10^9)."""
+    return _UNKNOWN if value is None else f"{value / 1e9:,.2f}"
+
+
+def show_op(value: str | None) -> str:
+    """Write the kind of a collective: ``all-gather``."""
+    return _UNKNOWN if value is None else op_label(value)
+
+
+def show_dtype(value: str | None) -> str:
+    """Write a dtype: ``bf16``."""
+    return dtype_label(value)
+
+
+def show_category(value: str | None) -> str:
+    """Write a memory category in words."""
+    return _UNKNOWN if value is None else category_label(value)
+
+
+def show_kernel(value: str | None) -> str:
+    """Write a kernel by its function's own name."""
+    return _UNKNOWN if value is None else kernel_name(value)
+
+
+def show_in(scale: int, digits: int) -> Show:
+    """Return what writes numbers in units of ``scale``."""
+    return lambda value: scaled(value, scale, digits)
+
+
+def show_ms(digits: int) -> Show:
+    """Return what writes nanoseconds in milliseconds."""
+    return show_in(MS, digits)
+
+
+def signed(show: Show) -> Show:
+    """Return what writes a change: the same text, with ``+`` before growth."""
+    return lambda value: f"+{show(value)}" if value is not None and value > 0 else show(value)
+
+
+# Columns.
+
+
+def text_column(name: str, label: str, show: Show = show_text) -> Column:
+    """Return a column of short words."""
+    return Column(name=name, label=label, show=show)
+
+
+def name_column(name: str, label: str, show: Show = show_text) -> Column:
+    """Return a column of long untrusted names."""
+    return Column(name=name, label=label, kind="name", show=show)
+
+
+def layer_column(name: str = "fqn", label: str = "layer") -> Column:
+    """Return a column of modules' names: ``(root)`` for the empty one, ``(no layer)`` for None."""
+    return Column(name=name, label=label, kind="name", show=layer_name)
+
+
+def number_column(name: str, label: str, show: Show = show_text) -> Column:
+    """Return a right-aligned column."""
+    return Column(name=name, label=label, kind="number", show=show)
+
+
+def count_column(name: str, label: str) -> Column:
+    """Return a column of counts."""
+    return number_column(name, label, show_count)
+
+
+def ms_column(name: str, label: str, values: Iterable[float | None]) -> Column:
+    """Return a column of nanoseconds, written in milliseconds with the decimals that ``values`` ask for.
+
+    The label or the table's note says that these are milliseconds.
+    """
+    return number_column(name, label, show_ms(decimals(largest(values) / MS)))
+
+
+def bytes_column(name: str, label: str, values: Iterable[float | None]) -> Column:
+    """Return a column of bytes in the one unit that ``values`` ask for, which goes under the label."""
+    unit, scale = byte_unit(most := largest(values))
+    return number_column(name, f"{label}\n{unit}", show_in(scale, decimals(most / scale)))
+
+
+def bar_column(name: str) -> Column:
+    """Return a column of fractions drawn as bars; empty where unknown."""
+    return Column(name=name, label="", kind="bar", show=format_frac)

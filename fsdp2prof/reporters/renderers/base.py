@@ -1,0 +1,40 @@
+"""What a renderer is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from fsdp2prof.reporters.document import Document
+
+__all__ = ["RenderOptions", "Renderer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenderOptions:
+    """How one document is rendered; each renderer reads what concerns it."""
+
+    source: str = ""
+    """What the user named (a path), where the document is about a file."""
+    verbose: bool = False
+    """Text: every row of every table, nothing folded."""
+    table: str | None = None
+    """CSV: the table by its name; the first one where None."""
+    width: int = 118
+    """Text: columns."""
+    colour: bool = False
+    """Text: with escape codes for colours."""
+
+
+class Renderer(Protocol):
+    """Turns documents into one format."""
+
+    extension: str
+    """Of its files, with the dot."""
+    binary: bool
+    """Whether the output is bytes that no terminal shows."""
+    page: bool
+    """Whether the output is for a browser, and useless on a terminal."""
+
+    def render(self, document: Document, options: RenderOptions) -> str | bytes:
+        """Return the document in this format. Raises ``UsageError`` for options it cannot serve."""

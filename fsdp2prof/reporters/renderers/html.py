@@ -1,0 +1,144 @@
+"""A page: one offline HTML file with the tables and charts of a document.
+
+Everything a trace or a run says is untrusted. Text is escaped by the templates (autoescape), chart data by
+:func:`_json_in_script`, and the page's content security policy allows the page's own scripts by their hashes
+and nothing else: no request leaves the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from base64 import b64encode
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fsdp2prof import __version__
+from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
+from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.vocabulary import layer_name, printable
+
+__all__ = ["HtmlRenderer", "render_fragment"]
+
+_ROW_LIMIT = 2000
+"""Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
+
+_WIDE_FROM = 8
+"""Columns from which a table takes the whole width, and has nothing beside it on a large screen."""
+
+
+class HtmlRenderer:
+    """A page that needs nothing but itself: works offline, in the dark, on paper and on a phone."""
+
+    extension = ".html"
+    binary = False
+    page = True
+
+    def render(self, document: Document, options: RenderOptions) -> str:
+        """Fill the template with the document; ``options.source`` is the page's title."""
+        from markupsafe import Markup
+
+        charts = document.charts()
+        scripts = [_asset("tables.js")]
+        if charts:
+            scripts += [_plotly(), _asset("charts.js")]
+        page: str = _template("page").render(
+            document=document,
+            title=options.source or document.title,
+            figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+            scripts=[Markup(script) for script in scripts],
+            script_hashes=[_hash(script) for script in scripts],
+            css=Markup(_asset("page.css")),
+            version=__version__,
+        )
+        return page
+
+
+def render_fragment(document: Document) -> str:
+    """Return the document as HTML to stand among other HTML: no script, so no chart."""
+    fragment: str = _template("fragment").render(document=document)
+    return fragment
+
+
+@cache
+def _template(name: str) -> Any:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=select_autoescape(default=True, default_for_string=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "cell": _cell,
+        "data": _data,
+        "full": _full,
+        "full_rows": _full_rows,
+        "header": _header,
+        "kind": _kind,
+        "layer_name": layer_name,
+        "printable": printable,
+    }
+    environment.globals |= {"row_limit": _ROW_LIMIT, "wide_from": _WIDE_FROM}
+    return environment.get_template(f"{name}.html.j2")
+
+
+# Filters of the template.
+
+
+def _kind(block: Block) -> str:
+    return type(block).__name__
+
+
+def _header(column: Column) -> str:
+    return printable(column.label.replace("-\n", "-").replace("\n", " "))
+
+
+def _cell(value: Value, column: Column) -> str:
+    return printable(column.text(value))
+
+
+def _data(value: Value, column: Column) -> Value:
+    """What a cell sorts by: the number itself."""
+    return value if column.kind in ("number", "bar") and isinstance(value, (int, float)) else None
+
+
+def _full(value: Value, column: Column) -> str | None:
+    """The whole of a name that is shown shortened."""
+    shortened = (
+        column.kind == "name" and isinstance(value, str) and value and value not in _cell(value, column)
+    )
+    return printable(str(value)) if shortened else None
+
+
+def _full_rows(table: Table) -> Table | None:
+    """The table behind the fold: every row that the shown one leaves out or folds."""
+    if table.unabridged is not None:
+        return table.unabridged
+    return table if table.limit is not None and len(table.rows) > table.limit else None
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("fsdp2prof.reporters").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _hash(script: str) -> str:
+    """Hash of an inline script as content security policies write it."""
+    return "sha256-" + b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _json_in_script(value: Any) -> str:
+    """Encode JSON that cannot end the script element it stands in."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

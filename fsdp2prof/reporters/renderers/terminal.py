@@ -1,0 +1,280 @@
+"""Text for people: the verdict first, then the sections, laid out for the width there is.
+
+Names come from untrusted files, so every text goes through :func:`_text`, never through rich's markup.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Column as RichColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fsdp2prof.reporters.document import (
+    Block,
+    Chart,
+    Column,
+    Document,
+    Facts,
+    Findings,
+    KeyFigure,
+    Section,
+    Sentences,
+    Table,
+    Value,
+)
+from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers.fitting import Need, fit, shorten
+from fsdp2prof.results import Finding
+from fsdp2prof.units import plural
+from fsdp2prof.vocabulary import layer_name, printable
+
+__all__ = ["lay_out"]
+
+_BAR = Need(natural=30, least=6)
+_NAME_LEAST = 16
+_NAME_LINES = 3
+"""Lines over which a name is folded before its middle is left out."""
+
+_SPARKS = " ▁▂▃▄▅▆▇█"
+_SEVERITY_STYLES = {"high": "bold red", "medium": "yellow", "low": "cyan", "info": "dim"}
+_STATE_STYLES = {"complete": "green", "partial": "yellow", "running": "yellow"}
+
+
+def lay_out(document: Document, options: RenderOptions) -> str:
+    """Return the document as text, ``options.width`` wide; ``options.verbose`` shows every row."""
+    out = io.StringIO()
+    console = Console(
+        file=out,
+        width=options.width,
+        force_terminal=options.colour,
+        color_system="standard" if options.colour else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    for i, part in enumerate(_parts(document, options)):
+        console.print(*([""] if i else []), part, sep="\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _parts(document: Document, options: RenderOptions) -> Iterator[RenderableType]:
+    yield _headline(document)
+    if document.numbers:
+        yield _indented(_key_figures(document.numbers, options.width - 2))
+    for section in document.sections:
+        yield from _section(section, options)
+    if document.warnings:
+        yield _titled("Warnings", "", _list(document.warnings, "yellow"))
+    if document.charts() and options.source:
+        command = f"fsdp2prof report {shlex.quote(options.source)} -o report.html"
+        yield _text(f"{command}  shows all of this as charts.", "dim")
+
+
+def _headline(document: Document) -> RenderableType:
+    return Group(_heading(document.title, document.subtitle), *(_text(line) for line in document.verdict))
+
+
+def _key_figures(numbers: Sequence[KeyFigure], width: int) -> RenderableType:
+    figures = [_text(number.value, "bold").append(f" {printable(number.label)}") for number in numbers]
+    lines = [figures[0]]
+    for figure in figures[1:]:
+        if cell_len(lines[-1].plain) + 3 + cell_len(figure.plain) > width:
+            lines.append(figure)
+        else:
+            lines[-1] = Text.assemble(lines[-1], "   ", figure)
+    return Group(*lines)
+
+
+def _section(section: Section, options: RenderOptions) -> Iterator[RenderableType]:
+    blocks = [laid for block in section.blocks if (laid := _block(block, options)) is not None]
+    titles = [block.title for block in section.blocks]
+    if blocks and section.title not in titles[:1]:
+        blocks[0] = Group(_text(section.title, "bold underline"), "", blocks[0])
+    yield from blocks
+
+
+def _block(block: Block, options: RenderOptions) -> RenderableType | None:
+    if isinstance(block, Table):
+        return _table(block, options)
+    if isinstance(block, Chart):
+        return _chart(block, options.width)
+    if isinstance(block, Facts):
+        return _titled(block.title, "", _facts(block))
+    if isinstance(block, Findings):
+        return _titled(block.title, "", _findings(block.findings)) if block.findings else None
+    return _titled(block.title, "", _sentences(block)) if block.lines else None
+
+
+def _titled(title: str, note: str, content: RenderableType) -> RenderableType:
+    return Group(_heading(title, note), _indented(content)) if title else _indented(content)
+
+
+def _heading(title: str, note: str) -> Text:
+    text = _text(title, "bold")
+    if note:
+        text.append(f"  {printable(note)}", style="not bold dim")
+    return text
+
+
+def _indented(content: RenderableType) -> RenderableType:
+    return Padding(content, (0, 0, 0, 2))
+
+
+def _facts(block: Facts) -> RenderableType:
+    table = RichTable.grid(padding=(0, 2))
+    for name, value in block.pairs.items():
+        table.add_row(_text(name, "dim"), _text(value))
+    return table
+
+
+def _findings(findings: Sequence[Finding]) -> RenderableType:
+    table = RichTable.grid(padding=(0, 2))
+    for finding in findings:
+        where = "" if finding.fqn is None else f"{layer_name(finding.fqn)}: "
+        table.add_row(
+            _text(finding.severity, _SEVERITY_STYLES[finding.severity]), _text(where + finding.message)
+        )
+    return table
+
+
+def _sentences(block: Sentences) -> RenderableType:
+    if block.style == "plain":
+        return Group(*map(_text, block.lines))
+    return _list(block.lines, "yellow" if block.style == "warning" else "")
+
+
+def _list(lines: Sequence[str], style: str = "") -> RenderableType:
+    table = RichTable.grid(padding=(0, 1))
+    for line in lines:
+        table.add_row("-", _text(line, style))
+    return table
+
+
+def _chart(chart: Chart, width: int) -> RenderableType | None:
+    """Draw a chart's line of blocks, as wide as there is room; nothing where it has none."""
+    spark = chart.spark
+    if spark is None or not max(spark.values, default=0):
+        return None
+    values, marks = list(spark.values), spark.marks
+    if len(values) > width - 2:
+        edges = [round(i * len(values) / (width - 2)) for i in range(width - 1)]
+        values = [max(values[low:high]) for low, high in pairwise(edges)]
+        marks = "".join(marks[low : low + 1] for low in edges[:-1])
+    top = max(values)
+    line = "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
+    below = [_text(text, "dim") for text in (marks, spark.legend) if text]
+    note = ", ".join(text for text in (chart.note, f"full height {spark.full}") if text)
+    return _titled(chart.title, note, Group(_text(line, "blue"), *below))
+
+
+# Tables.
+
+
+def _table(table: Table, options: RenderOptions) -> RenderableType:
+    shown = (table.unabridged or table) if options.verbose else table
+    rows = shown.rows if options.verbose else shown.rows[: shown.limit]
+    texts = [[_cell(*pair) for pair in zip(shown.columns, row, strict=True)] for row in rows]
+    totals = [
+        [
+            "" if value is None else _cell(column, value)
+            for column, value in zip(shown.columns, row, strict=True)
+        ]
+        for row in shown.totals
+    ]
+    needs = [
+        _need(i, column, [row[i] for row in (*texts, *totals)]) for i, column in enumerate(shown.columns)
+    ]
+    widths = fit(needs, options.width)
+    columns = shown.columns[: len(widths)]
+    laid = RichTable(
+        *(_column(column, width) for column, width in zip(columns, widths, strict=True)),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+        show_edge=False,
+    )
+    for i, row in enumerate([*texts, *totals]):
+        is_total = i >= len(texts)
+        if i == len(texts):
+            laid.add_section()
+        laid.add_row(
+            *(
+                _styled(column, text, width, options.verbose)
+                for column, text, width in zip(columns, row, widths, strict=False)
+            ),
+            style="bold" if is_total else "",
+        )
+    below = [*_left_out(shown, len(rows), len(columns)), *shown.remarks]
+    notes = [_indented(Group(*map(_text, below)))] if below else []
+    return Group(_heading(table.title, table.note), laid, *notes)
+
+
+def _left_out(table: Table, rows: int, columns: int) -> Iterator[str]:
+    if rest := len(table.rows) - rows:
+        yield f"and {plural(rest, f'more {table.noun}')}; all with -v"
+    dropped = [label for column in table.columns[columns:] if (label := _flat(column.label))]
+    if dropped:
+        yield f"not shown at this width: {', '.join(dropped)}; widen or use --format json"
+
+
+def _flat(label: str) -> str:
+    return label.replace("-\n", "-").replace("\n", " ")
+
+
+def _cell(column: Column, value: Value) -> str | float:
+    if column.kind == "bar":
+        return float(value) if isinstance(value, (int, float)) else 0.0
+    return "" if value is None and column.kind == "state" else printable(column.text(value))
+
+
+def _need(index: int, column: Column, cells: Sequence[str | float]) -> Need:
+    if column.kind == "bar":
+        return _BAR
+    texts = [cell for cell in cells if isinstance(cell, str)]
+    body = max((cell_len(text) for text in texts), default=0)
+    header = max(map(cell_len, column.label.split("\n")))
+    natural = max(body, header)
+    if column.kind == "name":
+        return Need(
+            natural, max(min(natural, _NAME_LEAST), max(map(cell_len, column.label.split()), default=0))
+        )
+    if index == 0 and column.kind != "number":
+        return Need(natural, min(natural, _NAME_LEAST))
+    return Need(natural, natural)
+
+
+def _column(column: Column, width: int) -> RichColumn:
+    return RichColumn(
+        _printable_lines(column.label),
+        width=width,
+        justify="right" if column.kind == "number" else "left",
+        overflow="fold",
+    )
+
+
+def _styled(column: Column, cell: str | float, width: int, whole: bool) -> Text:
+    if isinstance(cell, float):
+        return Text("█" * round(width * min(1.0, cell)), style="blue")
+    if column.kind == "state":
+        return Text(cell, style=_STATE_STYLES.get(cell, "bold red"))
+    return Text(cell if whole else shorten(cell, _NAME_LINES * width))
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Return untrusted text as it is, its control characters made visible."""
+    return Text(printable(text), style=style)
+
+
+def _printable_lines(text: str) -> str:
+    """Make a header safe that may break lines."""
+    return "\n".join(map(printable, text.split("\n")))

@@ -1,0 +1,173 @@
+"""The words of the toolkit: what columns and keys may hold, with the label, header and colour of each.
+
+One table a concept, in the order in which it is shown. Whatever is made from a word (a column, a bar of a
+chart, a line of a legend) is made from its row here, so that a new row appears everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp2prof.labels import is_root
+
+__all__ = [
+    "ACTIVITIES",
+    "BREAKDOWN_PARTS",
+    "CATEGORIES",
+    "IDLE_CAUSES",
+    "LATE_CAUSES",
+    "NO_LAYER",
+    "OPS",
+    "PATH_BOUNDS",
+    "PHASES",
+    "STREAM_IDLE_CAUSES",
+    "Word",
+    "category_label",
+    "dtype_label",
+    "layer_name",
+    "op_label",
+    "printable",
+]
+
+NO_LAYER = "(no layer)"
+"""Stands where a module's name would, for what no module caused or none is known to have caused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """How a word of a column or key is shown."""
+
+    label: str
+    """In a sentence, a legend, a cell."""
+    header: str = ""
+    """Over a column of a table; may break lines."""
+    colour: str = ""
+    """In charts."""
+
+
+PHASES = {
+    "forward": Word("forward", "f", "#c7d9ec"),
+    "backward": Word("backward", "b", "#f6d9b4"),
+    "optimizer": Word("optimizer", "o", "#cbe5c9"),
+    "other": Word("other", "·", "#e4e7eb"),
+}
+"""What the training loop was doing; a forward recomputed inside backward is ``backward``. The header is the
+phase's letter in a line of text."""
+
+ACTIVITIES = (
+    "compute",
+    "all_gather",
+    "copy_out",
+    "reduce",
+    "reduce_wait",
+    "final_wait",
+    "reshard",
+    "accumulate",
+    "cast",
+    "inputs_to_device",
+    "hooks",
+)
+"""What FSDP was doing inside a phase: ``compute`` is the user's own work, the rest are FSDP labels."""
+
+OPS = {
+    "all_gather": Word("all-gather", colour="#e45756"),
+    "reduce_scatter": Word("reduce-scatter", colour="#f58518"),
+    "all_reduce": Word("all-reduce", colour="#eeca3b"),
+    "broadcast": Word("broadcast", colour="#ff9da6"),
+    "all_to_all": Word("all-to-all", colour="#b279a2"),
+    "send_recv": Word("send/recv", colour="#9d755d"),
+    "other": Word("other", colour="#79706e"),
+}
+"""Kinds of collectives."""
+
+BREAKDOWN_PARTS = {
+    "compute": Word("compute", "compute", "#4c78a8"),
+    "fsdp_copy": Word("FSDP copies", "FSDP\ncopies", "#72b7b2"),
+    "exposed_all_gather": Word("exposed all-gather", "all-\ngather", "#e45756"),
+    "exposed_reduce_scatter": Word("exposed reduce-scatter", "reduce-\nscatter", "#f58518"),
+    "exposed_all_reduce": Word("exposed all-reduce", "all-\nreduce", "#eeca3b"),
+    "exposed_other_comm": Word("exposed other communication", "other\ncomm.", "#b279a2"),
+    "exposed_memcpy": Word("exposed memcpy", "memcpy", "#9d755d"),
+    "idle": Word("idle", "idle", "#d3d3d3"),
+}
+"""Disjoint parts of a step window, in the order of precedence."""
+
+CATEGORIES = {
+    "sharded_parameter": Word("sharded parameters", "sharded\nparams", "#4c78a8"),
+    "sharded_gradient": Word("sharded gradients", "sharded\ngrads", "#9ecae9"),
+    "optimizer_state": Word("optimizer state", "optim.\nstate", "#54a24b"),
+    "unsharded_parameter": Word("unsharded parameters", "unshard.\nparams", "#e45756"),
+    "unsharded_gradient": Word("unsharded gradients", "unshard.\ngrads", "#ff9d98"),
+    "all_gather_buffer": Word("all-gather buffers", "all-gath.\nbuffers", "#f58518"),
+    "reduce_scatter_buffer": Word("reduce-scatter buffers", "red.-scat.\nbuffers", "#ffbf79"),
+    "activation": Word("activations", "activations", "#b279a2"),
+    "input": Word("inputs", "inputs", "#eeca3b"),
+    "temporary": Word("temporaries", "temporaries", "#9d755d"),
+    "unattributed": Word("unattributed", "unattributed", "#bab0ac"),
+}
+"""What an allocation holds, lasting ones first."""
+
+LATE_CAUSES = {
+    "launch": Word("began too late to hide"),
+    "communicator": Word("queued behind another collective"),
+    "stream": Word("queued behind other work"),
+    "transfer": Word("slow transfer"),
+    "peer": Word("waited for a late peer"),
+}
+"""Why a collective came late."""
+
+IDLE_CAUSES = {
+    "host_bound": Word("nothing launched in time"),
+    "device_sync": Word("the host waited for the device"),
+    "memcpy": Word("the host waited for a copy"),
+    "communication": Word("blocked on communication"),
+    "queued": Word("launched, not yet started"),
+    "profiler": Word("profiler"),
+    "unknown": Word("unknown"),
+}
+"""Why nothing ran."""
+
+STREAM_IDLE_CAUSES = {
+    "host_wait": Word("the host had launched nothing"),
+    "kernel_wait": Word("the gap between two kernels"),
+    "other": Word("mostly waiting for another stream"),
+}
+"""Why one stream stood idle between its activities, as HTA tells them apart."""
+
+PATH_BOUNDS = {
+    "host": Word("host work"),
+    "compute": Word("compute"),
+    "communication": Word("communication"),
+    "between_kernels": Word("gaps between kernels"),
+    "launch_delay": Word("launch delay"),
+}
+"""What bounds a stretch of a critical path."""
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def op_label(op: str) -> str:
+    """Return an operation as people write it: ``all-gather``."""
+    return OPS[op].label if op in OPS else op
+
+
+def dtype_label(dtype: str | None) -> str:
+    """Return a dtype's short name (``bf16``), ``-`` for an unknown one."""
+    return "-" if dtype is None else _DTYPES.get(dtype, printable(dtype))
+
+
+def category_label(category: str) -> str:
+    """Return a memory category in words."""
+    return CATEGORIES[category].label if category in CATEGORIES else printable(category)
+
+
+def layer_name(fqn: str | None) -> str:
+    """Return a layer's name for people: ``(root)``, ``root1:(root)``, ``(no layer)`` for null."""
+    if fqn is None:
+        return NO_LAYER
+    return f"{fqn}(root)" if is_root(fqn) else fqn
+
+
+def printable(text: str) -> str:
+    """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

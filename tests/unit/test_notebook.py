@@ -1,0 +1,47 @@
+"""What results offer at a prompt: exact data frames, figures, and HTML that is safe among other HTML."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from support.documents import KERNEL, Said, document
+
+from fsdp2prof.reporters import documents
+from fsdp2prof.results import Shown
+
+
+class Result(Said, Shown):
+    """A result whose document is the one with every kind of block."""
+
+
+@pytest.fixture(autouse=True)
+def builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(documents._BUILDERS, Result, lambda _: document())
+
+
+def test_data_frames_are_raw_and_exact() -> None:
+    frames = Result().to_pandas()
+    assert list(frames) == ["groups", "by_layer"]
+    layers = frames["by_layer"]
+    assert len(layers) == 12
+    assert layers["kernel"][0] == KERNEL
+    assert layers["exposed_ns"].dtype == "Int64"
+    assert layers["fqn"].isna().sum() == 1
+    assert layers["fqn"][0] == ""
+    assert frames["groups"]["bytes"].tolist() == [pd.NA, 5]
+
+
+def test_figures_are_plotly_figures_with_their_title() -> None:
+    figures = Result().figures()
+    assert list(figures) == ["course"]
+    assert figures["course"].layout.title.text == "Memory over time"
+    assert list(figures["course"].data[0].x) == [1, 2]
+
+
+def test_html_of_a_notebook_has_no_script_and_escapes() -> None:
+    html = Result()._repr_html_()
+    assert "<script" not in html
+    assert "<img" not in html
+    assert "data-figure" not in html
+    assert "vectorized_elementwise_kernel" in html
+    assert html.count("Communication by layer") == 1

@@ -1,0 +1,73 @@
+"""The table of optimizers says what torch does: what it keeps, where it counts, what it runs on shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from fsdp2prof.estimators.execution.engine import execute
+from fsdp2prof.estimators.execution.fake_world import fake_process_group
+from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS
+from fsdp2prof.estimators.spec.policy import PolicySpec
+
+SPEC = ModelSpec(source="support.linear_model:factory")
+MESH = MeshSpec(dp_shard=4)
+ALL = list(product(OPTIMIZERS, IMPLEMENTATIONS))
+TRAINS = [pair for pair in ALL if OPTIMIZERS[pair[0]].refusal(pair[1]) is None]
+NOT_ON_SHARDS = [pair for pair in ALL if pair[1] in OPTIMIZERS[pair[0]].unsharded]
+MISSING = [pair for pair in ALL if pair[1] in OPTIMIZERS[pair[0]].missing]
+
+
+@pytest.mark.parametrize(("name", "implementation"), TRAINS)
+def test_what_a_real_optimizer_keeps(name, implementation):
+    kind = OPTIMIZERS[name]
+    policy = PolicySpec(seq_len=64, optimizer=name, optimizer_impl=implementation)
+    run = execute(SPEC, MESH, policy)
+    shards = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "sharded_parameter"}
+    states = [tensor for tensor in run.tensors if tensor.category == "optimizer_state"]
+    keys = [*kind.state, *["step"] * kind.counts_steps]
+    assert sorted(state.name for state in states) == sorted(
+        f"{name}.{key}" for name in shards for key in keys
+    )
+    for state in states:
+        parameter, _, key = state.name.rpartition(".")
+        is_counter = key == "step"
+        assert state.nbytes == (step_counter_bytes(policy) if is_counter else shards[parameter])
+        on_host = is_counter and IMPLEMENTATIONS[implementation].counts_on_host
+        assert (state.address in run.host) == on_host
+    numel = sum(shards.values()) // 4
+    assert optimizer_state_bytes(policy, (numel,), "float32") == sum(
+        state.nbytes for state in states if not state.name.endswith(".step")
+    )
+
+
+@pytest.mark.parametrize(("name", "implementation"), NOT_ON_SHARDS)
+def test_what_is_said_not_to_run_on_shards_does_not(name, implementation):
+    module = torch.nn.Linear(8, 8)
+    with fake_process_group(MESH) as mesh:
+        fully_shard(module, mesh=mesh["dp_shard"])
+        optimizer = OPTIMIZERS[name].build(module.parameters(), implementation)
+        for parameter in module.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        with pytest.raises(RuntimeError, match="sharding strategy"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("name", "implementation"), MISSING)
+def test_what_is_said_to_be_missing_is(name, implementation):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        OPTIMIZERS[name].build([torch.nn.Parameter(torch.ones(1))], implementation)
+
+
+def test_nothing_is_kept_where_nothing_is_trained():
+    policy = PolicySpec(optimizer="none")
+    assert (optimizer_state_bytes(policy, (8, 8), "float32"), step_counter_bytes(policy)) == (0, 0)
+    run = execute(SPEC, MESH, replace(policy, seq_len=64))
+    assert not [tensor for tensor in run.tensors if tensor.category == "optimizer_state"]

@@ -1,0 +1,89 @@
+"""A page: complete, offline, escaped; and the data formats beside it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+
+import pytest
+from support.documents import MIB, document
+from support.results import HOSTILE
+
+from fsdp2prof.errors import UsageError
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+
+
+def rendered(name: str, **options: str) -> str:
+    text = RENDERERS[name].render(document(), RenderOptions(**options))  # type: ignore[arg-type]
+    assert isinstance(text, str)
+    return text
+
+
+def page() -> str:
+    return rendered("html", source=HOSTILE)
+
+
+def without_scripts(text: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_hostile_text_is_escaped_everywhere() -> None:
+    own = without_scripts(page())
+    assert own.count("</script>") == 1  # of the figures
+    assert "<img" not in own
+    assert "\x1b" not in own
+    assert own.count("&lt;/script&gt;&lt;img src=x") >= 7
+
+
+def test_nothing_refers_outside() -> None:
+    own = without_scripts(page())
+    assert not re.search(r"<(img|iframe|link|object|embed|form|base)\b", own)
+    assert not re.search(r"\s(src|on\w+)=", own.replace("src=x onerror=alert(1)", ""))
+    assert set(re.findall(r'href="(.)', own)) == {"#"}
+
+
+def test_scripts_are_allowed_by_their_hashes_alone() -> None:
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page())
+    assert policy
+    assert policy[1].count("sha256-") == page().count("<script>") == 3
+    assert "script-src 'unsafe" not in policy[1]
+
+
+def test_numbers_carry_their_raw_value_and_names_their_whole() -> None:
+    own = without_scripts(page())
+    assert 'data-value="1234567">1.23</td>' in own
+    assert 'title="void at::native::vectorized_elementwise_kernel&lt;4' in own
+
+
+def test_every_heading_is_there_once_and_every_row_behind_a_fold() -> None:
+    own = without_scripts(page())
+    assert re.findall(r"<h2>(.*?)</h2>", own) == ["Warnings", "Findings", "Communication by layer"]
+    assert [title.split(" <")[0] for title in re.findall(r"<h3>(.*?)</h3>", own)] == [
+        "Memory over time",
+        "Run",
+        "Why",
+        "Careful",
+    ]
+    assert "<summary>all 12 rows</summary>" in own
+
+
+def test_csv_is_raw_and_inert() -> None:
+    groups = list(csv.reader(io.StringIO(rendered("csv"))))
+    assert groups == [["fqn", "bytes"], ["'=HYPERLINK(1)", ""], ["a\\x1b]52;c;x\\x07", "5"]]
+    by_layer = list(csv.DictReader(io.StringIO(rendered("csv", table="by_layer"))))
+    assert len(by_layer) == 12
+    assert int(by_layer[1]["payload_bytes"]) // MIB == 6
+    assert by_layer[0]["exposed_ns"] == "1234567"
+
+
+def test_an_unknown_table_lists_the_tables() -> None:
+    with pytest.raises(UsageError, match="--table nothing: the tables here are groups, by_layer"):
+        rendered("csv", table="nothing")
+
+
+def test_json_is_the_result_and_ascii_where_a_terminal_might_obey() -> None:
+    text = rendered("json")
+    assert json.loads(text) == {"schema": "test/1", "names": [HOSTILE, "\x9b31m"]}
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)

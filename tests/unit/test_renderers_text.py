@@ -1,0 +1,95 @@
+"""Text at every width: numbers whole or their column named, the first column always, no code unasked."""
+
+from __future__ import annotations
+
+import pytest
+from support.documents import document, layer_table
+
+from fsdp2prof.reporters.document import Column, Document, Section
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+
+WIDTHS = [40, 80, 118, 200]
+
+
+def text(width: int = 118, **options: object) -> str:
+    rendered = RENDERERS["text"].render(document(), RenderOptions(width=width, **options))  # type: ignore[arg-type]
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def header(column: Column) -> str:
+    return column.label.replace("\n", " ")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("verbose", [False, True])
+def test_every_number_is_whole_or_its_column_is_named(width: int, verbose: bool) -> None:
+    shown = text(width, verbose=verbose)
+    assert max(map(len, shown.splitlines())) <= width
+    words = shown.split()
+    flat = " ".join(words)
+    dropped = flat.partition("not shown at this width: ")[2].partition("; widen")[0].split(", ")
+    table = document().tables()["by_layer"]
+    rows = table.rows if verbose else table.rows[:5]
+    numbers = [i for i, column in enumerate(table.columns) if column.kind == "number"]
+    for i in numbers:
+        column = table.columns[i]
+        for row in rows:
+            assert column.show(row[i]) in words or header(column) in dropped, (header(column), row[i])
+    assert {header(table.columns[i]) for i in numbers} <= set(dropped) or width > 40
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_first_column_never_goes(width: int) -> None:
+    shown = text(width)
+    assert "(root)" in shown
+    assert "(no layer)" in shown
+    assert "layers.0" in shown
+
+
+def test_a_wide_screen_has_room_for_all() -> None:
+    assert "not shown at this width" not in text(200)
+    assert "vectorized_elementwise_kernel" in text(200)
+    assert "at::native" not in text(200)
+
+
+def test_rows_left_out_are_counted_and_shown_with_v() -> None:
+    assert "and 7 more rows; all with -v" in text()
+    assert "layers.7" not in text()
+    assert "layers.7" in text(verbose=True)
+
+
+def test_the_verdict_comes_first_and_the_warnings_last() -> None:
+    lines = text().splitlines()
+    assert lines[1] == "Communication bounds the step."
+    order = [
+        text().index(part) for part in ("Try prefetching", "mean step", "high", "by layer", "Why", "Warnings")
+    ]
+    assert order == sorted(order)
+
+
+def test_no_escape_code_without_colour_and_none_from_names_ever() -> None:
+    assert "\x1b" not in text()
+    coloured = text(colour=True)
+    assert "\x1b[" in coloured
+    assert "\x1b[31m:" not in coloured
+    assert "\\x1b[31m" in coloured
+
+
+def test_a_title_that_repeats_its_section_stands_once() -> None:
+    assert text().count("Communication by layer") == 1
+
+
+def test_long_names_are_folded_and_then_shortened_in_the_middle() -> None:
+    long = "Q" * 100 + "Z" * 100
+    table = layer_table([long])
+    made = Document(
+        kind="test", title="t", sections=[Section(anchor="a", title="s", blocks=[table])], result=None
+    )
+    short = RENDERERS["text"].render(made, RenderOptions(width=80))
+    whole = RENDERERS["text"].render(made, RenderOptions(width=80, verbose=True))
+    assert isinstance(short, str)
+    assert isinstance(whole, str)
+    assert "QQQ…ZZZ" in short.replace("\n", "")
+    assert (whole.count("Q"), whole.count("Z")) == (100, 100)
+    assert short.count("Q") < 50
