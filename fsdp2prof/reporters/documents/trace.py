@@ -10,7 +10,6 @@ from fsdp2prof.reporters.document import (
     Block,
     Chart,
     Document,
-    Facts,
     Findings,
     KeyFigure,
     Section,
@@ -19,14 +18,15 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.step_rows import step_rows
-from fsdp2prof.results import Finding, TraceAnalysis, UnrecordedStep
+from fsdp2prof.results import Finding, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
 
-__all__ = ["findings_section", "step_time", "trace_data", "trace_document", "trace_numbers", "trace_sections"]
+__all__ = ["findings_section", "trace_data", "trace_document", "trace_numbers", "trace_sections"]
 
 _STATES_NAMED = 4
 
 _NO_COLLECTIVE = "No collective ran in the analysed window."
+_NO_STEP = "No step is in these traces; the warnings say why."
 
 
 def trace_document(analysis: TraceAnalysis) -> Document:
@@ -48,7 +48,7 @@ def findings_section(findings: Sequence[Finding], advice: Sequence[str]) -> list
     """Lay out what is worth acting on, and what to look at next; nothing where there is neither."""
     blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
     blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
-    return [Section(anchor="findings", title="Findings", blocks=blocks)] if blocks else []
+    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
 
 
 def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
@@ -82,20 +82,6 @@ def trace_sections(analysis: TraceAnalysis) -> list[Section]:
 def trace_data(analysis: TraceAnalysis) -> list[Table]:
     """Return the tables that only data formats hold."""
     return [tables.group_table(analysis), tables.step_table(analysis)]
-
-
-def step_time(step: UnrecordedStep | None) -> list[Facts]:
-    """Lay out how long a step takes, unrecorded and traced; nothing where that is not known."""
-    if step is None:
-        return []
-    spread = f"{format_ns(step.lower_quartile_ns)} to {format_ns(step.upper_quartile_ns)}"
-    facts = {
-        "unrecorded": f"{format_ns(step.median_ns)}, median of {plural(step.steps, 'step')}; half of them "
-        f"{spread}, all {format_ns(step.min_ns)} to {format_ns(step.max_ns)}"
-    }
-    if step.traced_median_ns is not None and step.slowdown is not None:
-        facts["traced"] = f"{format_ns(step.traced_median_ns)}, {step.slowdown:.2f} times as long"
-    return [Facts(title="Step time", pairs=facts)]
 
 
 def _who(analysis: TraceAnalysis) -> str:
@@ -133,7 +119,6 @@ def _step_section(analysis: TraceAnalysis) -> list[Section]:
         return []
     table = tables.breakdown_table(analysis)
     blocks: list[Block] = [
-        *step_time(analysis.unrecorded_step),
         *_chart("step_chart", table.title, step_chart(step_rows(analysis))),
         table,
     ]
@@ -153,7 +138,7 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
     blocks: list[Block] = [make(analysis) for rows, make in shown if rows]
     title = "Communication by layer"
     if not analysis.by_layer:
-        nothing = Sentences(title=title, lines=[_NO_COLLECTIVE])
+        nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
         return Section(anchor="communication", title=title, blocks=[nothing, *blocks])
     note = "the bar is what is exposed, the tick all of the layer's communication"
     chart = _chart("layer_chart", title, layer_chart(analysis.layers, analysis.by_layer), note)

@@ -278,8 +278,8 @@ def bandwidth_table(analysis: TraceAnalysis) -> Table:
     return Table(
         name="bandwidth",
         title="Bandwidth",
-        note="GB/s, medians, most bytes first; algbw with the wait for the last rank, busbw (as in nccl-tests) "
-        "without",
+        note="GB/s, medians, most bytes first; algbw with the wait for the last rank, busbw (as in "
+        "nccl-tests) without",
         columns=[*columns, group],
         rows=[
             [*values, row.mesh_dim or row.process_group]
