@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.results import HOSTILE, memory_analysis, run_analysis, trace_analysis
 
+from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters import html
 from fsdp2prof.results import Finding, MemoryAnalysis, RunAnalysis, TraceAnalysis
 
@@ -71,7 +72,7 @@ def test_plotly_accepts_the_figures() -> None:
 
 
 def test_empty_analyses_render() -> None:
-    nothing = replace(trace_analysis(), ranks=[], groups=[], findings=[], warnings=[])
+    nothing = summarise(replace(trace_analysis(), ranks=[], groups=[], findings=[], warnings=[]))
     page = html.render("name", nothing)
     assert "<script" not in page
     assert "No collective ran" in page
