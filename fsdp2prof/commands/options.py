@@ -241,7 +241,8 @@ def one_of(chosen: Collection[int] | None, flag: str, what: str) -> int | None:
 def refuse_given(*flags: str, because: str) -> None:
     """Refuse options of the running command that have no effect here and yet were given.
 
-    ``flags`` are their long names (of a switch the first), ``because`` says why they have none. Raises ``UsageError``.
+    ``flags`` are their long names, of a switch the first; ``because`` says why they have none. Raises
+    ``UsageError``.
     """
     context = click.get_current_context()
     given = [
