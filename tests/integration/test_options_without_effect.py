@@ -85,7 +85,7 @@ class TestOfTraces:
 
     def test_hardware_of_a_cpu_trace(self, capfd: Capture, on_a_cpu: Path) -> None:
         call(capfd, "analyze", "trace", on_a_cpu, "--hardware", "h100-sxm").refused("ran on a CPU", code=2)
-        call(capfd, "analyze", "trace", on_a_cpu, "--hardware", "80GiB").refused("is a size of memory", code=2)
+        call(capfd, "analyze", "trace", on_a_cpu, "--hardware", "80GiB").refused("size of memory", code=2)
 
     def test_a_comparison_without_traces(self, capfd: Capture, snapshots: Path) -> None:
         files = snapshots / "rank0.pickle", snapshots / "rank1.pickle"
