@@ -5,6 +5,14 @@ renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rate
 0..1; ``None`` means unknown or undefined, never zero.
 """
 
+from fsdp2prof.results.allocator import (
+    BlockBytes,
+    Fragmentation,
+    OutOfMemory,
+    PoolBytes,
+    Remedy,
+    SegmentBytes,
+)
 from fsdp2prof.results.communication import (
     Attribution,
     BandwidthRow,
@@ -58,20 +66,21 @@ from fsdp2prof.results.hta import (
     TraceDiff,
 )
 from fsdp2prof.results.memory import (
-    MEMORY_COMPARISON_SCHEMA,
     MEMORY_SCHEMA,
     AtPeak,
-    LayerBytes,
     LayerPeak,
-    LiveBlock,
     MemoryAnalysis,
-    MemoryComparison,
-    MemoryDelta,
-    OtherPeak,
-    Peak,
+    MemoryFigures,
     PhaseSpan,
     RankMemory,
 )
+from fsdp2prof.results.memory_comparison import (
+    MEMORY_COMPARISON_SCHEMA,
+    LayerMemoryDelta,
+    MemoryComparison,
+    MemoryDelta,
+)
+from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
     RunAnalysis,
@@ -109,8 +118,10 @@ __all__ = [
     "AtPeak",
     "Attribution",
     "BandwidthRow",
+    "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
+    "CategoryBytes",
     "CheckpointEstimate",
     "CommChange",
     "CommEstimate",
@@ -124,6 +135,7 @@ __all__ = [
     "CrossRankGroup",
     "EvidenceValue",
     "Finding",
+    "Fragmentation",
     "GroupRow",
     "HostSyncPlace",
     "HostSyncRow",
@@ -134,6 +146,8 @@ __all__ = [
     "LaunchStatistics",
     "LaunchedWork",
     "LayerBytes",
+    "LayerMemory",
+    "LayerMemoryDelta",
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
@@ -142,11 +156,14 @@ __all__ = [
     "MemoryComparison",
     "MemoryDelta",
     "MemoryEstimate",
+    "MemoryFigures",
     "NameChange",
     "OtherPeak",
+    "OutOfMemory",
     "PathSegment",
     "Peak",
     "PhaseSpan",
+    "PoolBytes",
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
@@ -155,11 +172,13 @@ __all__ = [
     "RankPeakChange",
     "RankTrace",
     "RankWait",
+    "Remedy",
     "RunAnalysis",
     "RunComparison",
     "RunRank",
     "RunSummary",
     "Scalar",
+    "SegmentBytes",
     "SettingChange",
     "Severity",
     "ShardFamily",
