@@ -136,7 +136,7 @@ def document(layers: list[str | None] | None = None) -> Document:
                     ),
                     Facts(title="Run", pairs={"command": HOSTILE, "torch": "2.13"}),
                     Sentences(
-                        title="Why", lines=["The worst is `layers.0`.", "`<b>` is no `tag`."], style="list"
+                        title="Why", lines=["The worst is `layers.0`.", "`<b>` is `text`."], style="list"
                     ),
                     Sentences(title="Careful", lines=[HOSTILE], style="warning"),
                 ],
