@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp2prof.reporters.charts.figure import Figure, bar, figure, label, labels
 from fsdp2prof.reporters.formats import byte_unit
-from fsdp2prof.results import LayerMemory, RankMemory
+from fsdp2prof.results import LayerMemory, Peak, RankMemory
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import CATEGORIES, PHASES
 
-__all__ = ["course_chart", "course_marks", "course_totals", "memory_layer_chart"]
+__all__ = ["course_chart", "course_marks", "course_totals", "memory_layer_chart", "peaks_chart"]
 
 _MS = 1e6
 _SPAN_WORTH_A_NAME = 0.08
@@ -31,9 +31,9 @@ def course_totals(rank: RankMemory) -> list[int]:
 
 
 def course_marks(rank: RankMemory) -> str:
-    """Return the letter of the phase at every point of the timeline; nothing where no phase is known."""
+    """Return the letter of the phase at every point of the timeline; nothing where forward is not known."""
     times = rank.timeline.get("time_ns", [])
-    if not rank.phase_spans or min(times, default=-1) < 0:
+    if min(times, default=-1) < 0 or not any(span.phase == "forward" for span in rank.phase_spans):
         return ""
     return "".join(PHASES[_phase_at(rank, time)].header for time in times)
 
@@ -158,3 +158,15 @@ def memory_layer_chart(layers: Sequence[LayerMemory]) -> Figure | None:
         if any(values):
             data.append(bar(word.label, word.colour, values, names, f"%{{x:.3f}} {unit}"))
     return figure(data, height=110 + 24 * len(names), barmode="stack", x=unit, reverse=True)
+
+
+def peaks_chart(peaks: Mapping[str, Peak]) -> Figure | None:
+    """Stack what fills each of some named peaks; None where all are empty."""
+    unit, scale = byte_unit(max(peak.allocated_bytes for peak in peaks.values()))
+    data = []
+    for name, word in CATEGORIES.items():
+        values = [peak.categories.get(name, 0) / scale for peak in peaks.values()]
+        if any(values):
+            data.append(bar(word.label, word.colour, values, labels(list(peaks)), f"%{{x:.3f}} {unit}"))
+    height = 110 + 40 * len(peaks)
+    return figure(data, height=height, barmode="stack", x=unit, reverse=True) if data else None
