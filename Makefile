@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+GPU_PYTHON ?= $(BIN)/python
+GPU_OUT ?= runs/gpu-day
 
 # Torch releases that `make compat` goes through, one after the other: the oldest supported, one between, the newest.
 TORCH ?= 2.7.1 2.10.0 2.13.0
 COMPAT := .compat
 EXACT := exact_collectives memory_exact estimate_comm estimate_memory same_estimate_every_time
 
-.PHONY: demo test lint slow compat clean
+.PHONY: demo test lint slow compat gpu clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +52,10 @@ $(COMPAT)/%/.installed: pyproject.toml constraints.txt
 	$(COMPAT)/$*/bin/python -m pip install --quiet --upgrade pip
 	$(COMPAT)/$*/bin/python -m pip install --quiet -c $(COMPAT)/$*/constraints.txt -e '.[test]'
 	touch $@
+
+# GPU_PYTHON=python3 takes a Python that has torch already, and installs nothing.
+gpu: $(filter $(STAMP),$(GPU_PYTHON:$(BIN)/python=$(STAMP)))
+	$(GPU_PYTHON) -m benchmarks.gpu_day -o $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) $(COMPAT) build dist *.egg-info runs

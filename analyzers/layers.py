@@ -9,13 +9,22 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from statistics import median
 
 from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["FOLD_FROM", "families", "family_name", "fold_names", "natural_key"]
+__all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "natural_key"]
 
 FOLD_FROM = 3
 """Siblings that look alike before they are folded."""
+
+_OUTLIER_RATIO = 2.0
+_OUTLIER_SHARE = 0.05
+"""A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
+
+_STRIDE_FROM = 4
+"""Numbers in equal steps of more than one that are shortened."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -56,6 +65,24 @@ def families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
     return list(families.values())
 
 
+def fold_alike(items: Sequence[tuple[str | None, Hashable]], costs: Sequence[float]) -> list[list[int]]:
+    """Group rows as :func:`families` does; one that costs much more than its siblings stays alone.
+
+    It is the one to look at. Groups of fewer than :data:`FOLD_FROM` fall apart into single rows.
+    """
+    worth_a_row = _OUTLIER_SHARE * sum(costs)
+    groups: list[list[int]] = []
+    for siblings in families(items):
+        limit = max(_OUTLIER_RATIO * median(costs[i] for i in siblings), worth_a_row)
+        alike = [i for i in siblings if costs[i] <= limit]
+        if len(alike) < FOLD_FROM:
+            groups += [[i] for i in siblings]
+        else:
+            groups += [[i] for i in siblings if costs[i] > limit]
+            groups.append(alike)
+    return groups
+
+
 def family_name(names: Sequence[str | None]) -> str:
     """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
     matches = [(name, match) for name in names if name and (match := _last_number(name))]
@@ -69,7 +96,10 @@ def _last_number(fqn: str | None) -> re.Match[str] | None:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    """``[0, 1, 2, 5]`` -> ``0-2,5``; ``[1, 3, 5, 7]`` -> ``1,3,...,7``."""
+    strides = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) >= _STRIDE_FROM and len(strides) == 1 and strides != {1}:
+        return f"{numbers[0]},{numbers[1]},...,{numbers[-1]}"
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

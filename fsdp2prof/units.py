@@ -96,10 +96,12 @@ def format_count(value: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``3 entries``."""
+    """``1 rank``, ``2 ranks``, ``3 entries``, ``4 launches``."""
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith(("ry", "ty", "cy")) else f"{count:,} {noun}s"
+    if noun.endswith(("ry", "ty", "cy")):
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
 
 
 def dtype_bytes(name: str) -> int | None:

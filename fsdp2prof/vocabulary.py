@@ -18,13 +18,17 @@ __all__ = [
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
+    "PATH_BOUNDS",
     "PHASES",
+    "REMEDIES",
+    "STREAM_IDLE_CAUSES",
     "Word",
     "category_label",
     "dtype_label",
     "layer_name",
     "op_label",
     "printable",
+    "remedy_label",
 ]
 
 NO_LAYER = "(no layer)"
@@ -105,6 +109,17 @@ CATEGORIES = {
 }
 """What an allocation holds, lasting ones first."""
 
+REMEDIES = {
+    "activation_checkpointing": Word("activation checkpointing"),
+    "smaller_batch": Word("smaller batch"),
+    "chunked_loss": Word("chunked loss"),
+    "low_precision_logits": Word("low-precision logits"),
+    "reshard_after_forward": Word("reshard after forward"),
+    "wider_sharding": Word("wider sharding"),
+    "expandable_segments": Word("expandable segments"),
+}
+"""What may bring a peak down."""
+
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),
     "communicator": Word("queued behind another collective"),
@@ -125,6 +140,22 @@ IDLE_CAUSES = {
 }
 """Why nothing ran."""
 
+STREAM_IDLE_CAUSES = {
+    "host_wait": Word("the host had launched nothing"),
+    "kernel_wait": Word("the gap between two kernels"),
+    "other": Word("mostly waiting for another stream"),
+}
+"""Why one stream stood idle between its activities, as HTA tells them apart."""
+
+PATH_BOUNDS = {
+    "host": Word("host work"),
+    "compute": Word("compute"),
+    "communication": Word("communication"),
+    "between_kernels": Word("gaps between kernels"),
+    "launch_delay": Word("launch delay"),
+}
+"""What bounds a stretch of a critical path."""
+
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -141,6 +172,11 @@ def dtype_label(dtype: str | None) -> str:
 def category_label(category: str) -> str:
     """Return a memory category in words."""
     return CATEGORIES[category].label if category in CATEGORIES else printable(category)
+
+
+def remedy_label(action: str) -> str:
+    """Return a change that saves memory in words."""
+    return REMEDIES[action].label if action in REMEDIES else printable(action)
 
 
 def layer_name(fqn: str | None) -> str:

@@ -6,7 +6,8 @@ ranks can be analysed in processes of their own; :func:`merge` compares them and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -26,6 +27,8 @@ from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import (
     Attribution,
@@ -35,10 +38,19 @@ from fsdp2prof.results import (
     StepBreakdown,
     Throughput,
     TraceAnalysis,
+    UnrecordedStep,
 )
 from fsdp2prof.tables import Trace, concat_strings
 
-__all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
+__all__ = [
+    "RankAnalysis",
+    "References",
+    "analyze_rank",
+    "analyze_tables",
+    "analyze_trace",
+    "merge",
+    "throughput",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +72,17 @@ class References:
 
     tokens_per_step: int | None = None
     """All ranks together."""
-    peak_flops_per_s: float | None = None
-    """Of one device, in the type that the model computes in."""
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of one device, by dtype."""
     peak_bus_bytes_per_s: float | None = None
     """Of the fabric, as nccl-tests' busbw."""
     thresholds: FindingThresholds = field(default_factory=FindingThresholds)
     """When a finding is worth reporting."""
+
+    @property
+    def of_accelerator(self) -> bool:
+        """Whether they are the peaks of a device that is no CPU."""
+        return bool(self.peak_flops_per_s) or self.peak_bus_bytes_per_s is not None
 
 
 def analyze_trace(
@@ -94,7 +111,12 @@ def analyze_rank(
 
     ``default_rank`` is its number if neither file nor manifest says.
     """
-    tables = rank_tables(trace, manifest, window, chosen)
+    return analyze_tables(rank_tables(trace, manifest, window, chosen), default_rank=default_rank)
+
+
+def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis:
+    """Analyse one rank whose tables are joined up already, as :func:`analyze_rank` does."""
+    trace, manifest = tables.trace, tables.manifest
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
@@ -108,6 +130,7 @@ def analyze_rank(
             communication=overlap.communication(tables.run, tables.windows, tables.exposure),
             source=trace.source,
             state=manifest.state if manifest else None,
+            unrecorded_step=unrecorded_step([manifest.steps]) if manifest else None,
         ),
         groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=overlap.attribution(tables.windows, tables.collectives),
@@ -125,16 +148,19 @@ def merge(
 ) -> TraceAnalysis:
     """Compare ranks and put their results together, in order of rank.
 
-    The findings take from ``manifests`` what a trace cannot say (the padding of uneven shards).
+    ``manifests`` of all ranks of the run say what a trace cannot: how long a step takes that is not traced,
+    and the padding of uneven shards.
     """
     references = references or References()
+    dtype = _computing_dtype(analyses)
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
     collectives = [
         (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
     ]
     result = TraceAnalysis(
-        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
+        ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
+        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
@@ -148,28 +174,52 @@ def merge(
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
-    return replace(result, findings=findings.find(result, manifests, references.thresholds))
+    return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
 
 
-def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:
-    """Return one rank's speed over its steps; null where there is no step."""
-    durations = [step.duration_ns for step in steps if step.duration_ns > 0]
-    if not durations:
+def throughput(
+    steps: Sequence[StepBreakdown],
+    references: References,
+    unrecorded: UnrecordedStep | None = None,
+    *,
+    dtype: str | None = None,
+) -> Throughput | None:
+    """Return one rank's speed, in its unrecorded steps if it knows some; null where no step was traced.
+
+    ``dtype`` is the one that the model computes in.
+    """
+    traced = [step for step in steps if step.duration_ns > 0]
+    if not traced:
         return None
-    step_ns = int(median_low(durations))
-    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
-    counted = [step for step in steps if step.flops is not None and step.duration_ns > 0]
-    flops = (
-        sum(step.flops or 0 for step in counted) * 1e9 / sum(s.duration_ns for s in counted)
-        if counted
-        else None
+    step_ns = (
+        median_low([step.duration_ns for step in traced]) if unrecorded is None else unrecorded.median_ns
     )
+    counted = [step for step in traced if step.flops is not None]
+    counted_ns = sum(step.duration_ns for step in counted) if unrecorded is None else step_ns * len(counted)
+    flops = sum(step.flops or 0 for step in counted) * 1e9 / counted_ns if counted else None
+    tokens = references.tokens_per_step
+    peak = None if dtype is None else references.peak_flops_per_s.get(dtype)
     return Throughput(
-        step_ns=step_ns,
+        step_ns=int(step_ns),
         tokens_per_s=None if tokens is None else tokens * 1e9 / step_ns,
         flops_per_s=flops,
         mfu=None if flops is None or not peak else flops / peak,
+        measured_on="traced" if unrecorded is None else "unrecorded",
     )
+
+
+def _with_speed(rank: RankTrace, references: References, dtype: str | None) -> RankTrace:
+    speed = throughput(rank.steps, references, rank.unrecorded_step, dtype=dtype)
+    return replace(rank, throughput=speed)
+
+
+def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
+    """Return the dtype the model computes in: that in which most parameters are gathered."""
+    gathered: Counter[str] = Counter()
+    for row in (row for analysis in analyses for row in analysis.groups):
+        if row.op == "all_gather" and row.dtype is not None:
+            gathered[row.dtype] += row.payload_bytes or 0
+    return next((dtype for dtype, _ in gathered.most_common(1)), None)
 
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:

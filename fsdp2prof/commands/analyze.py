@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import Output, numbers_option, output_options
-from fsdp2prof.commands.trace_options import trace_options
+from fsdp2prof.commands.gate import Gate, fail_on_option
+from fsdp2prof.commands.options import (
+    JobChoice,
+    Output,
+    job_options,
+    one_of,
+    output_options,
+    refuse_given,
+)
+from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
-from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fsdp2prof.analyzers.fail_on import Condition
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
     from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["analyze"]
 
 _path = click.argument("path", type=click.Path(path_type=Path))
-_fail_on = click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if this holds on any rank, for example 'exposed_frac>0.2'. May be repeated.",
-)
 _verbose = click.option("-v", "--verbose", is_flag=True, help="Every rank, step and layer, nothing folded.")
 
 
@@ -40,27 +40,19 @@ def analyze() -> None:
 
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
 @_path
+@job_options
 @trace_options
 @view_options
-@_fail_on
-@_verbose
-@output_options("text", "json", "csv", "html")
-@click.option(
-    "--table",
-    type=click.Choice(["groups", "steps"]),
-    default="groups",
-    show_default=True,
-    help="Which table CSV output holds: collectives by layer, or step breakdowns.",
-)
+@fail_on_option("trace", "exposed_frac>0.2")
+@output_options()
 def trace(
     path: Path,
     *,
+    choice: JobChoice,
     options: TraceOptions,
     view: str | None,
     diff: Path | None,
-    fail_on: Sequence[str],
-    verbose: bool,
-    table: str,
+    gate: Gate,
     output: Output,
 ) -> None:
     """Where the step goes, and which communication of which layer is exposed.
@@ -68,58 +60,33 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        _refuse_conditions(fail_on, f"--{view or 'diff'}")
-        ranks, steps = options["ranks"], options["steps"]
-        write_view(path, view, diff, ranks=ranks, steps=steps, every=verbose, output=output)
+        write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
         return
-    conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
-        from fsdp2prof.workflows.analyze import analyze_trace_path
+        from fsdp2prof.workflows.analyze import analyze_trace
 
-        analysis = analyze_trace_path(path, **options)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import trace_advice
-        from fsdp2prof.reporters.terminal import trace_view
-
-        return trace_view(analysis, advice=[*trace_advice(analysis), _hint(path)], every=verbose)
-
-    def csv() -> str:
-        from fsdp2prof.reporters.csvreport import render_trace
-
-        return render_trace(analysis, table)
-
-    _write(output, path, analysis, text=text, csv=csv)
-    _check(conditions, analysis)
+        analysis = analyze_trace(choice.open(path), **options)
+    output.render(analysis, source=path)
+    gate.check(analysis)
 
 
 @analyze.command(short_help="Peak memory by layer, phase and kind.")
 @_path
-@numbers_option("--ranks", "Ranks to analyse")
+@job_options
 @click.option(
     "--diff",
     type=click.Path(path_type=Path),
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
-@_fail_on
-@_verbose
-@output_options("text", "json", "csv", "html")
-@click.option(
-    "--table",
-    type=click.Choice(["peak", "layers"]),
-    default="peak",
-    show_default=True,
-    help="Which table CSV output holds: what is alive at the peak, or each layer's own peak.",
-)
+@fail_on_option("memory", "peak_allocated_gib>70")
+@output_options()
 def memory(
     path: Path,
     *,
-    ranks: frozenset[int] | None,
+    choice: JobChoice,
     diff: Path | None,
-    fail_on: Sequence[str],
-    verbose: bool,
-    table: str,
+    gate: Gate,
     output: Output,
 ) -> None:
     """What fills the device at the peak, by layer, phase and kind of tensor.
@@ -127,53 +94,48 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        _refuse_conditions(fail_on, "--diff")
-        _memory_diff(diff, path, ranks, verbose, output)
+        refuse_given("--fail-on", because="--diff compares two peaks")
+        one_of(choice.ranks, "--diff", "rank")
+        with output.progress(f"comparing {diff} with {path}"):
+            from fsdp2prof.workflows.compare import compare_memory
+
+            comparison = compare_memory(choice.open(diff), choice.open(path))
+        output.render(comparison)
         return
-    conditions = _parse(fail_on)
     with output.progress(f"analysing the memory of {path}"):
-        from fsdp2prof.workflows.analyze import analyze_memory_path
+        from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory_path(path, ranks=ranks)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import memory_advice
-        from fsdp2prof.reporters.terminal import memory_view
-
-        return memory_view(analysis, advice=[*memory_advice(analysis), _hint(path)], every=verbose)
-
-    def csv() -> str:
-        from fsdp2prof.reporters.csvreport import render_memory
-
-        return render_memory(analysis, table)
-
-    _write(output, path, analysis, text=text, csv=csv)
-    _check(conditions, analysis)
+        analysis = analyze_memory(choice.open(path), cache=True)
+    output.render(analysis, source=path)
+    gate.check(analysis)
 
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
 @click.argument("run", type=click.Path(path_type=Path))
+@job_options
 @trace_options
-@_fail_on
+@fail_on_option("run", "exposed_frac>0.2")
 @_verbose
 @output_options("text", "json", "html")
 def run(
     run: Path,
     *,
+    choice: JobChoice,
     options: TraceOptions,
-    fail_on: Sequence[str],
+    gate: Gate,
     verbose: bool,
     output: Output,
 ) -> None:
     """What was run and how it ended, then its traces and its memory.
 
-    RUN is the folder that `fsdp2prof record -o RUN` wrote.
+    RUN is the folder that `fsdp2prof record -o RUN` wrote, or one with traces and memory snapshots.
     """
-    conditions = _parse(fail_on)
     with output.progress(f"analysing {run}"):
-        from fsdp2prof.workflows.analyze import analyze_run_path
+        from fsdp2prof.workflows.analyze import analyze_run
 
-        analysis = analyze_run_path(run, **options)
+        job = choice.open(run)
+        refuse_without_traces(job)
+        analysis = analyze_run(job, **options)
 
     def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice
@@ -184,32 +146,7 @@ def run(
         return run_view(analysis, advice=[*advice, _hint(run)], every=verbose)
 
     _write(output, run, analysis, text=text)
-    _check(conditions, analysis)
-
-
-def _memory_diff(
-    before: Path, after: Path, ranks: frozenset[int] | None, every: bool, output: Output
-) -> None:
-    if output.format == "html":
-        raise UsageError("--diff has no HTML form: use text, json or csv")
-    with output.progress(f"comparing {before} with {after}"):
-        from fsdp2prof.workflows.analyze import compare_memory_paths
-
-        comparison = compare_memory_paths(before, after, ranks=ranks)
-    if output.format == "json":
-        from fsdp2prof.reporters import jsonreport
-
-        output.write(jsonreport.render(comparison))
-    elif output.format == "csv":
-        from fsdp2prof.reporters.csvreport import render_comparison
-
-        output.write(render_comparison(comparison))
-    else:
-        from fsdp2prof.reporters.comparison_grids import comparison_grids
-        from fsdp2prof.reporters.terminal import grid_view, render, stack
-
-        view = stack(*map(grid_view, comparison_grids(comparison, every=every)))
-        output.write(render(view, to_terminal=output.to_terminal))
+    gate.check(analysis)
 
 
 def _write(
@@ -238,23 +175,3 @@ def _write(
 
 def _hint(path: Path) -> str:
     return f"fsdp2prof report {shlex.quote(str(path))} -o report.html  shows all of this as charts."
-
-
-def _refuse_conditions(conditions: Sequence[str], instead: str) -> None:
-    if conditions:
-        raise UsageError(f"--fail-on tests the whole analysis, which {instead} leaves out: run them apart")
-
-
-def _parse(conditions: Sequence[str]) -> list[Condition]:
-    from fsdp2prof.analyzers.fail_on import parse
-
-    return [parse(text) for text in conditions]
-
-
-def _check(conditions: Sequence[Condition], analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis) -> None:
-    from fsdp2prof.analyzers.fail_on import check
-    from fsdp2prof.errors import ThresholdError
-
-    failures = check(conditions, analysis)
-    if failures:
-        raise ThresholdError("; ".join(map(str, failures)))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.options import Output, output_options
-from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.commands.completion import complete_hardware, complete_model
+from fsdp2prof.commands.options import Output, output_options, refuse_given
+from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
@@ -21,6 +22,12 @@ __all__ = ["estimate"]
 
 _POLICY = "policy_"
 """What the names of a policy's options begin with among a command's arguments."""
+
+_OF_ANY_STEP = {"--grad-accum", "--sync"}
+"""Policy that does not change the parameter groups."""
+
+_MODEL = "MODEL"
+"""Placeholder of options that take a model."""
 
 
 @click.group()
@@ -44,6 +51,8 @@ def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
         attributes["type"] = int
     else:
         attributes["metavar"] = kind.values
+        if kind.values == _MODEL:
+            attributes["shell_complete"] = complete_model
     return click.option(flag, f"{_POLICY}{name}", default=None, **attributes)
 
 
@@ -56,7 +65,11 @@ def _policy_options(*, memory_only: bool) -> list[Callable[[Any], Any]]:
 
 
 _INPUT_OPTIONS = (
-    click.option("--model", help="Built-in name, config.json, or package.module:factory."),
+    click.option(
+        "--model",
+        shell_complete=complete_model,
+        help="Built-in name, config.json, or package.module:factory.",
+    ),
     click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
     click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
     click.option(
@@ -87,8 +100,9 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         from fsdp2prof.estimators.spec.inputs import load_config, values_of_run
+        from fsdp2prof.workflows.estimate import describe_run
 
-        manifest = None if from_run is None else _first_manifest(from_run)
+        manifest = None if from_run is None else describe_run(from_run)
         values: dict[str, Any] = {} if manifest is None else values_of_run(manifest)
         policy = dict(values.pop("policy", {}))
         if config is not None:
@@ -117,20 +131,14 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
     return decorate
 
 
-def _first_manifest(path: Path) -> RankManifest:
-    from fsdp2prof.readers.run_directory import open_run
-
-    manifests = [record.manifest for record in open_run(path).ranks if record.manifest is not None]
-    described = [manifest for manifest in manifests if manifest.param_groups]
-    if not described:
-        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
-    return described[0]
-
-
 @estimate.command()
 @_input_options
 @_with_options(_policy_options(memory_only=True))
-@click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.",
+)
 @click.option(
     "--save-run",
     type=click.Path(path_type=Path),
@@ -151,10 +159,10 @@ def memory(
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.spec.inputs import make_spec
     from fsdp2prof.reporters import estimate_text, jsonreport, terminal
-    from fsdp2prof.workflows import save_estimate as estimate_run
+    from fsdp2prof.workflows import estimate as runs
 
     if save_run is not None:
-        estimate_run.refuse_existing_run(save_run)
+        runs.refuse_existing_run(save_run)
     if manifest is not None and "model" not in values:
         raise UsageError("estimate memory --from-run needs the model too: add --model")
     if hardware is not None:
@@ -165,7 +173,7 @@ def memory(
         prediction = predict_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
     if save_run is not None:
         communication = estimate_comm(spec.model, spec.mesh, spec.policy)
-        estimate_run.save_run(save_run, prediction, communication)
+        runs.save_run(save_run, prediction, communication)
     result = prediction.estimate
     if output.format == "json":
         output.write(jsonreport.render(result))
@@ -189,6 +197,9 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, o
     from fsdp2prof.reporters import csvreport, estimate_text, jsonreport, terminal
 
     if manifest is not None and "model" not in values:
+        others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
+        because = "without --model the recorded parameter groups are used as they are"
+        refuse_given("--layers", "--mesh", "--config", *others, because=because)
         policy = values["policy"]
         result = estimate_comm_of_run(manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync"))
     else:

@@ -6,23 +6,35 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 
-__all__ = ["Output", "numbers_option", "output_options", "refuse_given"]
+if TYPE_CHECKING:
+    from fsdp2prof.workflows.job_files import JobFiles
+
+__all__ = [
+    "JobChoice",
+    "Output",
+    "job_options",
+    "numbers_option",
+    "one_of",
+    "output_options",
+    "refuse_given",
+]
 
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
@@ -61,6 +73,9 @@ _DOCUMENT_OPTIONS = (
         help="Which table CSV output holds, instead of the first; a wrong name lists them.",
     ),
 )
+
+_MOST_NUMBERS = 1 << 20
+"""A million ranks or steps: more than any job has."""
 
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
@@ -106,7 +121,7 @@ class Output:
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         if not self.quiet and sys.stderr.isatty():
-            click.echo(f"wrote {printable(str(self.path))}", err=True)
+            say(f"wrote {self.path}")
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[None]:
@@ -114,15 +129,14 @@ class Output:
         if self.quiet or not sys.stderr.isatty():
             yield
             return
-        doing = printable(doing)
         if not wants_colour():
-            click.echo(doing, err=True)
+            say(doing)
             yield
             return
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(doing)):
+        with Console(stderr=True).status(Text(printable(doing))):
             yield
 
 
@@ -149,8 +163,12 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             **rest: Any,
         ) -> None:
             chosen = _choose_format(output_path, output_format, formats)
-            if output_table is not None and chosen != "csv":
-                raise UsageError("--table names the table that CSV output holds: add --format csv")
+            if chosen != "csv":
+                refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+            if chosen != "text":
+                refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+            if output_path is None:
+                refuse_given("--force", because="it overwrites the file of -o, which is not given")
             if output_path is not None:
                 _refuse_existing(output_path, force)
             output = Output(
@@ -181,17 +199,57 @@ def numbers_option(flag: str, what: str) -> Callable[[Callable[..., None]], Call
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobChoice:
+    """Which of a job's files a command reads."""
+
+    ranks: frozenset[int] | None
+    """None is all."""
+    iteration: int | None
+    """None is the newest."""
+
+    def open(self, path: Path) -> JobFiles:
+        """Find the chosen files at a path; raises ``InputError`` for what is not there."""
+        from fsdp2prof.workflows.job_files import open_job
+
+        return open_job(path, ranks=self.ranks, iteration=self.iteration)
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what chooses among the files of a job; the command gets one ``choice``."""
+
+    @wraps(command)
+    def with_choice(*args: Any, ranks: frozenset[int] | None, iteration: int | None, **rest: Any) -> None:
+        command(*args, choice=JobChoice(ranks=ranks, iteration=iteration), **rest)
+
+    iteration = click.option(
+        "--iteration",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Which profiling cycle of a folder that holds several (iteration_N); by default the newest.",
+    )
+    return numbers_option("--ranks", "Ranks to read")(iteration(with_choice))
+
+
+def one_of(chosen: Collection[int] | None, flag: str, what: str) -> int | None:
+    """Return the one rank or step that was chosen, None for none; several raise ``UsageError``."""
+    if chosen is not None and len(chosen) != 1:
+        raise UsageError(f"{flag} looks at one {what}: give --{what}s one number")
+    return None if chosen is None else min(chosen)
+
+
 def refuse_given(*flags: str, because: str) -> None:
     """Refuse options of the running command that have no effect here and yet were given.
 
-    ``flags`` are their long names, ``because`` says why they have none. Raises ``UsageError``.
+    ``flags`` are their long names, of a switch the first; ``because`` says why they have none. Raises
+    ``UsageError``.
     """
     context = click.get_current_context()
     given = [
-        "/".join(named)
+        "/".join(names[-1] for names in (parameter.opts, parameter.secondary_opts) if names)
         for parameter in context.command.params
         if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        and (named := [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag in flags])
+        and not set(parameter.opts).isdisjoint(flags)
     ]
     if given:
         raise UsageError(f"{', '.join(given)} would have no effect: {because}")
@@ -210,6 +268,8 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise click.BadParameter(f"{item!r} runs backwards")
+        if high - low >= _MOST_NUMBERS:
+            raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
         chosen.update(range(low, high + 1))
     return frozenset(chosen)
 

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.options import numbers_option
+from fsdp2prof.commands.completion import complete_hardware
+from fsdp2prof.commands.options import numbers_option, refuse_given
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.steps import Window
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["trace_options"]
+__all__ = ["WHOLE_ANALYSIS", "refuse_without_traces", "trace_options"]
 
 _OPTIONS = (
     click.option(
@@ -25,7 +27,6 @@ _OPTIONS = (
         show_default=True,
         help="Analyse each training step, or the whole trace as one.",
     ),
-    numbers_option("--ranks", "Ranks to analyse"),
     numbers_option("--steps", "Steps to analyse"),
     click.option(
         "--tokens-per-step",
@@ -36,6 +37,7 @@ _OPTIONS = (
     click.option(
         "--hardware",
         metavar="NAME",
+        shell_complete=complete_hardware,
         help="The accelerator, for example h100-sxm: adds MFU and bandwidth against its peak.",
     ),
     click.option(
@@ -60,6 +62,17 @@ _OPTIONS = (
 )
 
 
+WHOLE_ANALYSIS = (
+    "--window",
+    "--tokens-per-step",
+    "--hardware",
+    "--threshold",
+    "--jobs",
+    "--cache",
+)
+"""Flags of these options, but for ``--steps``."""
+
+
 def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options; the command gets one ``options: TraceOptions``, complete."""
 
@@ -67,7 +80,6 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_options(
         *args: Any,
         window: Window,
-        ranks: frozenset[int] | None,
         steps: frozenset[int] | None,
         tokens: int | None,
         hardware: str | None,
@@ -77,23 +89,17 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         from fsdp2prof.analyzers.findings.find import parse_thresholds
-        from fsdp2prof.analyzers.trace.analysis import References
-        from fsdp2prof.estimators.spec.hardware import HardwareSpec
+        from fsdp2prof.workflows.references import references
 
         if window == "trace" and steps is not None:
             raise UsageError("--window trace takes the whole trace as one step: leave out --steps")
-        device = HardwareSpec.parse(hardware) if hardware else None
         options: TraceOptions = {
             "window": window,
-            "ranks": ranks,
             "steps": steps,
             "workers": workers,
             "cache": cache,
-            "peak_flops": device.flops if device else {},
-            "references": References(
-                tokens_per_step=tokens,
-                peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
-                thresholds=parse_thresholds(thresholds),
+            "references": references(
+                tokens_per_step=tokens, hardware=hardware, thresholds=parse_thresholds(thresholds)
             ),
         }
         command(*args, options=options, **rest)
@@ -102,3 +108,9 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     return decorated
+
+
+def refuse_without_traces(job: JobFiles) -> None:
+    """Refuse the options that were given to a command whose input turns out to hold no trace."""
+    if not job.traces.files:
+        refuse_given("--steps", *WHOLE_ANALYSIS, because=f"{job.path} holds no trace")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp2prof.results.memory import MemoryComparison
+from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.shown import Shown
 
 __all__ = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2prof.results.memory import LayerBytes, LayerPeak
+from fsdp2prof.results.memory import LayerPeak
+from fsdp2prof.results.peak import LayerBytes
 from fsdp2prof.results.shown import Shown
 
 __all__ = [

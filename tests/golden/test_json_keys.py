@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -21,8 +22,13 @@ from support.results import (
     run_comparison,
     trace_analysis,
 )
+from support.traces import two_kernel_trace
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.hta.critical_path import critical_path
+from fsdp2prof.analyzers.hta.idle_causes import idle_causes
+from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
+from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
@@ -32,6 +38,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.reporters import jsonreport
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs" / "json.md"
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
 
@@ -55,6 +62,26 @@ SCHEMAS = {
         results.CheckpointEstimate,
         "fsdp2prof.estimate.checkpoint/1",
         lambda: estimate_checkpoint(MODEL, MESH, POLICY),
+    ),
+    "critical_path": (
+        results.CriticalPath,
+        "fsdp2prof.trace.critical_path/1",
+        lambda: critical_path(two_kernel_trace()),
+    ),
+    "launch_statistics": (
+        results.LaunchStatistics,
+        "fsdp2prof.trace.launch_statistics/1",
+        lambda: launch_statistics(two_kernel_trace()),
+    ),
+    "idle_causes": (
+        results.IdleCauses,
+        "fsdp2prof.trace.idle_causes/1",
+        lambda: idle_causes(two_kernel_trace()),
+    ),
+    "trace_diff": (
+        results.TraceDiff,
+        "fsdp2prof.trace.diff/1",
+        lambda: trace_diff(two_kernel_trace(), two_kernel_trace()),
     ),
 }
 
@@ -103,6 +130,16 @@ def test_the_document_has_exactly_the_declared_keys(name: str) -> None:
     assert written <= declared
     top = {field.name for field in dataclasses.fields(kind)}
     assert top <= written
+
+
+def test_every_schema_is_frozen_and_documented() -> None:
+    """Whatever a command can print: a constant beside its dataclass, its keys here, its line in the docs."""
+    declared = {value for name, value in vars(results).items() if name.endswith("_SCHEMA")}
+    frozen = {schema for _, schema, _ in SCHEMAS.values()}
+    table = re.findall(r"^\|.*\| `(fsdp2prof\.[^`]+)` \| `(\w+)` \|$", DOCS.read_text(), re.MULTILINE)
+    assert frozen == declared
+    assert dict(table) == {schema: kind.__name__ for kind, schema, _ in SCHEMAS.values()}
+    assert {path.stem for path in HERE.glob("*.keys")} == set(SCHEMAS)
 
 
 def test_integers_are_written_exactly() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import html
 import io
 import json
 import os
@@ -93,7 +94,7 @@ class TestGoodInput:
     def test_text_is_for_people(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         ended = call(capfd, "analyze", "trace", traces)
         assert (ended.code, ended.err) == (0, "")
-        for words in ("Where the step goes", "Communication by layer", "What to look at next", "layers."):
+        for words in ("Where the step goes", "Communication by layer", "Ranks against each other", "layers."):
             assert words in ended.out
         assert "\x1b" not in ended.out
 
@@ -116,7 +117,8 @@ class TestGoodInput:
         assert [step for rank in one["ranks"] for step in rank["steps"]] == of_step_4  # type: ignore[attr-defined]
         assert one["groups"] == [row for row in every["groups"] if row["step"] == 4]  # type: ignore[attr-defined]
         assert one["attribution"]["collectives"] == every["attribution"]["collectives"] // 2  # type: ignore[index]
-        call(capfd, "analyze", "trace", traces, "--steps", "9").refused("none of the chosen steps")
+        call(capfd, "analyze", "trace", traces, "--steps", "9").refused("it has steps 3, 4")
+        call(capfd, "analyze", "trace", traces, "--steps", "3,8,9").refused("steps 8, 9 are not here")
 
     def test_hardware_and_tokens_add_speed(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         """The payload of a step's bandwidth row over 450 GB/s, the H100's links in one direction."""
@@ -221,24 +223,68 @@ class TestViews:
         assert {row["diff_ns"] for row in csv.DictReader(io.StringIO(ended.out))} == {"0"}
 
     def test_views_read_as_tables(self, capfd: pytest.CaptureFixture[str], a100: Path) -> None:
-        assert "host_wait" in call(capfd, "analyze", "trace", a100, "--idle-causes").out
-        assert "more rows" in call(capfd, "analyze", "trace", a100, "--launch-statistics").out
+        assert "the host had launched nothing" in call(capfd, "analyze", "trace", a100, "--idle-causes").out
+        assert "more launches" in call(capfd, "analyze", "trace", a100, "--launch-statistics").out
+        names = call(capfd, "analyze", "trace", a100, "--critical-path", "--format", "csv").out
+        assert names.startswith("name,bound_by,duration_ns,count,duration_frac\naten::")
 
-    def test_options_that_exclude_each_other(
-        self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+    @pytest.mark.parametrize("view", ["--critical-path", "--launch-statistics", "--idle-causes"])
+    def test_views_are_pages_too(
+        self, capfd: pytest.CaptureFixture[str], a100: Path, tmp_path: Path, view: str
     ) -> None:
+        """The page says what the JSON's verdict says."""
+        page = tmp_path / "view.html"
+        assert call(capfd, "analyze", "trace", a100, view, "-o", page).code == 0
+        verdict = json.loads(call(capfd, "analyze", "trace", a100, view, "--format", "json").out)["verdict"]
+        shown = html.unescape(page.read_text())
+        assert verdict
+        assert all(sentence in shown for sentence in verdict)
+
+    def test_a_diff_names_both_files_in_full(self, capfd: pytest.CaptureFixture[str], a100: Path) -> None:
+        (file,) = a100.glob("*.json.gz")
+        assert call(capfd, "analyze", "trace", a100, "--diff", a100).out.count(str(file)) == 2
+
+    def test_options_that_exclude_each_other(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         path = ("analyze", "trace", traces, "--critical-path")
         call(capfd, *path, "--diff", traces).refused("exclude each other", code=2)
         call(capfd, *path, "--steps", "3,4").refused("one step", code=2)
-        call(capfd, *path, "-o", tmp_path / "a.html").refused("no HTML form", code=2)
-        call(capfd, *path, "--fail-on", "idle_frac>1").refused("run them apart", code=2)
+        call(capfd, *path, "--ranks", "0,1").refused("one rank", code=2)
+        call(capfd, *path, "--ranks", "7").refused("rank 7 is not here; it has ranks 0, 1")
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            ("--window", "steps"),
+            ("--tokens-per-step", "8"),
+            ("--hardware", "h200"),
+            ("--threshold", "min_cost_frac=0.1"),
+            ("--jobs", "2"),
+            ("--no-cache",),
+            ("--cache",),
+            ("--fail-on", "idle_frac>1"),
+        ],
+    )
+    @pytest.mark.parametrize("view", [("--critical-path",), ("--diff", "other.json")])
+    def test_options_of_the_whole_analysis_are_refused(
+        self, capfd: pytest.CaptureFixture[str], traces: Path, view: tuple[str, ...], option: tuple[str, ...]
+    ) -> None:
+        call(capfd, "analyze", "trace", traces, *view, *option).refused(
+            f"{option[0]}", "would have no effect", code=2
+        )
+
+    def test_a_step_is_refused_where_the_whole_trace_is_looked_at(
+        self, capfd: pytest.CaptureFixture[str], traces: Path
+    ) -> None:
+        call(capfd, "analyze", "trace", traces, "--idle-causes", "--steps", "3").refused(
+            "--steps would have no effect", code=2
+        )
 
 
 class TestOutputFiles:
     def test_the_extension_chooses_the_format(
         self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
     ) -> None:
-        for name, start in (("a.json", "{"), ("a.csv", "rank,"), ("a.txt", "Trace"), ("a.html", "<!DOCTYPE")):
+        for name, start in (("a.json", "{"), ("a.csv", "rank,"), ("a.txt", "Trace"), ("a.html", "<!doctype")):
             assert call(capfd, "analyze", "trace", traces, "-o", tmp_path / name).out == ""
             assert (tmp_path / name).read_text().lstrip().startswith(start)
         assert sorted(file.name for file in tmp_path.iterdir()) == ["a.csv", "a.html", "a.json", "a.txt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fsdp2prof.reporters.charts.figure import figure
 from fsdp2prof.reporters.document import (
     Chart,
     Document,
@@ -94,7 +95,8 @@ def document(layers: list[str | None] | None = None) -> Document:
     table = layer_table(
         layers or ["", None, HOSTILE, "a.very.long.module.name." * 6, *(f"layers.{i}" for i in range(8))]
     )
-    figure = {"data": [{"type": "bar", "x": [1, 2], "y": ["a", "b"]}], "layout": {"height": 200}}
+    bars = {"type": "bar", "x": [1, 2], "y": [3, 4], "marker": {"color": "#4c78a8"}}
+    made = figure([bars], height=140)
     return Document(
         kind="test",
         title="Test of 2 ranks",
@@ -125,13 +127,15 @@ def document(layers: list[str | None] | None = None) -> Document:
                         name="course",
                         title="Memory over time",
                         note="bytes",
-                        figure=figure,
+                        figure=made,
                         spark=Spark(
                             values=[0, 1, 2, 3] * 60, full="12.0 MiB", marks="ffbb" * 60, legend="f forward"
                         ),
                     ),
                     Facts(title="Run", pairs={"command": HOSTILE, "torch": "2.13"}),
-                    Sentences(title="Why", lines=["One.", "Two."], style="list"),
+                    Sentences(
+                        title="Why", lines=["The worst is `layers.0`.", "`<b>` is `text`."], style="list"
+                    ),
                     Sentences(title="Careful", lines=[HOSTILE], style="warning"),
                 ],
             ),

@@ -5,23 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.wording import comparison_verdict, memory_advice, memory_verdict
+from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import shard_families
+from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results import (
     Attribution,
     BreakdownNs,
     Communication,
     CrossRank,
     Finding,
+    Fragmentation,
     GroupRow,
     LayerBytes,
+    LayerMemoryDelta,
     LayerPeak,
     LiveBlock,
     MemoryAnalysis,
     MemoryComparison,
     MemoryDelta,
+    MemoryFigures,
+    OutOfMemory,
     Peak,
     PhaseSpan,
+    PoolBytes,
     RankMemory,
     RankTrace,
+    Remedy,
     RunAnalysis,
     RunComparison,
     RunRank,
@@ -31,12 +42,24 @@ from fsdp2prof.results import (
     StepTime,
     Straggler,
     TraceAnalysis,
+    UnrecordedStep,
 )
 
 MS = 1_000_000
 MIB = 1 << 20
 HOSTILE = "</script><img src=x onerror=alert(1)>[bold red]\x1b[31m"
 """A layer name that attacks HTML, rich markup and the terminal at once."""
+UNRECORDED = UnrecordedStep(
+    steps=1,
+    median_ns=40 * MS,
+    lower_quartile_ns=40 * MS,
+    upper_quartile_ns=40 * MS,
+    min_ns=40 * MS,
+    max_ns=40 * MS,
+    traced_median_ns=50 * MS,
+    slowdown=1.25,
+)
+"""Of the ranks of :func:`run_summary`."""
 
 
 def group(
@@ -111,7 +134,7 @@ def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis
             )
         )
     count = len(groups)
-    return TraceAnalysis(
+    measured = TraceAnalysis(
         ranks=ranks,
         groups=groups,
         attribution=Attribution(
@@ -136,6 +159,7 @@ def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis
         ],
         warnings=["rank 1: 2 events without a duration were left out"],
     )
+    return summarise(measured)
 
 
 def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
@@ -156,6 +180,13 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         "activation": [0, 10 * MIB, 20 * MIB, 0],
         "unsharded_parameter": [0, 10 * MIB, 10 * MIB, 0],
     }
+    categories = {
+        "sharded_parameter": 40 * MIB,
+        "optimizer_state": 30 * MIB,
+        "activation": 20 * MIB,
+        "unsharded_parameter": 10 * MIB,
+    }
+    layers = layer_rows(by_layer)
     ranks = [
         RankMemory(
             rank=rank,
@@ -168,13 +199,11 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 phase="backward",
                 fqn=layer,
                 time_ns=2 * MS,
-                categories={
-                    "sharded_parameter": 40 * MIB,
-                    "optimizer_state": 30 * MIB,
-                    "activation": 20 * MIB,
-                    "unsharded_parameter": 10 * MIB,
-                },
+                categories=categories,
                 by_layer=by_layer,
+                by_category=category_shares(categories.items()),
+                layers=layers,
+                layers_folded=fold_layers(layers),
                 largest_blocks=[
                     LiveBlock(
                         bytes=18 * MIB,
@@ -185,6 +214,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                         op="aten::mm",
                         age_ns=2 * MS,
                         stack=["/site-packages/torch/nn/functional.py:12 linear", "train.py:40 forward"],
+                        place="train.py:40 forward",
                     )
                 ],
             ),
@@ -192,7 +222,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 LayerPeak(fqn=layer, phase="forward", peak_bytes=90 * MIB, delta_bytes=18 * MIB),
                 LayerPeak(fqn=layer, phase="backward", peak_bytes=100 * MIB, delta_bytes=-18 * MIB),
             ],
-            fragmentation={},
+            fragmentation=None,
             oom=None,
             truncated=False,
             timeline=timeline,
@@ -203,7 +233,54 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         )
         for rank in (0, 1)
     ]
-    return MemoryAnalysis(ranks=ranks, findings=[], warnings=[])
+    figures = MemoryFigures(
+        rank=0,
+        allocated_bytes=100 * MIB,
+        reserved_bytes=None,
+        device_total_bytes=None,
+        device_frac=None,
+        unattributed_frac=0.0,
+    )
+    return MemoryAnalysis(
+        ranks=ranks,
+        findings=[],
+        warnings=[],
+        key_figures=figures,
+        verdict=memory_verdict(ranks, figures),
+        advice=memory_advice(ranks),
+    )
+
+
+def out_of_memory() -> OutOfMemory:
+    """A loss that asks for 6 MiB where 2 MiB are missing; a chunked one would fit."""
+    stack = ["torch::unwind()", "/x/torch/nn/functional.py:1:f", "/home/me/train.py:7:loss"]
+    return OutOfMemory(
+        requested_bytes=6 * MIB,
+        op="aten::empty",
+        phase="forward",
+        fqn="",
+        allocated_bytes=100 * MIB,
+        reserved_bytes=None,
+        device_free_bytes=4 * MIB,
+        missing_bytes=2 * MIB,
+        largest_free_block_bytes=None,
+        stack=stack,
+        place="me/train.py:7:loss",
+        categories={"activation": 100 * MIB},
+        by_layer=[LayerBytes(fqn="", category="activation", bytes=100 * MIB)],
+        largest_blocks=[],
+        remedies=[
+            Remedy(action="chunked_loss", saves_bytes=5 * MIB, enough=True, how="in chunks"),
+            Remedy(action="smaller_batch", saves_bytes=MIB, enough=None, how="halve it"),
+        ],
+    )
+
+
+def fragmentation() -> Fragmentation:
+    """100 of 120 MiB are allocated, in one pool of three segments."""
+    sizes = {"reserved_bytes": 120 * MIB, "allocated_bytes": 100 * MIB, "releasable_bytes": 20 * MIB}
+    pool = PoolBytes(pool="large", stream=0, expandable=False, segments=3, **sizes)
+    return Fragmentation(gap_at_peak_bytes=20 * MIB, segments=3, by_pool=[pool], **sizes)
 
 
 def memory_comparison() -> MemoryComparison:
@@ -211,14 +288,25 @@ def memory_comparison() -> MemoryComparison:
     after = memory_analysis().ranks[0].peak
     changes = [("activation", 8, 20), ("temporary", 2, 0), ("sharded_parameter", 80, 80)]
     places = [("aten::mm", 5, 14), ("aten::mm", 3, 6), ("aten::empty", 82, 80)]
-    return MemoryComparison(
+    comparison = MemoryComparison(
         before=replace(after, allocated_bytes=90 * MIB),
         after=after,
         delta_bytes=10 * MIB,
         by_category=[_delta(before, now, category=name) for name, before, now in changes],
         by_layer=[_delta(90, 100, fqn="")],
         by_stack=[_delta(before, now, op=op) for op, before, now in places],
+        by_place=[_delta(8, 20, op="aten::mm"), _delta(82, 80, op="aten::empty")],
+        by_layer_folded=[
+            LayerMemoryDelta(
+                name="(root)",
+                fqns=[""],
+                before_bytes=90 * MIB,
+                after_bytes=100 * MIB,
+                delta_bytes=10 * MIB,
+            )
+        ],
     )
+    return replace(comparison, verdict=comparison_verdict(comparison))
 
 
 def run_comparison() -> RunComparison:
@@ -264,6 +352,7 @@ def run_summary(hostile: str | None = None) -> RunSummary:
             has_memory=True,
             error=None,
             messages=[],
+            unrecorded_step=UNRECORDED,
         )
         for rank in (0, 1)
     ]
@@ -301,14 +390,11 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         ranks=ranks,
         shard_groups=groups,
         optimizers=["AdamW, 5.72 MiB of state"],
+        unrecorded_step=replace(UNRECORDED, steps=2),
+        shard_families=shard_families(groups),
     )
 
 
 def run_analysis(hostile: str | None = None) -> RunAnalysis:
     """Run, trace and memory together."""
-    return RunAnalysis(
-        run=run_summary(hostile),
-        trace=trace_analysis(hostile=hostile),
-        memory=memory_analysis(hostile=hostile),
-        warnings=[],
-    )
+    return combine(run_summary(hostile), trace_analysis(hostile=hostile), memory_analysis(hostile=hostile))

@@ -123,3 +123,13 @@ class TraceBuilder:
             threads=("main",),
             warnings=(),
         )
+
+
+def two_kernel_trace() -> Trace:
+    """One operator of step 3 launches two kernels on stream 7 and waits for them."""
+    built = TraceBuilder()
+    built.label("ProfilerStep#3", 0, 1_000_000)
+    built.host("aten::op", 1_000, 900_000)
+    built.device("first_kernel", 15_000, 215_000, launch=5_000)
+    built.device("second_kernel", 235_500, 535_500, launch=20_000)
+    return built.build()

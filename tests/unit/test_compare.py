@@ -42,7 +42,7 @@ from fsdp2prof.results import (
     StepTime,
     TraceAnalysis,
 )
-from fsdp2prof.workflows.compare_inputs import read_side
+from fsdp2prof.workflows.compare import read_side
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:
@@ -370,7 +370,7 @@ def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
     assert list(read.peaks) == [1]
     kept.write_text(jsonreport.render(memory_analysis()))
-    with pytest.raises(InputError, match="none of the chosen ranks"):
+    with pytest.raises(InputError, match="rank 9 is not here; it has rank"):
         read_side(kept, ranks={9})
 
 
@@ -384,9 +384,12 @@ def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> 
     comparison = compare(side("a", run=run(900, 100, 120)), side("b", run=run(950, 150, 140)))
     change = comparison.unrecorded_step
     assert change is not None
-    assert (change.before_ns, change.after_ns, change.delta_frac) == (120, 150, 0.25)
-    [failure] = check([parse("unrecorded_step_frac>0.2")], comparison)
-    assert failure.value == 0.25
+    assert (change.before_ns, change.after_ns) == (110, 145), "the first step pays for initialisation"
+    for metric in ("unrecorded_step_frac", "step_time_frac"):
+        [failure] = check([parse(f"{metric}>0.3")], comparison)
+        assert failure.value == pytest.approx(35 / 110)
+    [failure] = check([parse("step_time_delta_ms>0")], comparison)
+    assert failure.value == pytest.approx(35e-6)
     assert compare(side("a", trace_analysis()), side("b", trace_analysis())).unrecorded_step is None
 
 
@@ -405,7 +408,7 @@ def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
     kept.write_text('{"schema": "fsdp2prof.trace/1", "ranks": 3}')
     call(capfd, "compare", kept, kept).refused("not a fsdp2prof.trace/1 document", "write it again")
     call(capfd, "compare", tmp_path / "nowhere", kept).refused("nowhere")
-    call(capfd, "compare", kept, kept, "--fail-on", "step_time>1").refused("unknown metric", code=2)
+    call(capfd, "compare", kept, kept, "--fail-on", "step_time>1").refused("no metric 'step_time'", code=2)
 
 
 def test_the_command_gates(tmp_path, capfd) -> None:

@@ -124,7 +124,7 @@ def test_uneven_tensor_parallel_parts_are_sharded_or_refused_in_one_line() -> No
     if TENSOR_PARALLEL_SHARDS_UNEVENLY:
         assert execute(spec, mesh, policy).recording.allocations.size.sum() > 0
     else:
-        with pytest.raises(ModelError, match="cannot shard .*uneven"):
+        with pytest.raises(ModelError, match=r"cannot shard .*uneven"):
             execute(spec, mesh, policy)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fsdp2prof.analyzers.hta.views import critical_path, idle_causes, launch_statistics, trace_diff
+from fsdp2prof.analyzers.hta.critical_path import critical_path
+from fsdp2prof.analyzers.hta.idle_causes import idle_causes
+from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
+from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.results import LaunchedWork, NameChange, StreamUse
 from fsdp2prof.tables import Trace
 
 A100 = "traces/ddp2-a100-rank0/nccl_data.json.gz"
@@ -60,11 +65,42 @@ def two_kernels(
 
 @pytest.mark.parametrize("prefix", ["cuda", "hip"])
 def test_launches_are_exact_on_cuda_and_rocm(tmp_path: Path, prefix: str) -> None:
-    table = launch_statistics(trace_of(tmp_path, two_kernels(f"{prefix}LaunchKernel")))
-    assert table["correlation"].tolist() == [1, 2]
-    assert table["host_ns"].tolist() == [5000, 5000]
-    assert table["device_ns"].tolist() == [200_000, 300_000]
-    assert table["delay_ns"].tolist() == [5000, 210_500]
+    found = launch_statistics(trace_of(tmp_path, two_kernels(f"{prefix}LaunchKernel")))
+    assert [(row.correlation, row.name) for row in found.rows] == [(2, "second_kernel"), (1, "first_kernel")]
+    assert [(row.host_ns, row.device_ns) for row in found.rows] == [(5000, 300_000), (5000, 200_000)]
+    assert [row.delay_ns for row in found.rows] == [210_500, 5000]
+
+
+def test_launches_are_summed_by_the_name_of_their_work(tmp_path: Path) -> None:
+    """Two more launches of first_kernel: 1 us of work 3 us after its call, and 7 us of work 1 us after."""
+    more = [
+        launch(600, 605, 9),
+        gpu("first_kernel", 608, 609, 7, 9),
+        launch(620, 623, 10),
+        gpu("first_kernel", 624, 631, 7, 10),
+    ]
+    found = launch_statistics(trace_of(tmp_path, [*two_kernels(), *more]))
+    assert found.by_name == [
+        LaunchedWork(
+            name="second_kernel",
+            count=1,
+            host_ns=5000,
+            device_ns=300_000,
+            delay_ns=210_500,
+            delay_max_ns=210_500,
+        ),
+        LaunchedWork(
+            name="first_kernel",
+            count=3,
+            host_ns=13_000,
+            device_ns=208_000,
+            delay_ns=9000,
+            delay_max_ns=5000,
+        ),
+    ]
+    assert (found.host_median_ns, found.device_median_ns, found.delay_median_ns) == (5000, 103_500, 4000)
+    assert found.short_count == 1
+    assert "1 of 4 launches (25.0%)" in found.verdict[1]
 
 
 def test_idle_time_by_cause(tmp_path: Path) -> None:
@@ -75,27 +111,39 @@ def test_idle_time_by_cause(tmp_path: Path) -> None:
         launch(606, 609, 10),
         gpu("waiting_kernel", 700, 710, 7, 10),
     ]
-    table = idle_causes(trace_of(tmp_path, events)).set_index("cause")
-    assert set(table["stream"]) == {7}
-    assert table["idle_ns"].to_dict() == {"kernel_wait": 20_500, "host_wait": 74_500, "other": 80_000}
-    assert table["idle_frac"].sum() == pytest.approx(1)
-    assert idle_causes(trace_of(tmp_path, events), 10_000).set_index("cause")["idle_ns"]["other"] == 100_500
+    found = idle_causes(trace_of(tmp_path, events))
+    by_cause = {row.cause: row.idle_ns for row in found.rows}
+    assert {row.stream for row in found.rows} == {7}
+    assert by_cause == {"kernel_wait": 20_500, "host_wait": 74_500, "other": 80_000}
+    assert sum(row.idle_frac or 0 for row in found.rows) == pytest.approx(1)
+    assert found.streams == [
+        StreamUse(stream=7, busy_ns=520_000, idle_ns=175_000, idle_frac=175 / (520 + 175))
+    ]
+    assert found.verdict == [
+        "Stream 7, the busiest, works for 520.0 us and stands idle for 175.0 us (25.2%).",
+        "45.7% of its idle time: mostly waiting for another stream.",
+    ]
+    stricter = {row.cause: row.idle_ns for row in idle_causes(trace_of(tmp_path, events), 10_000).rows}
+    assert stricter["other"] == 100_500
 
 
 @pytest.mark.parametrize("prefix", ["cuda", "hip"])
 def test_the_critical_path_of_a_gpu_bound_step(tmp_path: Path, prefix: str) -> None:
     events = two_kernels(f"{prefix}LaunchKernel", f"{prefix}DeviceSynchronize")
     path = critical_path(trace_of(tmp_path, events))
-    assert path.step == 3
-    assert path.warnings == ()
-    kernels = path.segments[path.segments["bound_by"] == "compute"].set_index("name")["duration_ns"]
-    assert kernels.to_dict() == {"first_kernel": 200_000, "second_kernel": 300_000}
-    assert path.bound_by_ns["between_kernels"] == 20_500
-    assert path.bound_by_ns["launch_delay"] == 10_000
-    assert path.bound_by_ns["communication"] == 0
-    assert sum(path.bound_by_ns.values()) == path.duration_ns == path.segments["duration_ns"].sum()
+    assert (path.step, path.step_ns) == (3, 1_000_000)
+    assert path.warnings == []
+    kernels = {row.name: row.duration_ns for row in path.rows if row.bound_by == "compute"}
+    assert kernels == {"first_kernel": 200_000, "second_kernel": 300_000}
+    assert path.bound_by_ns.between_kernels == 20_500
+    assert path.bound_by_ns.launch_delay == 10_000
+    assert path.bound_by_ns.communication == 0
+    assert sum(asdict(path.bound_by_ns).values()) == path.duration_ns == sum(r.duration_ns for r in path.rows)
+    assert sum(row.duration_frac for row in path.rows) == pytest.approx(1)
     assert path.duration_ns <= 1_000_000
-    assert not set(path.segments["name"]) & {"cudaLaunchKernel"} or prefix == "cuda"
+    assert "compute." in path.verdict[0]
+    assert "second_kernel (compute): 300.0 us in 1 piece" in path.verdict[1]
+    assert not {row.name for row in path.rows} & {"cudaLaunchKernel"} or prefix == "cuda"
 
 
 def test_the_critical_path_says_when_synchronisations_are_missing(tmp_path: Path) -> None:
@@ -111,27 +159,53 @@ def test_a_diff_counts_and_times_by_name(tmp_path: Path) -> None:
         tmp_path,
         [*changed, host("aten::new", 910, 950), host("ProfilerStep#4", 1000, 1100, "user_annotation")],
     )
-    table = trace_diff(control, test, test_step=3).set_index("name")
-    assert table.loc["first_kernel"].to_dict() == {
-        "control_count": 1,
-        "test_count": 0,
-        "control_ns": 200_000,
-        "test_ns": 0,
-        "diff_count": -1,
-        "diff_ns": -200_000,
-    }
-    assert table.loc["aten::new", ["diff_count", "diff_ns"]].tolist() == [1, 40_000]
-    assert table.loc["second_kernel", "diff_ns"] == 0
-    assert table.index[0] == "first_kernel"
+    found = trace_diff(control, test, test_step=3)
+    rows = {row.name: row for row in found.rows}
+    assert found.rows[0] == NameChange(
+        name="first_kernel",
+        where="device",
+        control_count=1,
+        test_count=0,
+        control_ns=200_000,
+        test_ns=0,
+        diff_count=-1,
+        diff_ns=-200_000,
+    )
+    assert (rows["aten::new"].diff_count, rows["aten::new"].diff_ns) == (1, 40_000)
+    assert rows["aten::new"].where == "host"
+    assert rows["second_kernel"].diff_ns == 0
     only_gpu = trace_diff(control, test, test_step=3, device="gpu")
-    assert set(only_gpu["name"]) <= {"first_kernel", "second_kernel", "Context Sync"}
+    assert {row.name for row in only_gpu.rows} <= {"first_kernel", "second_kernel", "Context Sync"}
+
+
+def test_a_diff_of_steps_says_how_the_step_changed_and_names_no_step_label(tmp_path: Path) -> None:
+    """Step 3 takes 1,000 us before and 1,500 us as step 4 after; only aten::op differs, by 100 us."""
+    control = trace_of(tmp_path, two_kernels())
+    longer = {"ProfilerStep#3": ("ProfilerStep#4", 1500), "aten::op": ("aten::op", 999)}
+    test = trace_of(
+        tmp_path,
+        [
+            {**event, "name": longer[event["name"]][0], "dur": longer[event["name"]][1]}
+            if event["name"] in longer
+            else event
+            for event in two_kernels()
+        ],
+    )
+    found = trace_diff(control, test)
+    assert (found.control_step, found.step) == (3, 4)
+    assert (found.control_step_ns, found.step_ns) == (1_000_000, 1_500_000)
+    assert [row.name for row in found.rows if row.diff_ns or row.diff_count] == ["aten::op"]
+    assert found.verdict == [
+        "The step takes 1.50 ms, 500.0 us longer than 1.00 ms.",
+        "On the host aten::op changed most: 100.0 us more (calls: 1 before, 1 after).",
+    ]
 
 
 def test_a_diff_works_without_a_gpu_and_without_steps(tmp_path: Path) -> None:
     control = trace_of(tmp_path, [host("aten::mm", 0, 10), host("aten::mm", 20, 25)])
     test = trace_of(tmp_path, [host("aten::mm", 0, 10)])
-    (row,) = trace_diff(control, test).to_dict("records")
-    assert (row["name"], row["diff_count"], row["diff_ns"]) == ("aten::mm", -1, -5000)
+    (row,) = trace_diff(control, test).rows
+    assert (row.name, row.where, row.diff_count, row.diff_ns) == ("aten::mm", "host", -1, -5000)
 
 
 @pytest.mark.parametrize("view", [critical_path, launch_statistics, idle_causes])
@@ -159,17 +233,18 @@ def test_what_hta_cannot_compute_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.real_data
 def test_launches_of_a_real_trace_against_plain_arithmetic(real_data: Path) -> None:
     trace = read_trace(real_data / A100)
-    table = launch_statistics(trace).sort_values("correlation").reset_index(drop=True)
+    rows = sorted(launch_statistics(trace).rows, key=lambda row: row.correlation)
     events = trace.events.to_pandas()
     calls = events[events["name"].isin(LAUNCHES)].set_index("correlation")
     work = events[events["device"] >= 0].set_index("correlation")
     work = work[work.index.isin(calls.index)].sort_index()
     calls = calls.loc[work.index]
-    assert len(table) == 3774
-    assert table["correlation"].tolist() == work.index.tolist()
-    assert table["device_ns"].tolist() == (work["end_ns"] - work["start_ns"]).tolist()
-    assert table["host_ns"].tolist() == (calls["end_ns"] - calls["start_ns"]).tolist()
-    assert table["delay_ns"].tolist() == np.maximum(work["start_ns"] - calls["end_ns"], 0).tolist()
+    assert len(rows) == 3774
+    assert [row.correlation for row in rows] == work.index.tolist()
+    assert [row.name for row in rows] == work["name"].tolist()
+    assert [row.device_ns for row in rows] == (work["end_ns"] - work["start_ns"]).tolist()
+    assert [row.host_ns for row in rows] == (calls["end_ns"] - calls["start_ns"]).tolist()
+    assert [row.delay_ns for row in rows] == np.maximum(work["start_ns"] - calls["end_ns"], 0).tolist()
 
 
 @pytest.mark.real_data
@@ -180,7 +255,7 @@ def test_launches_of_a_rocm_trace_are_found(real_data: Path) -> None:
         events["name"].isin(["hipLaunchKernel", "hipExtModuleLaunchKernel", "hipMemcpyWithStream"])
     ]
     work = events[(events["device"] >= 0) & events["correlation"].isin(calls["correlation"])]
-    assert len(launch_statistics(trace)) >= len(work) > 2000
+    assert len(launch_statistics(trace).rows) >= len(work) > 2000
 
 
 @pytest.mark.real_data
@@ -189,7 +264,12 @@ def test_idle_time_of_a_real_trace_is_all_the_time_between_its_kernels(real_data
     trace = read_trace(real_data / name)
     events = trace.events.to_pandas()
     work = events[events["category"].isin(["kernel", "gpu_memcpy", "gpu_memset"])]
-    idle = idle_causes(trace).groupby("stream")["idle_ns"].sum()
+    found = idle_causes(trace)
+    idle = {use.stream: use.idle_ns for use in found.streams}
+    for use in found.streams:
+        own = work[work["stream"] == use.stream]
+        assert use.busy_ns + use.idle_ns == own["end_ns"].max() - own["start_ns"].min()
+        assert use.idle_ns == sum(row.idle_ns for row in found.rows if row.stream == use.stream)
     for stream, rows in work.groupby("stream"):
         busy_until = rows["end_ns"].cummax().shift()
         gaps = (rows["start_ns"] - busy_until).clip(lower=0).sum()
@@ -203,12 +283,12 @@ def test_the_critical_path_of_a_real_step_fits_into_it(real_data: Path) -> None:
     begin = trace.labels.start_ns[trace.labels.name.equals("ProfilerStep#5")][0]
     last = trace.events.end_ns.max()
     assert 0 < path.duration_ns <= last - begin
-    assert sum(path.bound_by_ns.values()) == path.duration_ns
-    assert path.bound_by_ns["host"] > path.duration_ns // 2
+    assert sum(asdict(path.bound_by_ns).values()) == path.duration_ns
+    assert path.bound_by_ns.host > path.duration_ns // 2
 
 
 def test_hta_and_pandas_are_imported_only_when_used() -> None:
     code = (
-        "import sys, fsdp2prof.analyzers.hta.views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
+        "import sys, fsdp2prof.workflows.hta_views; assert not {'hta', 'pandas', 'plotly'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -31,7 +31,7 @@ def without_scripts(text: str) -> str:
 
 def test_hostile_text_is_escaped_everywhere() -> None:
     own = without_scripts(page())
-    assert own.count("</script>") == 1  # of the figures
+    assert own.count("</script>") == 2  # of the figures and their colours
     assert "<img" not in own
     assert "\x1b" not in own
     assert own.count("&lt;/script&gt;&lt;img src=x") >= 7
@@ -54,6 +54,9 @@ def test_scripts_are_allowed_by_their_hashes_alone() -> None:
 def test_numbers_carry_their_raw_value_and_names_their_whole() -> None:
     own = without_scripts(page())
     assert 'data-value="1234567">1.23</td>' in own
+    long = "a.very.long.module.name." * 6
+    assert f'title="{long}"' in own
+    assert f"<span>{long[:60]}…{long[-59:]}</span>" in own
     assert 'title="void at::native::vectorized_elementwise_kernel&lt;4' in own
 
 
@@ -69,6 +72,12 @@ def test_every_heading_is_there_once_and_every_row_behind_a_fold() -> None:
     assert "<summary>all 12 rows</summary>" in own
 
 
+def test_names_in_sentences_are_set_as_code_and_escaped() -> None:
+    own = without_scripts(page())
+    assert "The worst is <code>layers.0</code>." in own
+    assert "<code>&lt;b&gt;</code> is <code>text</code>." in own
+
+
 def test_csv_is_raw_and_inert() -> None:
     groups = list(csv.reader(io.StringIO(rendered("csv"))))
     assert groups == [["fqn", "bytes"], ["'=HYPERLINK(1)", ""], ["a\\x1b]52;c;x\\x07", "5"]]
@@ -76,6 +85,7 @@ def test_csv_is_raw_and_inert() -> None:
     assert len(by_layer) == 12
     assert int(by_layer[1]["payload_bytes"]) // MIB == 6
     assert by_layer[0]["exposed_ns"] == "1234567"
+    assert [row["fqn"] for row in by_layer[:2]] == ["(root)", "(no layer)"]
 
 
 def test_an_unknown_table_lists_the_tables() -> None:

@@ -6,11 +6,37 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.hta import (
+    critical_path_document,
+    diff_document,
+    idle_document,
+    launch_document,
+)
+from fsdp2prof.reporters.documents.memory import memory_document
+from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
+from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.results import (
+    CriticalPath,
+    IdleCauses,
+    LaunchStatistics,
+    MemoryAnalysis,
+    MemoryComparison,
+    TraceAnalysis,
+    TraceDiff,
+)
 
 __all__ = ["build"]
 
-_BUILDERS: dict[type, Callable[[Any], Document]] = {}
-"""Type of a result -> its builder, ``documents/KIND.py:build``."""
+_BUILDERS: dict[type, Callable[[Any], Document]] = {
+    CriticalPath: critical_path_document,
+    IdleCauses: idle_document,
+    LaunchStatistics: launch_document,
+    MemoryAnalysis: memory_document,
+    MemoryComparison: memory_comparison_document,
+    TraceAnalysis: trace_document,
+    TraceDiff: diff_document,
+}
+"""Type of a result -> its builder."""
 
 
 def build(result: Any) -> Document:

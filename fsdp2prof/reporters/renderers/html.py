@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2prof import __version__
+from fsdp2prof.reporters.charts.figure import DARK
 from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers.fitting import shorten
 from fsdp2prof.vocabulary import layer_name, printable
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 __all__ = ["HtmlRenderer", "render_fragment"]
 
 _ROW_LIMIT = 2000
 """Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
+
+_NAME_LENGTH = 120
+"""Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
+
+_CODE = re.compile("`([^`]+)`")
 
 
 class HtmlRenderer:
@@ -44,6 +55,7 @@ class HtmlRenderer:
             document=document,
             title=options.source or document.title,
             figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+            dark=Markup(_json_in_script(DARK)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_hash(script) for script in scripts],
             css=Markup(_asset("page.css")),
@@ -78,6 +90,7 @@ def _template(name: str) -> Any:
         "kind": _kind,
         "layer_name": layer_name,
         "printable": printable,
+        "sentence": _sentence,
     }
     environment.globals["row_limit"] = _ROW_LIMIT
     return environment.get_template(f"{name}.html.j2")
@@ -94,8 +107,16 @@ def _header(column: Column) -> str:
     return printable(column.label.replace("-\n", "-").replace("\n", " "))
 
 
+def _sentence(line: str) -> Markup:
+    """Escape a sentence; what stands in backquotes is set as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(line)))))
+
+
 def _cell(value: Value, column: Column) -> str:
-    return printable(column.text(value))
+    text = printable(column.text(value))
+    return shorten(text, _NAME_LENGTH) if column.kind == "name" else text
 
 
 def _data(value: Value, column: Column) -> Value:

@@ -1,0 +1,143 @@
+"""From two paths to what changed: runs, estimates, traces, recordings, or JSON that was saved of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from fsdp2prof.analyzers.compare import memory_peaks, sides
+from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
+from fsdp2prof.errors import InputError, SnapshotError, UsageError
+from fsdp2prof.manifest import COMMUNICATION_FILE
+from fsdp2prof.results import (
+    CommEstimate,
+    MemoryAnalysis,
+    MemoryComparison,
+    MemoryEstimate,
+    Peak,
+    RankMemory,
+    RunAnalysis,
+    RunComparison,
+    TraceAnalysis,
+)
+from fsdp2prof.workflows.analyze import analyze_any, read_recordings
+from fsdp2prof.workflows.job_files import JobFiles, open_job
+from fsdp2prof.workflows.kept import Kept, cut, read_kept
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Chosen", "compare", "compare_memory", "read_side"]
+
+
+class Chosen(TypedDict, total=False):
+    """What of both sides is compared; by default all of the newest iteration."""
+
+    ranks: Collection[int] | None
+    steps: Collection[int] | None
+    iteration: int | None
+    cache: bool
+    """As in :class:`~fsdp2prof.workflows.analyze.TraceOptions`."""
+
+
+def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
+    """Compare whatever is at two paths in all they share, analysing what is not analysed yet.
+
+    Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
+    ``UsageError`` for a choice that neither side has anything to choose from for.
+    """
+    pair = read_side(before, **chosen), read_side(after, **chosen)
+    if chosen.get("steps") is not None and not any(side.trace for side in pair):
+        raise UsageError(f"--steps would have no effect: neither {before} nor {after} has a trace")
+    if chosen.get("ranks") is not None and all(side.kind == "estimate" for side in pair):
+        raise UsageError("--ranks would have no effect: an estimate stands for all ranks")
+    return sides.compare(*pair)
+
+
+def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
+    """Compare the peaks of one rank's first device in two recordings: of the lowest rank of each.
+
+    Raises ``SnapshotError`` for what cannot be read.
+    """
+    compared = memory_peaks.compare_memory(_prepared(before), _prepared(after))
+    return replace(compared, before_path=str(before.path), after_path=str(after.path))
+
+
+def _prepared(job: JobFiles) -> PreparedRecording:
+    if not job.recordings.files:
+        raise SnapshotError(job.recordings.absent)
+    first = job.recordings.files[0]
+    return prepare(read_recordings(first.path)[0], job.manifests.get(first.rank))
+
+
+def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
+    """Read whatever is at ``path``, analysing what is not analysed yet.
+
+    Raises ``InputError`` (or one of its kinds) for what cannot be read.
+    """
+    ranks, steps, iteration = chosen.get("ranks"), chosen.get("steps"), chosen.get("iteration")
+    kept = read_kept(path)
+    if kept is None:
+        job = open_job(path, ranks=ranks, iteration=iteration)
+        result: Kept = analyze_any(job, steps=steps, cache=chosen.get("cache", False))
+    elif iteration is not None:
+        raise InputError(f"{path}: an analysis has no iterations: leave out --iteration")
+    else:
+        result = cut(kept, path, ranks, steps)
+    if isinstance(result, RunAnalysis):
+        return _of_run(path, result)
+    if isinstance(result, TraceAnalysis):
+        worlds = [rank.world_size for rank in result.ranks if rank.world_size is not None]
+        world_size = max(worlds, default=None)
+        return Side(
+            path=str(path), kind="trace", trace=result, world_size=world_size, warnings=result.warnings
+        )
+    if isinstance(result, MemoryAnalysis):
+        return Side(path=str(path), kind="memory", peaks=_fullest(result.ranks), warnings=result.warnings)
+    world_size = result.mesh.get("world_size")
+    if isinstance(result, CommEstimate):
+        return Side(path=str(path), kind="estimate", communication=result, world_size=world_size)
+    return Side(path=str(path), kind="estimate", peaks={0: _predicted_peak(result)}, world_size=world_size)
+
+
+def _of_run(path: Path, analysis: RunAnalysis) -> Side:
+    memory = analysis.memory.ranks if analysis.memory else []
+    predicted = read_kept(path / COMMUNICATION_FILE)
+    estimate = predicted if isinstance(predicted, CommEstimate) else None
+    parts = [part for part in (analysis.trace, analysis.memory, analysis) if part is not None]
+    return Side(
+        path=str(path),
+        kind="estimate" if estimate else "run",
+        trace=analysis.trace,
+        communication=estimate,
+        peaks=_fullest(memory),
+        run=None if estimate else analysis.run,
+        world_size=estimate.mesh.get("world_size") if estimate else analysis.run.world_size,
+        warnings=[*analysis.run.messages, *(line for part in parts for line in part.warnings)],
+    )
+
+
+def _fullest(ranks: Iterable[RankMemory]) -> dict[int, Peak]:
+    """Each rank's highest peak, of whichever of its devices and recordings."""
+    peaks: dict[int, Peak] = {}
+    for one in ranks:
+        known = peaks.get(one.rank)
+        if known is None or one.peak.allocated_bytes > known.allocated_bytes:
+            peaks[one.rank] = one.peak
+    return peaks
+
+
+def _predicted_peak(estimate: MemoryEstimate) -> Peak:
+    peak = estimate.peak
+    return Peak(
+        allocated_bytes=peak.active_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        step=peak.step,
+        phase=peak.phase,
+        fqn=peak.fqn,
+        categories=peak.categories,
+        by_layer=peak.by_layer,
+    )
