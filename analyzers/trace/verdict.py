@@ -206,10 +206,8 @@ def _with_siblings(analysis: TraceAnalysis, exposed_ns: float) -> str:
     worst = analysis.by_layer_folded[0]
     if worst.layers == 1 or worst.exposed_ns <= exposed_ns:
         return ""
-    return (
-        f"; together, the {op_label(worst.op)}s of {named_layer(worst.fqn)} {in_phase(worst.phase)} cost "
-        + (format_ns(worst.exposed_ns))
-    )
+    what = f"the {op_label(worst.op)}s of {named_layer(worst.fqn)} {in_phase(worst.phase)}"
+    return f"; together, {what} cost {format_ns(worst.exposed_ns)}"
 
 
 def _mainly(analysis: TraceAnalysis, part: str) -> str:
