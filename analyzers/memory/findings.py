@@ -267,7 +267,7 @@ def _unattributed(view: PreparedRecording, peak: Peak, *, described: bool) -> Fi
     live = view.live(view.peak_order)
     early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
     if 2 * early < unknown:
-        why = "mostly made where no label tells the phase, and still there at the end"
+        why = "mostly made where neither a label nor a stack tells the phase"
     elif described:
         why = (
             "mostly from before the recording began, and neither model, optimizer nor FSDP know it: what the "
