@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp2prof.reporters.charts.figure import Figure, bar, figure, label, labels
+from fsdp2prof.reporters.charts.figure import INK, Figure, bar, figure, label, labels
 from fsdp2prof.reporters.formats import byte_unit
 from fsdp2prof.results import LayerMemory, Peak, RankMemory
 from fsdp2prof.units import format_bytes
@@ -74,7 +74,7 @@ def course_chart(rank: RankMemory) -> Figure | None:
     reserved = rank.timeline.get("reserved")
     if reserved:
         sizes = [size / scale for size in reserved]
-        data.append(_line("reserved", position, sizes, "dot", "#333333", hover))
+        data.append(_line("reserved", position, sizes, "dot", INK, hover))
     if rank.device_total_bytes is not None:
         limit = _line(
             f"device: {format_bytes(rank.device_total_bytes)}",
@@ -124,7 +124,7 @@ def _mark_phases(chart: Figure, rank: RankMemory, begin: int, end: int) -> None:
             texts.append(_text_above(label(span.phase), (x0 + x1) / 2, 1.035))
     if rank.peak.time_ns is not None and begin <= rank.peak.time_ns <= end:
         x = (rank.peak.time_ns - begin) / _MS
-        line = {"width": 1, "dash": "dot", "color": "#1f2933"}
+        line = {"width": 1, "dash": "dot", "color": INK}
         shapes.append({"type": "line", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1, "line": line})
         texts.append({**_text_above("peak", x, 0.97), "xanchor": "left", "xshift": 4})
     chart["layout"] |= {"shapes": shapes, "annotations": texts}

@@ -68,7 +68,7 @@ def comparison_charts(comparison: MemoryComparison) -> list[Chart]:
 
 
 def comparison_tables(comparison: MemoryComparison) -> list[Table]:
-    """Return the changes by category, by layer and by place, each where something changed."""
+    """Return the changes by category, by layer and by place, each where something of it is known."""
     whole: list[Value] = [
         comparison.before.allocated_bytes,
         comparison.after.allocated_bytes,
@@ -104,7 +104,7 @@ def comparison_tables(comparison: MemoryComparison) -> list[Table]:
         whole,
     )
     layers = [by_layer] if any(row.fqn is not None for row in comparison.by_layer) else []
-    return [table for table in (by_category, *layers, by_place) if table.rows]
+    return [table for table in (by_category, *layers, by_place) if table.rows or table.unabridged]
 
 
 def _table(
