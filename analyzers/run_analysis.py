@@ -47,6 +47,6 @@ def _verdict(
         return trace.verdict
     if any(rank.oom is not None for rank in memory.ranks):
         return [*memory.verdict[:1], *trace.verdict[:1], *memory.verdict[-1:]]
-    change = try_first(findings) or memory.verdict[2:]
+    change = try_first(findings)
     seen = [line for line in trace.verdict if line not in try_first(trace.findings)]
     return [*[*seen, *memory.verdict[:1]][: _SENTENCES - len(change)], *change]

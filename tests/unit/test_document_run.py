@@ -30,11 +30,13 @@ def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -
     assert run.advice == [*trace.advice, *memory.advice]
 
 
-def test_what_memory_asks_for_is_tried_where_the_trace_asks_for_nothing() -> None:
+def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
     trace = replace(trace_analysis(), findings=[], verdict=trace_analysis().verdict[:2])
     memory = replace(memory_analysis(), findings=[], verdict=["a", "b", "c"])
-    assert combine(run_summary(), trace, memory).verdict == [*trace.verdict, "c"]
-    assert combine(run_summary(), replace(trace, verdict=["x"]), memory).verdict == ["x", "a", "c"]
+    assert combine(run_summary(), trace, memory).verdict == [*trace.verdict, "a"]
+    assert combine(run_summary(), replace(trace, verdict=["x"]), memory).verdict == ["x", "a"]
+    tried = replace(memory, findings=[finding("m1", "medium", "Do m1.")])
+    assert combine(run_summary(), trace, tried).verdict == [*trace.verdict, "Try this first: do m1."]
     assert combine(run_summary(), None, memory).verdict == ["a", "b", "c"]
     assert combine(run_summary(), trace, None).verdict == trace.verdict
 
