@@ -123,7 +123,7 @@ def advice(peak: PredictedPeak, missing_bytes: int, mesh: MeshSpec, policy: Poli
         fragmented = peak.reserved_bytes - peak.active_bytes
         lines.append(
             f"{format_bytes(fragmented)} is reserved and not active: "
-            "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     if dtype_bytes(policy.orig_dtype) == 4 and states > missing_bytes:
         lines.append("optimizer state in bf16 (orig_dtype=bf16) halves it, at the price of precision")
