@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.findings import find as findings
 from fsdp2prof.analyzers.findings.find import FindingThresholds, find, parse_thresholds
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.results import CrossRank, Finding, Straggler, TraceAnalysis
+from fsdp2prof.results import CrossRank, Finding, LateRank, LateRanks, Straggler, TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
 
@@ -35,6 +35,12 @@ HEALTHY = Schedule(roots=(healthy_layers(),))
 
 def analyse(folder: Path, *schedules: Schedule) -> TraceAnalysis:
     return analyze_trace(open_job(write_run(record(*schedules), folder)), workers=1)
+
+
+def every_rank(schedule: Schedule) -> list[Schedule]:
+    """Ranks that are all alike, as many as the schedule shards over: nobody is missing."""
+    smallest = replace(schedule, shard=2)
+    return [smallest] * (smallest.shard * smallest.replicas)
 
 
 def named(analysis: TraceAnalysis) -> dict[str, Finding]:
@@ -122,11 +128,58 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_fault_is_found_where_it_is(name: str, tmp_path: Path) -> None:
     schedule, fqn, says = FAULTS[name]
-    found = named(analyse(tmp_path / "run", schedule))
+    found = named(analyse(tmp_path / "run", *every_rank(schedule)))
     assert name in found, f"only {list(found)}"
     assert says in found[name].message
     if fqn is not None:
         assert found[name].fqn == fqn
+
+
+ALONE = {"communication_bound": "waiting_or_transfer", "slow_transfer": "slow_transfer_or_late_peer"}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_of_many_cannot_tell_waiting_from_transfer(name: str, tmp_path: Path) -> None:
+    analysis = analyse(tmp_path / "run", FAULTS[name][0])
+    found = named(analysis)
+    assert name not in found
+    assert "Traces of the other ranks of this group would tell" in found[ALONE[name]].message
+    assert found[ALONE[name]].change == ""
+    assert {row.of_best_frac for row in analysis.bandwidth} == {None}
+    assert not any("no schedule" in finding.message for finding in analysis.findings)
+
+
+@pytest.mark.parametrize(("device", "advice"), [("cpu", "what else runs on its cores"), ("cuda", "clocks")])
+def test_advice_fits_the_device(device: str, advice: str) -> None:
+    """A rank that the others wait for, mostly for one operator: a CPU has no clocks that anyone compares."""
+    slow = Straggler(rank=1, fqn=None, wait_caused_ns=9 * MS, cause="slower work, aten::fill_", kind="kernel")
+    cross = CrossRank(
+        match_key="order",
+        matched=40,
+        unmatched=0,
+        wait_ns={"0": 30 * MS, "1": 0},
+        wait_caused_ns={"0": 0, "1": 30 * MS},
+        stragglers=[slow],
+        late=late_in_every_step(rank=1, wait_caused_ns=30 * MS, wait_ns=0),
+    )
+    analysis = trace_analysis()
+    ranks = [replace(rank, device_type=device) for rank in analysis.ranks]
+    (found,) = [f for f in find(replace(analysis, ranks=ranks, cross_rank=cross)) if f.id == "straggler"]
+    assert advice in found.change
+    assert ("temperature" in found.change) == (device == "cuda")
+
+
+def late_in_every_step(**rank: int) -> LateRanks:
+    return LateRanks(
+        ranks=[LateRank(**rank, late_steps=6)],
+        compared=2,
+        steps=6,
+        late_steps=6,
+        explained_frac=0.75,
+        chance=1 / 32,
+        steps_needed=5,
+        steady=True,
+    )
 
 
 def test_many_small_collectives_under_the_knee(tmp_path: Path) -> None:
@@ -134,13 +187,14 @@ def test_many_small_collectives_under_the_knee(tmp_path: Path) -> None:
     short: dict[str, object] = {"forward_ns": 12_007, "backward_ns": 25_013, "all_gather_ns": 90_011}
     root, *children = transformer(24, numel=100_000, **short)
     many = Schedule(roots=((replace(root, numel=60_000_000, all_gather_ns=150_001), *children),))
-    found = named(analyse(tmp_path / "run", many))["wrapping_too_fine"]
+    found = named(analyse(tmp_path / "run", *every_rank(many)))["wrapping_too_fine"]
     assert found.evidence["collectives_per_step"] >= 24
     assert "fully_shard([a, b])" in found.message
 
 
 def test_a_straggler_is_named_with_rank_layer_and_work(tmp_path: Path) -> None:
-    found = named(analyse(tmp_path / "run", HEALTHY, HEALTHY, HEALTHY.scaled(1.6, "layers.1"), HEALTHY))
+    steps = replace(HEALTHY, steps=3)
+    found = named(analyse(tmp_path / "run", steps, steps, steps.scaled(1.6, "layers.1"), steps))
     straggler = found["straggler"]
     assert (straggler.evidence["rank"], straggler.evidence["kind"]) == (2, "kernel")
     assert straggler.fqn == "layers.1"
@@ -175,6 +229,7 @@ def test_a_rank_that_waits_less_than_it_is_waited_for_is_one() -> None:
         unmatched=0,
         wait_ns={"0": 30 * MS, "1": 10 * MS},
         wait_caused_ns={"0": 10 * MS, "1": 30 * MS},
+        late=late_in_every_step(rank=1, wait_caused_ns=30 * MS, wait_ns=10 * MS),
         stragglers=[
             Straggler(rank=1, fqn="layers.1", wait_caused_ns=30 * MS, cause="slower work", kind="kernel"),
             Straggler(rank=0, fqn="layers.0", wait_caused_ns=10 * MS, cause="slower work", kind="kernel"),
@@ -298,14 +353,16 @@ def test_the_document_has_every_metric_and_every_finding_that_fires() -> None:
     text = DOCUMENT.read_text()
     for name, metric in METRICS.items():
         assert f"| `{name}` | {metric.description} |" in text
-    for name in [*FAULTS, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
+    alone = ["waiting_or_transfer", "slow_transfer_or_late_peer", "late_rank_unclear"]
+    for name in [*FAULTS, *alone, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
         assert f"| `{name}` |" in text
 
 
 def test_a_straggler_costs_what_is_felt_and_is_not_mistaken_for_wide_reductions(tmp_path: Path) -> None:
     """Rank 2's slow layer makes every step as long as its own; the others' wait beyond that is hidden."""
-    slow = HEALTHY.scaled(1.5, "layers.2")
-    analysis = analyse(tmp_path / "run", HEALTHY, HEALTHY, slow, HEALTHY)
+    steps = replace(HEALTHY, steps=3)
+    slow = steps.scaled(1.5, "layers.2")
+    analysis = analyse(tmp_path / "run", steps, steps, slow, steps)
     (alone,) = (rank.steps[-1].duration_ns for rank in analyse(tmp_path / "one", HEALTHY).ranks)
     together = analysis.ranks[0].steps[-1].duration_ns
     found = named(analysis)
