@@ -15,8 +15,9 @@ from fsdp2prof.analyzers.memory.remedies import remedies_at
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures, RankMemory
+from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures, Peak, RankMemory
 from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.units import format_bytes
 
 __all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge"]
 
@@ -47,8 +48,19 @@ def analyze_recording(
     return RecordingAnalysis(
         rank=result,
         findings=rank_findings(view, result, manifest),
-        warnings=[f"rank {rank}: {text}" for text in recording.warnings],
+        warnings=[f"rank {rank}: {text}" for text in (*recording.warnings, *_contradictions(result.peak))],
     )
+
+
+def _contradictions(peak: Peak) -> list[str]:
+    """Say where the allocator's segments and its history cannot both be true."""
+    allocated, reserved = peak.allocated_bytes, peak.reserved_bytes
+    if reserved is None or reserved >= allocated:
+        return []
+    return [
+        f"{format_bytes(allocated)} are allocated where {format_bytes(reserved)} are reserved: "
+        "segments and history of the file do not belong together"
+    ]
 
 
 def merge(analyses: Sequence[RecordingAnalysis]) -> MemoryAnalysis:

@@ -76,7 +76,8 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
     )
     shift = offset[clock[matched.rank]]
     meeting = _meet(matched, start - shift, end - shift, island[clock[matched.rank]])
-    caused = stragglers.charge(matched, meeting.start, meeting.wait, len(summaries))
+    step = matched.column([s.collectives.step for s in summaries])
+    caused = stragglers.charge(matched, meeting.start, meeting.wait, step, len(summaries))
     waits = _per_rank(summaries, matched, meeting.wait)
     whole = {
         s.rank: _waits_known(s, waits[s.rank], met)
@@ -97,6 +98,9 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
         },
         late=late_ranks(summaries, matched, meeting.wait, caused),
         waits_unknown_ns=sum(_unknown_ns(s.collectives, whole[s.rank]) for s in summaries),
+        wait_caused_in_steps_ns={
+            str(s.rank): caused.by_step[i].tolist() for i, s in enumerate(summaries) if s.rank in timed
+        },
         start_spread_ns=_median(meeting.start_spread),
         end_spread_ns=_median(meeting.end_spread),
         groups=_groups(summaries, matched, meeting),

@@ -7,7 +7,8 @@ ranks that take turns in being the last are both to blame.
 
 If all ranks were alike, each set of *k* among *n* would be the late one with the same chance, so that some
 set is late in *m* of *s* steps has a chance of at most ``C P(m or more of s)`` with ``C = n over k``, each
-step having the chance ``1 / C``.
+step having the chance ``1 / C``. Too few steps for that still tell a rank that causes nearly all waiting in
+each of them: equal ranks do not, even on a busy CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _MOST_STEPS = 0.75
 """Part of the steps in which every rank of the set has to be late."""
 _CHANCE = 0.1
 """Chance of the same among ranks that are all alike, above which nobody is called slow."""
+_NEARLY_ALL, _IN_STEPS = 0.95, 3
+"""Part of the waiting of each step, of so many at least, that settles it whatever the chance."""
 _LARGEST = 16
 """Ranks in the largest set that is looked for."""
 
@@ -107,6 +110,8 @@ def _set(
         return None
     late: BoolArray = caused > outside * own
     steps, together = len(late), int(late.all(axis=1).sum())
+    by_step, charged = waiting.own.sum(axis=1), waiting.caused[:, members].sum(axis=1)
+    least = float((charged[by_step > 0] / by_step[by_step > 0]).min())
     alike = math.comb(len(compared), size)
     chance = _chance(steps, together, alike)
     return LateRanks(
@@ -122,10 +127,12 @@ def _set(
         compared=len(compared),
         steps=steps,
         late_steps=together,
-        explained_frac=int(waiting.caused[:, members].sum()) / total,
+        explained_frac=int(charged.sum()) / total,
+        least_explained_frac=least,
         chance=chance,
         steps_needed=_steps_needed(alike),
-        steady=together >= _MOST_STEPS * steps and chance <= _CHANCE,
+        steady=together >= _MOST_STEPS * steps
+        and (chance <= _CHANCE or (steps >= _IN_STEPS and least >= _NEARLY_ALL)),
     )
 
 

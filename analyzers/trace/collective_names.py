@@ -6,12 +6,12 @@ import re
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.tables import IntArray, Strings
 
 __all__ = [
     "dtype_name",
     "is_collective_kernel",
-    "is_device_copy",
     "itemsize",
     "op_of",
     "payload_bytes",
@@ -19,7 +19,6 @@ __all__ = [
 ]
 
 _FUNCTIONS = {
-    "NCCL, RCCL, MSCCL, HCCL, oneCCL": r"nccl|rccl|msccl|hccl|oneccl",
     "NVSHMEM, rocSHMEM": r"nvshmem|rocshmem",
     "symmetric memory of torch": r"multimem_|(?:one|two)_shot_all_reduce|alltoallv|exchangesplitandoffset",
     "custom all-reduce of vLLM, SGLang, AITER": r"cross_device_reduce|allreduce_prototype",
@@ -27,7 +26,7 @@ _FUNCTIONS = {
     r"|moealltoall|moea2a(?!\w*prepare)",
     "userbuffers of TransformerEngine": r"k?userbuffers_",
 }
-"""Family -> how its kernels' own names begin (``ncclDevKernel_Generic``, ``rcclGenericKernel``, ...)."""
+"""Family -> how its kernels' own names begin; what a kind of accelerator brings is in its row of backends."""
 
 _NAMESPACES = {
     "DeepEP and what grew from it": r"(?:deep_ep|mscclpp::ep|uccl|grpcoll)::(?!layout::)",
@@ -39,8 +38,6 @@ _NAMESPACES = {
 
 _FUNCTION = re.compile("|".join(_FUNCTIONS.values()), re.IGNORECASE)
 _NAMESPACE = re.compile(rf"(?:\w+::)*?(?:{'|'.join(_NAMESPACES.values())})", re.IGNORECASE)
-
-_DEVICE_COPY = re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer")
 
 _OPS = (
     ("reducescatter", "reduce_scatter"),
@@ -95,14 +92,12 @@ def is_collective_kernel(name: str) -> bool:
     """
     plain = re.split(r"[<(]", name.replace("(anonymous namespace)::", ""), maxsplit=1)[0].strip()
     qualified = plain.rpartition(" ")[2]
+    function = qualified.rpartition("::")[2]
     return (
-        _FUNCTION.match(qualified.rpartition("::")[2]) is not None or _NAMESPACE.match(qualified) is not None
+        backends.is_collective_kernel(function)
+        or _FUNCTION.match(function) is not None
+        or _NAMESPACE.match(qualified) is not None
     )
-
-
-def is_device_copy(name: str) -> bool:
-    """Whether a memory copy stays on devices (a copy engine can gather; a host transfer cannot)."""
-    return _DEVICE_COPY.search(name) is not None
 
 
 def op_of(name: str) -> str | None:

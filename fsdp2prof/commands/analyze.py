@@ -20,14 +20,12 @@ from fsdp2prof.commands.options import (
 )
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
-from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job_files import JobFiles
 
 __all__ = ["analyze"]
 
@@ -82,23 +80,13 @@ def trace(
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
 @fail_on_option("memory", "peak_allocated_gib>70")
-@_verbose
-@output_options("text", "json", "csv", "html")
-@click.option(
-    "--table",
-    type=click.Choice(["peak", "layers"]),
-    default="peak",
-    show_default=True,
-    help="Which table CSV output holds: what is alive at the peak, or each layer's own peak.",
-)
+@output_options()
 def memory(
     path: Path,
     *,
     choice: JobChoice,
     diff: Path | None,
     gate: Gate,
-    verbose: bool,
-    table: str,
     output: Output,
 ) -> None:
     """What fills the device at the peak, by layer, phase and kind of tensor.
@@ -106,28 +94,19 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--fail-on", "--table", because="--diff compares two peaks")
+        refuse_given("--fail-on", because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
-        before, after = (choice.open(one) for one in (diff, path))
-        _memory_diff(before, after, verbose, output)
+        with output.progress(f"comparing {diff} with {path}"):
+            from fsdp2prof.workflows.compare import compare_memory
+
+            comparison = compare_memory(choice.open(diff), choice.open(path))
+        output.render(comparison)
         return
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
         analysis = analyze_memory(choice.open(path), cache=True)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import memory_advice
-        from fsdp2prof.reporters.terminal import memory_view
-
-        return memory_view(analysis, advice=[*memory_advice(analysis), _hint(path)], every=verbose)
-
-    def csv() -> str:
-        from fsdp2prof.reporters.csvreport import render_memory
-
-        return render_memory(analysis, table)
-
-    _write(output, path, analysis, text=text, csv=csv)
+    output.render(analysis, source=path)
     gate.check(analysis)
 
 
@@ -168,29 +147,6 @@ def run(
 
     _write(output, run, analysis, text=text)
     gate.check(analysis)
-
-
-def _memory_diff(before: JobFiles, after: JobFiles, every: bool, output: Output) -> None:
-    if output.format == "html":
-        raise UsageError("--diff has no HTML form: use text, json or csv")
-    with output.progress(f"comparing {before.path} with {after.path}"):
-        from fsdp2prof.workflows.compare import compare_memory
-
-        comparison = compare_memory(before, after)
-    if output.format == "json":
-        from fsdp2prof.reporters import jsonreport
-
-        output.write(jsonreport.render(comparison))
-    elif output.format == "csv":
-        from fsdp2prof.reporters.csvreport import render_comparison
-
-        output.write(render_comparison(comparison))
-    else:
-        from fsdp2prof.reporters.comparison_grids import comparison_grids
-        from fsdp2prof.reporters.terminal import grid_view, render, stack
-
-        view = stack(*map(grid_view, comparison_grids(comparison, every=every)))
-        output.write(render(view, to_terminal=output.to_terminal))
 
 
 def _write(

@@ -234,7 +234,11 @@ def _memory_blocks(rank: RankMemory) -> list[_Block]:
             figure=course_chart(rank), title=f"Memory of rank {rank.rank} over time", note="allocated bytes"
         ),
         _Block(grid=category_grid(rank)),
-        _Block(grid=matrix_grid(rank), every=matrix_grid(rank, every=True), figure=memory_layer_chart(rank)),
+        _Block(
+            grid=matrix_grid(rank),
+            every=matrix_grid(rank, every=True),
+            figure=memory_layer_chart(rank.peak.layers),
+        ),
         _Block(grid=block_grid(rank), every=block_grid(rank, every=True)),
         _Block(grid=layer_peak_grid(rank), every=layer_peak_grid(rank, every=True)),
         _Block(grid=fragmentation_grid(rank)),

@@ -51,12 +51,14 @@ class LateRanks:
     """Steps in which all ranks of the set were late."""
     explained_frac: float
     """Part of all waiting that the set caused."""
+    least_explained_frac: float
+    """The same in the step where it is least."""
     chance: float
     """At most this likely among ranks that are all alike."""
     steps_needed: int
     """Steps that would settle it if the set is late in each of them."""
     steady: bool
-    """Late in a clear majority of the steps, and in too many of them for chance."""
+    """Late in a clear majority of the steps, and too clearly for chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +117,8 @@ class CrossRank:
     waits_unknown_ns: int = 0
     """Time of the collectives, summed over ranks, of which some rank of the group could not be compared: what
     of it is waiting and what transfer is not known."""
+    wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
+    """The same in each step, in order."""
     start_spread_ns: int | None = None
     """Median over collectives of latest start minus earliest."""
     end_spread_ns: int | None = None

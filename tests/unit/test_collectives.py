@@ -448,7 +448,7 @@ def test_the_range_around_an_old_kernel_knows_its_tensors() -> None:
 
 
 def moe_trace(*aside: tuple[str, int, int]) -> TraceBuilder:
-    """A step computes on stream 7 while DeepEP dispatches and combines on stream 20, with kernels ``aside``."""
+    """A step computes on stream 7 while DeepEP exchanges on stream 20, with kernels ``aside``."""
     trace = TraceBuilder()
     trace.label("ProfilerStep#0", 0, 1_000)
     trace.host("aten::mm", 5, 20)

@@ -149,26 +149,6 @@ def test_one_rank_of_many_cannot_tell_waiting_from_transfer(name: str, tmp_path:
     assert not any("no schedule" in finding.message for finding in analysis.findings)
 
 
-@pytest.mark.parametrize(("device", "advice"), [("cpu", "what else runs on its cores"), ("cuda", "clocks")])
-def test_advice_fits_the_device(device: str, advice: str) -> None:
-    """A rank that the others wait for, mostly for one operator: a CPU has no clocks that anyone compares."""
-    slow = Straggler(rank=1, fqn=None, wait_caused_ns=9 * MS, cause="slower work, aten::fill_", kind="kernel")
-    cross = CrossRank(
-        match_key="order",
-        matched=40,
-        unmatched=0,
-        wait_ns={"0": 30 * MS, "1": 0},
-        wait_caused_ns={"0": 0, "1": 30 * MS},
-        stragglers=[slow],
-        late=late_in_every_step(rank=1, wait_caused_ns=30 * MS, wait_ns=0),
-    )
-    analysis = trace_analysis()
-    ranks = [replace(rank, device_type=device) for rank in analysis.ranks]
-    (found,) = [f for f in find(replace(analysis, ranks=ranks, cross_rank=cross)) if f.id == "straggler"]
-    assert advice in found.change
-    assert ("temperature" in found.change) == (device == "cuda")
-
-
 def late_in_every_step(**rank: int) -> LateRanks:
     return LateRanks(
         ranks=[LateRank(**rank, late_steps=6)],
@@ -176,6 +156,7 @@ def late_in_every_step(**rank: int) -> LateRanks:
         steps=6,
         late_steps=6,
         explained_frac=0.75,
+        least_explained_frac=0.7,
         chance=1 / 32,
         steps_needed=5,
         steady=True,
@@ -239,6 +220,63 @@ def test_a_rank_that_waits_less_than_it_is_waited_for_is_one() -> None:
     assert (found["straggler"].evidence["rank"], found["straggler"].fqn) == (1, "layers.1")
     assert found["straggler"].evidence["cost_frac"] == pytest.approx(0.2)
     assert found["ranks_take_turns"].evidence["cost_frac"] == pytest.approx(10 / 200)
+
+
+def late(rank: int, ms: int, cause: str = "slower work") -> Straggler:
+    return Straggler(rank=rank, fqn=None, wait_caused_ns=ms * MS, cause=cause, kind="kernel")
+
+
+def found_late(cross: CrossRank, ranks: int, device: str = "cuda") -> dict[str, list[Finding]]:
+    """Findings about ranks, by id, of a trace of 3 steps of 50 ms on each rank."""
+    analysis = trace_analysis()
+    first = replace(analysis.ranks[0], device_type=device)
+    steps = [*first.steps, first.steps[0]]
+    busy = replace(first.communication, total_ns=140 * MS, exposed_ns=140 * MS)
+    alike = [replace(first, rank=rank, steps=steps, communication=busy) for rank in range(ranks)]
+    named: dict[str, list[Finding]] = {}
+    for one in find(replace(analysis, ranks=alike, groups=[], cross_rank=cross)):
+        named.setdefault(one.id, []).append(one)
+    return named
+
+
+def always_late(rank: int, ms: int = 90) -> CrossRank:
+    """Two ranks: the other one waits for ``rank`` in each of six steps, and nobody for the other."""
+    waited, other = {str(rank): 0, str(1 - rank): ms * MS}, 1 - rank
+    return CrossRank(
+        match_key="order",
+        matched=18,
+        unmatched=0,
+        wait_ns=waited,
+        wait_caused_ns={str(other): 0, str(rank): ms * MS},
+        stragglers=[late(rank, ms)],
+        late=late_in_every_step(rank=rank, wait_caused_ns=ms * MS, wait_ns=0),
+    )
+
+
+def test_lateness_of_ranks_that_may_share_cores_is_not_of_high_severity() -> None:
+    assert found_late(always_late(0), 2)["straggler"][0].severity == "high"
+    assert found_late(always_late(0), 2, device="cpu")["straggler"][0].severity == "medium"
+
+
+def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
+    late_then = "it was late when the recording began"
+    cross = replace(always_late(0), stragglers=[late(0, 90, late_then)])
+    found = found_late(cross, 2)
+    assert "straggler" not in found
+    assert [one.severity for one in found["late_from_the_start"]] == ["info"]
+
+
+def test_a_cpu_has_no_clocks_to_compare() -> None:
+    (blamed,) = found_late(always_late(0), 2, device="cpu")["straggler"]
+    assert "temperature" not in blamed.message
+    assert "what else runs on its cores" in blamed.change
+    assert "temperature" in found_late(always_late(0), 2)["straggler"][0].message
+
+
+def test_what_all_hides_nothing_is_told_once() -> None:
+    """All waiting is felt: no share is said twice."""
+    (blamed,) = found_late(always_late(0), 2)["straggler"]
+    assert "60.0% of their time. Mostly" in blamed.message
 
 
 def test_costs_order_the_findings(tmp_path: Path) -> None:
@@ -353,8 +391,9 @@ def test_the_document_has_every_metric_and_every_finding_that_fires() -> None:
     text = DOCUMENT.read_text()
     for name, metric in METRICS.items():
         assert f"| `{name}` | {metric.description} |" in text
-    alone = ["waiting_or_transfer", "slow_transfer_or_late_peer", "late_rank_unclear"]
-    for name in [*FAULTS, *alone, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
+    others = "straggler", "ranks_take_turns", "late_from_the_start", "slowed_by_tracing", "uneven_shards"
+    unclear = "waiting_or_transfer", "slow_transfer_or_late_peer", "late_rank_unclear"
+    for name in [*FAULTS, "wrapping_too_fine", *others, *unclear]:
         assert f"| `{name}` |" in text
 
 

@@ -85,21 +85,28 @@ def test_a_rank_late_in_every_step_is_slow() -> None:
 
 @pytest.mark.parametrize(("steps", "steady"), [(1, False), (4, False), (5, True), (10, True)])
 def test_two_ranks_need_five_steps_to_tell_a_slow_one_from_chance(steps: int, steady: bool) -> None:
-    found = late([[[0, 3]]] * steps)
+    found = late([[[0, 9], [1, 0]]] * steps)
     assert (found.steady, found.steps_needed) == (steady, 5)
     assert found.chance == pytest.approx(2 * 0.5**steps)
 
 
+def test_a_rank_that_causes_nearly_all_waiting_of_three_steps_needs_no_more() -> None:
+    assert late([[[0, 3]]] * 3).steady
+    assert not late([[[0, 3]]] * 2).steady
+    assert not late([[[0, 9], [1, 0]]] * 3).steady, "a tenth of the waiting is for rank 0"
+
+
 def test_with_too_few_steps_nobody_is_accused_and_the_missing_steps_are_named() -> None:
-    (found,) = told(compared([[[0, 3]]] * 3), 2)
+    (found,) = told(compared([[[0, 9], [1, 0]]] * 3), 2)
     assert found.id == "late_rank_unclear"
-    assert "for rank 1, late in 3 of 3 steps: too few to tell a slow rank from chance" in found.message
+    assert "for rank 1, late in 3 of 3 steps: too little to tell a slow rank from chance" in found.message
     assert "at least 5 steps" in found.change
 
 
 def test_one_long_hiccup_is_no_slow_rank() -> None:
     """Rank 2 is 40 ms late in one step of six, and nobody in the others."""
-    hiccup = [[[0, 0, 40, 0]], *[[[0, 1, 0, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 1]]] * 2][:6]
+    usual = [[[0, 1, 0, 0]], [[1, 0, 0, 0]], [[0, 0, 0, 1]]]
+    hiccup = [usual[0], [[0, 0, 40, 0]], *usual[1:], *usual[:2]]
     cross = compared(hiccup)
     assert cross.late is not None
     assert not cross.late.steady

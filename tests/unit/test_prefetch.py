@@ -128,7 +128,7 @@ def test_stalls_are_shared_out_exactly_on_a_simulated_run(tmp_path: Path) -> Non
     recordings = record(
         *(
             Schedule(roots=(layers,), replicas=1, slow_transfer=slow if i == 1 else frozenset())
-            for i in range(2)
+            for i in range(3)
         ),
         Schedule(roots=(layers,)).scaled(1.3, "layers.1"),
     )
