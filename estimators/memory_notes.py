@@ -8,7 +8,7 @@ from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_fligh
 from fsdp2prof.estimators.sharding import root_obeys_reshard
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
-from fsdp2prof.results import PredictedPeak
+from fsdp2prof.results import OutsideAllocator, PredictedPeak
 from fsdp2prof.units import format_bytes
 
 __all__ = ["advice", "assumptions", "check_modelled", "outside_allocator_bytes"]
@@ -27,7 +27,7 @@ def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
         )
 
 
-def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:
+def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:
     """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
 
     The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
@@ -39,7 +39,7 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int
         context + communicators * each
         for context, each in zip(_CONTEXT_BYTES, _COMMUNICATOR_BYTES, strict=True)
     )
-    return {"low": low, "high": high}
+    return OutsideAllocator(low=low, high=high)
 
 
 def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:

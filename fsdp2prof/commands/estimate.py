@@ -160,9 +160,8 @@ def memory(
     if hardware is not None:
         values = {**values, "hardware": hardware}
     spec = make_spec(values)
-    device_bytes = None if spec.hardware is None else spec.hardware.memory_bytes
     with output.progress(f"executing {spec.model.source} on fake tensors"):
-        prediction = predict_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
+        prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save_run is not None:
         communication = estimate_comm(spec.model, spec.mesh, spec.policy)
         estimate_run.save_run(save_run, prediction, communication)
