@@ -21,7 +21,9 @@ from fsdp2prof.results import (
     RankTrace,
     RunAnalysis,
     RunComparison,
+    TimeChange,
     TraceAnalysis,
+    UnrecordedStep,
 )
 
 __all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
@@ -48,7 +50,12 @@ _EXPOSED = (
     "exposed_all_reduce",
     "exposed_other_comm",
 )
-_KINDS = {"trace": TraceAnalysis, "memory": MemoryAnalysis, "comparison": RunComparison}
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "step": (RunAnalysis, TraceAnalysis),
+    "trace": TraceAnalysis,
+    "memory": MemoryAnalysis,
+    "comparison": RunComparison,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +64,10 @@ class Metric:
 
     description: str
     source: str
-    """``trace``, ``memory`` or ``comparison``: what it is computed from."""
+    """``step`` (of a run or a trace), ``trace``, ``memory`` or ``comparison``: what it is computed from."""
     values: (
-        Callable[[TraceAnalysis], _PerRank]
+        Callable[[RunAnalysis | TraceAnalysis], _PerRank]
+        | Callable[[TraceAnalysis], _PerRank]
         | Callable[[MemoryAnalysis], _PerRank]
         | Callable[[RunComparison], _PerRank]
     )
@@ -132,15 +140,20 @@ def _evaluate(condition: Condition, analysis: Analysis) -> Failure | None:
 
 def _values(condition: Condition, analysis: Analysis) -> _PerRank:
     metric = METRICS[condition.metric]
-    part: TraceAnalysis | MemoryAnalysis | RunComparison | None
-    if isinstance(analysis, RunAnalysis):
+    part: Analysis | None = analysis
+    if isinstance(analysis, RunAnalysis) and metric.source in ("trace", "memory"):
         part = analysis.trace if metric.source == "trace" else analysis.memory
-    else:
-        part = analysis
     if not isinstance(part, _KINDS[metric.source]):
-        needed = "`fsdp2prof compare`" if metric.source == "comparison" else f"a {metric.source} analysis"
-        raise UsageError(f"{condition.text}: {condition.metric} needs {needed}")
+        raise UsageError(f"{condition.text}: {condition.metric} needs {_NEEDED[metric.source]}")
     return metric.values(part)  # type: ignore[arg-type]
+
+
+_NEEDED = {
+    "step": "a run or a trace analysis",
+    "trace": "a trace analysis",
+    "memory": "a memory analysis",
+    "comparison": "`fsdp2prof compare`",
+}
 
 
 def _of_steps(part: Callable[[RankTrace], int]) -> Callable[[TraceAnalysis], _PerRank]:
@@ -164,7 +177,7 @@ def _exposed_ns(rank: RankTrace) -> int:
     )
 
 
-def _step_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysis], _PerRank]:
+def _traced_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysis], _PerRank]:
     def values(analysis: TraceAnalysis) -> _PerRank:
         return {
             rank.rank: pick([step.duration_ns for step in rank.steps]) / 1e6 if rank.steps else None
@@ -172,6 +185,29 @@ def _step_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysis]
         }
 
     return values
+
+
+def _step_ms(
+    unrecorded: Callable[[UnrecordedStep], float], traced: Callable[[TraceAnalysis], _PerRank]
+) -> Callable[[RunAnalysis | TraceAnalysis], _PerRank]:
+    """Of the unrecorded steps as soon as one rank knows some, else of the traced ones."""
+
+    def values(analysis: RunAnalysis | TraceAnalysis) -> _PerRank:
+        ranks = analysis.run.ranks if isinstance(analysis, RunAnalysis) else analysis.ranks
+        known = {rank.rank: rank.unrecorded_step for rank in ranks}
+        if any(known.values()):
+            return {rank: unrecorded(step) / 1e6 if step else None for rank, step in known.items()}
+        trace = analysis.trace if isinstance(analysis, RunAnalysis) else analysis
+        return traced(trace) if trace else {}
+
+    return values
+
+
+def _mean_of(durations: Sequence[int]) -> float:
+    return sum(durations) / len(durations)
+
+
+_TRACED_MEAN, _TRACED_MAX = _traced_ms(_mean_of), _traced_ms(max)
 
 
 def _wait_frac(analysis: TraceAnalysis) -> _PerRank:
@@ -213,6 +249,14 @@ def _of_whole(value: Callable[[RunComparison], float | None]) -> Callable[[RunCo
 
 def _of_peaks(value: Callable[[RankPeakChange], float | None]) -> Callable[[RunComparison], _PerRank]:
     return lambda comparison: {row.after_rank: value(row) for row in comparison.peaks}
+
+
+def _frac(change: TimeChange | None) -> float | None:
+    return change.delta_frac if change else None
+
+
+def _delta_ms(change: TimeChange | None) -> float | None:
+    return change.delta_ns / 1e6 if change else None
 
 
 def _exposed_change(comparison: RunComparison) -> tuple[float, float] | None:
@@ -272,8 +316,18 @@ METRICS: dict[str, Metric] = {
         "trace",
         _of_steps(lambda rank: sum(s.breakdown_ns.idle for s in rank.steps)),
     ),
-    "step_time_ms": Metric("mean step time, milliseconds", "trace", _step_ms(lambda ns: sum(ns) / len(ns))),
-    "step_time_max_ms": Metric("longest step, milliseconds", "trace", _step_ms(max)),
+    "step_time_ms": Metric(
+        "median unrecorded step, milliseconds; the mean traced one where none is known",
+        "step",
+        _step_ms(lambda step: step.median_ns, _TRACED_MEAN),
+    ),
+    "step_time_max_ms": Metric(
+        "longest unrecorded step, milliseconds; the longest traced one where none is known",
+        "step",
+        _step_ms(lambda step: step.max_ns, _TRACED_MAX),
+    ),
+    "traced_step_time_ms": Metric("mean traced step, milliseconds", "trace", _TRACED_MEAN),
+    "traced_step_time_max_ms": Metric("longest traced step, milliseconds", "trace", _TRACED_MAX),
     "wait_frac": Metric("waiting for other ranks in collectives, of step time", "trace", _wait_frac),
     "attributed_frac": Metric(
         "collective time placed on a layer, of all collective time", "trace", _attributed_frac
@@ -287,19 +341,29 @@ METRICS: dict[str, Metric] = {
         "memory at the peak without a known role, of the peak", "memory", _of_memory(_unattributed_frac)
     ),
     "step_time_frac": Metric(
-        "change of the mean step time, of before",
+        "change of the median unrecorded step, of before; of the mean traced one where none is known",
         "comparison",
-        _of_whole(lambda comparison: comparison.step.delta_frac if comparison.step else None),
+        _of_whole(lambda comparison: _frac(comparison.unrecorded_step or comparison.step)),
     ),
     "step_time_delta_ms": Metric(
-        "change of the mean step time, milliseconds",
+        "change of the median unrecorded step, milliseconds; of the mean traced one where none is known",
         "comparison",
-        _of_whole(lambda comparison: comparison.step.delta_ns / 1e6 if comparison.step else None),
+        _of_whole(lambda comparison: _delta_ms(comparison.unrecorded_step or comparison.step)),
+    ),
+    "traced_step_time_frac": Metric(
+        "change of the mean traced step, of before",
+        "comparison",
+        _of_whole(lambda comparison: _frac(comparison.step)),
+    ),
+    "traced_step_time_delta_ms": Metric(
+        "change of the mean traced step, milliseconds",
+        "comparison",
+        _of_whole(lambda comparison: _delta_ms(comparison.step)),
     ),
     "unrecorded_step_frac": Metric(
-        "change of the median step time without recording, of before",
+        "change of the median unrecorded step, of before",
         "comparison",
-        _of_whole(lambda comparison: c.delta_frac if (c := comparison.unrecorded_step) else None),
+        _of_whole(lambda comparison: _frac(comparison.unrecorded_step)),
     ),
     "exposed_time_frac": Metric(
         "change of exposed communication in a mean step, of before", "comparison", _of_whole(_exposed_frac)

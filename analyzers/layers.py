@@ -9,13 +9,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from statistics import median
 
 from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["FOLD_FROM", "families", "family_name", "fold_names", "natural_key"]
+__all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "natural_key"]
 
 FOLD_FROM = 3
 """Siblings that look alike before they are folded."""
+
+_OUTLIER_RATIO = 2.0
+_OUTLIER_SHARE = 0.05
+"""A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -54,6 +59,24 @@ def families(items: Sequence[tuple[str | None, Hashable]]) -> list[list[int]]:
         else:
             families[name[: number.start()], name[number.end() :], key].append(i)
     return list(families.values())
+
+
+def fold_alike(items: Sequence[tuple[str | None, Hashable]], costs: Sequence[float]) -> list[list[int]]:
+    """Group rows as :func:`families` does; one that costs much more than its siblings stays alone.
+
+    It is the one to look at. Groups of fewer than :data:`FOLD_FROM` fall apart into single rows.
+    """
+    worth_a_row = _OUTLIER_SHARE * sum(costs)
+    groups: list[list[int]] = []
+    for siblings in families(items):
+        limit = max(_OUTLIER_RATIO * median(costs[i] for i in siblings), worth_a_row)
+        alike = [i for i in siblings if costs[i] <= limit]
+        if len(alike) < FOLD_FROM:
+            groups += [[i] for i in siblings]
+        else:
+            groups += [[i] for i in siblings if costs[i] > limit]
+            groups.append(alike)
+    return groups
 
 
 def family_name(names: Sequence[str | None]) -> str:

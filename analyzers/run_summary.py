@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 import msgspec
 
+from fsdp2prof.analyzers.layers import fold_names
+from fsdp2prof.analyzers.means import known_sum
+from fsdp2prof.analyzers.unrecorded import unrecorded_step
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest, RankRecord, RunDirectory
-from fsdp2prof.results import RunRank, RunSummary, ShardGroup, StepTime
+from fsdp2prof.results import RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.units import dtype_bytes, format_bytes
 
-__all__ = ["summarize_run"]
+__all__ = ["shard_families", "summarize_run"]
 
 
 def summarize_run(run: RunDirectory) -> RunSummary:
@@ -19,6 +25,7 @@ def summarize_run(run: RunDirectory) -> RunSummary:
     manifests = [record.manifest for record in run.ranks if record.manifest is not None]
     world_size = info.world_size or max((manifest.world_size for manifest in manifests), default=None)
     sharded = next((manifest for manifest in manifests if manifest.param_groups), None)
+    groups = [_group(group) for group in sharded.param_groups] if sharded else []
     return RunSummary(
         path=str(run.path),
         command=info.command,
@@ -33,8 +40,10 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         options=msgspec.to_builtins(info.options),
         messages=list(run.messages),
         ranks=sorted([*map(_rank, run.ranks), *_missing(run, world_size)], key=lambda rank: rank.rank),
-        shard_groups=[_group(group) for group in sharded.param_groups] if sharded else [],
+        shard_groups=groups,
         optimizers=next((_optimizers(manifest) for manifest in manifests if manifest.optimizers), []),
+        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        shard_families=shard_families(groups),
     )
 
 
@@ -55,6 +64,7 @@ def _rank(record: RankRecord) -> RunRank:
         has_memory=record.memory is not None,
         error=manifest.error,
         messages=list(record.messages),
+        unrecorded_step=unrecorded_step([manifest.steps]),
     )
 
 
@@ -101,9 +111,40 @@ def _group(group: ParamGroupInfo) -> ShardGroup:
     )
 
 
+def shard_families(groups: Sequence[ShardGroup]) -> list[ShardFamily]:
+    """Fold the groups of repeated layers that are sharded alike, in order of appearance."""
+    roots = 1 + max((group.root for group in groups), default=0)
+    names = [qualified_fqn(group.fqn, group.root, roots) for group in groups]
+    alike = [(name, replace(group, fqn="")) for name, group in zip(names, groups, strict=True)]
+    return [
+        _family(name if len(members) > 1 else names[members[0]], [groups[i] for i in members])
+        for name, members in fold_names(alike)
+    ]
+
+
+def _family(layer: str, groups: Sequence[ShardGroup]) -> ShardFamily:
+    first = groups[0]
+    return ShardFamily(
+        layer=layer,
+        groups=len(groups),
+        parameters=sum(group.parameters for group in groups),
+        numel=sum(group.numel for group in groups),
+        sharded_bytes=known_sum([group.sharded_bytes for group in groups]),
+        padding_bytes=known_sum([group.padding_bytes for group in groups]),
+        dtype=first.dtype,
+        param_dtype=first.param_dtype,
+        reduce_dtype=first.reduce_dtype,
+        mesh=first.mesh,
+        reshard_after_forward=first.reshard_after_forward,
+        offload=first.offload,
+        requires_grad=first.requires_grad,
+    )
+
+
 def _bytes(numels: list[int], sizes: list[int | None]) -> int | None:
-    known = [numel * size for numel, size in zip(numels, sizes, strict=True) if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+    return known_sum(
+        [None if size is None else numel * size for numel, size in zip(numels, sizes, strict=True)]
+    )
 
 
 def _mesh(mesh: MeshInfo) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
+from fsdp2prof.results import RankTrace
 from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
 
-__all__ = ["Window", "host_steps", "step_windows"]
+__all__ = ["Window", "host_steps", "step_windows", "window_count"]
 
 Window: TypeAlias = Literal["steps", "trace"]
 """What is analysed: every labelled step, or everything from the first to the last activity as one step."""
@@ -74,6 +76,11 @@ def step_windows(
     last = np.maximum(device.end_ns[launched_in == busy[-1]].max(keepdims=True), begins[-1:])
     windows = StepTable(step=steps.step[busy], start_ns=begins, end_ns=np.concatenate([begins[1:], last]))
     return windows, warnings
+
+
+def window_count(ranks: Iterable[RankTrace]) -> int:
+    """Count the analysed steps of all ranks: what means per rank and step are over."""
+    return sum(len(rank.steps) for rank in ranks)
 
 
 def _host_activity(trace: Trace) -> tuple[IntArray, IntArray]:

@@ -5,7 +5,8 @@
 #
 # BASELINE is a run directory or the JSON of `fsdp2prof analyze run RUN -o BASELINE.json`, small enough to keep
 # beside the code. Without one, this run's is written there and the gate passes. Thresholds come from the
-# environment; choose MAX_SLOWDOWN above the spread of the machine's own step times.
+# environment. The step that counts is the unrecorded one: let the script run a dozen steps more than are recorded,
+# and choose MAX_SLOWDOWN above the spread of the machine's own step times.
 set -euo pipefail
 
 baseline=$1

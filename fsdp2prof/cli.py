@@ -9,8 +9,8 @@ from importlib import import_module
 import click
 
 from fsdp2prof import __version__
+from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import Fsdp2ProfError
-from fsdp2prof.vocabulary import printable
 
 __all__ = ["cli", "main"]
 
@@ -28,6 +28,8 @@ _VERBS = {
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 
+_ALIASES = {"analyse": "analyze"}
+
 
 class _Registry(click.Group):
     """A group whose verbs are imported on use, so that ``--help`` stays instant."""
@@ -36,9 +38,10 @@ class _Registry(click.Group):
         return list(_VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _VERBS:
+        verb = _ALIASES.get(cmd_name, cmd_name)
+        if verb not in _VERBS:
             return None
-        module, attribute = _VERBS[cmd_name][0].split(":")
+        module, attribute = _VERBS[verb][0].split(":")
         command: click.Command = getattr(import_module(module), attribute)
         return command
 
@@ -62,16 +65,11 @@ def main() -> None:
     except click.ClickException as error:
         said = io.StringIO()
         error.show(said)
-        _complain(said.getvalue().rstrip("\n"))
+        say(said.getvalue().rstrip("\n"))
         code = error.exit_code
     except click.Abort:
         code = 130
     except Fsdp2ProfError as error:
-        _complain(f"error: {error}")
+        say(f"error: {error}")
         code = error.exit_code
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _complain(text: str) -> None:
-    """Write to stderr; names in an error come from files and must not reach the terminal as commands."""
-    click.echo("\n".join(map(printable, text.split("\n"))), err=True)

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
+from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.results import CommChange, CommEstimate, CommFigures, CommRow, GroupRow, TraceAnalysis
 
-__all__ = ["communication_changes", "mean"]
+__all__ = ["communication_changes"]
 
 _Key: TypeAlias = "tuple[str | None, str, str]"
 """Layer, phase, op."""
@@ -54,7 +56,7 @@ def communication_changes(
 
 def _sums(side: TraceAnalysis | CommEstimate | None) -> dict[_Key, _Sums] | None:
     if isinstance(side, TraceAnalysis):
-        windows = sum(len(rank.steps) for rank in side.ranks)
+        windows = window_count(side.ranks)
         return _sum_rows(((row.fqn, row) for row in side.groups), windows) if windows else None
     if side is None:
         return None
@@ -135,8 +137,3 @@ def _is_equal(before: _Sums, after: _Sums) -> bool:
         and same(before.payload_bytes, after.payload_bytes)
         and (wire == (None, None) or same(*wire))
     )
-
-
-def mean(total: int, count: int) -> float:
-    """Return the mean, an exact integer where it is one."""
-    return total // count if total % count == 0 else total / count

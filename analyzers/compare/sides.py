@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import median
 
-from fsdp2prof.analyzers.compare.communication import communication_changes, mean
+from fsdp2prof.analyzers.compare.communication import communication_changes
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
+from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
     BreakdownNs,
@@ -106,14 +107,10 @@ def _times(
 
 
 def _unrecorded_step(before: RunSummary | None, after: RunSummary | None) -> TimeChange | None:
-    durations = [
-        [step.duration_ns for rank in run.ranks for step in rank.steps if step.kind == "plain"]
-        for run in (before, after)
-        if run is not None
-    ]
-    if len(durations) < 2 or not all(durations):
-        return None
-    return _time("unrecorded_step", median(durations[0]), median(durations[1]))
+    """Compare the medians, each over all ranks."""
+    sides = [unrecorded_step(rank.steps for rank in run.ranks) for run in (before, after) if run is not None]
+    known = [step.median_ns for step in sides if step is not None]
+    return _time("unrecorded_step", *known) if len(known) == 2 else None
 
 
 def _mean(values: Sequence[int]) -> float:

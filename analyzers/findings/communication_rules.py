@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, layer_name
-from fsdp2prof.results import Finding, GroupRow, LateCause, PrefetchRow
+from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, finding
+from fsdp2prof.analyzers.wording import named_layer
+from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow
 from fsdp2prof.units import format_bytes, format_frac
 
 __all__ = ["find"]
@@ -33,12 +34,12 @@ def find(evidence: Evidence) -> list[Finding]:
 
 def _in_line(evidence: Evidence) -> list[Finding]:
     exposed = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
-    message = (
+    problem = (
         "On a CPU, FSDP2's collectives block the thread that calls them, so communication is hardly ever "
         f"hidden: {evidence.per_step(exposed)}. That is how gloo works, not a fault of the model; judge "
         "overlap on a GPU."
     )
-    return evidence.finding("cpu_collectives_in_line", None, exposed, message, severity="info")
+    return evidence.finding("cpu_collectives_in_line", None, exposed, problem, severity="info")
 
 
 def _communication_bound(evidence: Evidence) -> list[Finding]:
@@ -48,15 +49,18 @@ def _communication_bound(evidence: Evidence) -> list[Finding]:
     compute = sum(step.breakdown_ns.compute for rank in ranks for step in rank.steps)
     if total <= compute:
         return []
-    message = (
+    problem = (
         f"Communication takes longer than compute ({evidence.per_step(total)} against "
-        f"{evidence.per_step(compute)}), so no schedule can hide it all. Do more work per gathered "
-        "parameter (larger batch, gradient accumulation without sync) or send less (smaller dtypes, shard "
-        "over fewer ranks with HSDP)."
+        f"{evidence.per_step(compute)}), so no schedule can hide it all."
+    )
+    change = (
+        "Do more work per gathered parameter (larger batch, gradient accumulation without sync) or send less "
+        "(smaller dtypes, shard over fewer ranks with HSDP)."
     )
     exposed = sum(rank.communication.exposed_ns for rank in ranks)
+    cost = min(exposed, total)
     return evidence.finding(
-        "communication_bound", None, min(exposed, total), message, communication_ns=total, compute_ns=compute
+        "communication_bound", None, cost, problem, change, communication_ns=total, compute_ns=compute
     )
 
 
@@ -138,17 +142,18 @@ def _late(evidence: Evidence) -> list[Finding]:
         cost = sum(late for _, late in layers)
         worst, most = layers[0]
         many = len(layers) > 1
-        whose = f"{len(layers)} layers" if many else layer_name(worst)
-        detail = f", most for {layer_name(worst)} ({evidence.per_step(most)})" if many else ""
-        message = (
+        whose = f"{len(layers)} layers" if many else named_layer(worst)
+        detail = f", most for {named_layer(worst)} ({evidence.per_step(most)})" if many else ""
+        problem = (
             f"{op.replace('_', '-').capitalize()}s of {whose} in {phase} {lateness.what}: the compute "
-            f"stream waits {evidence.per_step(cost)}{detail}. {lateness.change}"
+            f"stream waits {evidence.per_step(cost)}{detail}."
         )
         found += evidence.finding(
             lateness.name,
             worst,
             cost,
-            message,
+            problem,
+            lateness.change,
             op=op,
             phase=phase,
             layers={layer or "": late // evidence.rank_steps for layer, late in layers[:5]},
@@ -186,17 +191,17 @@ def _wrapped_too_fine(evidence: Evidence) -> list[Finding]:
         return []
     cost = sum(row.exposed_ns for row in rows)
     payload = sum(row.payload_bytes or 0 for row in rows) // count
-    message = (
+    problem = (
         f"{count // evidence.rank_steps} collectives a step carry only {format_bytes(payload)} on average "
         f"and run below {format_frac(limits.knee_frac)} of the bandwidth that larger ones reach; they are "
-        f"exposed for {evidence.per_step(cost)}. Apply fully_shard to larger modules, or to several "
-        "together: fully_shard([a, b])."
+        f"exposed for {evidence.per_step(cost)}."
     )
     return evidence.finding(
         "wrapping_too_fine",
         None,
         cost,
-        message,
+        problem,
+        "Apply fully_shard to larger modules, or to several together: fully_shard([a, b]).",
         collectives_per_step=count // evidence.rank_steps,
         mean_payload_bytes=payload,
         layers=sorted({row.fqn or "" for row in rows})[:5],
@@ -211,13 +216,14 @@ def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
     if share < evidence.thresholds.coarse_frac:
         return []
     cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
-    message = (
-        f"One all-gather, of {layer_name(fqn)}, brings {format_frac(share)} of all parameters "
+    problem = (
+        f"One all-gather, of {named_layer(fqn)}, brings {format_frac(share)} of all parameters "
         f"({format_bytes(payload)}) at once; nothing can run before it ends, and {evidence.per_step(cost)} "
-        "of it is exposed. Apply fully_shard to the blocks inside before the module around them."
+        "of it is exposed."
     )
+    change = "Apply fully_shard to the blocks inside before the module around them."
     return evidence.finding(
-        "wrapping_too_coarse", fqn, cost, message, payload_bytes=payload, share_frac=share
+        "wrapping_too_coarse", fqn, cost, problem, change, payload_bytes=payload, share_frac=share
     )
 
 
@@ -244,11 +250,13 @@ def _resharded_needlessly(evidence: Evidence) -> list[Finding]:
                 costs[row.fqn] += max(row.exposed_ns, row.stall_ns or 0)
     found = []
     for fqn, cost in costs.items():
-        message = (
-            f"{layer_name(fqn)} is resharded at the end of forward only to be gathered again as backward "
-            f"begins: {evidence.per_step(cost)} of waiting. Keep it: reshard_after_forward=False."
+        name = named_layer(fqn)
+        problem = (
+            f"{name[0].upper()}{name[1:]} is resharded at the end of forward only to be gathered again as "
+            f"backward begins: {evidence.per_step(cost)} of waiting."
         )
-        found += evidence.finding("resharded_needlessly", fqn, cost, message[0].upper() + message[1:])
+        change = f"Keep {name} gathered: reshard_after_forward=False."
+        found += evidence.finding("resharded_needlessly", fqn, cost, problem, change)
     return found
 
 
@@ -269,21 +277,14 @@ def _root_kept(evidence: Evidence) -> list[Finding]:
             continue
         limits = evidence.thresholds
         if share >= limits.root_frac and payload >= limits.root_payload_bytes:
-            message = (
+            problem = (
                 f"The root holds {format_frac(share)} of all parameters and keeps them unsharded "
                 f"({format_bytes(payload)}) from its forward to the end of backward, which is FSDP2's "
-                "default. If memory is short, apply fully_shard to its large children (embedding, head) as "
-                "well."
+                "default."
             )
-            found.append(
-                Finding(
-                    id="root_not_resharded",
-                    severity="info",
-                    fqn=fqn,
-                    message=message,
-                    evidence={"payload_bytes": payload, "share_frac": share},
-                )
-            )
+            change = "If memory is short, apply fully_shard to its large children (embedding, head) as well."
+            sizes: dict[str, EvidenceValue] = {"payload_bytes": payload, "share_frac": share}
+            found.append(finding("root_not_resharded", "info", fqn, problem, change, sizes))
     return found
 
 
@@ -298,14 +299,16 @@ def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
     if sum(row.total_ns for row in wide) - _waited(evidence, "reduce_scatter") < gathers:
         return []
     cost = sum(row.exposed_ns for row in wide) - _for_peers(evidence, "reduce_scatter")
-    message = (
+    problem = (
         "Gradients are reduced in float32 while parameters are gathered in half precision: reduce-scatter "
-        f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed. "
-        "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) halves its bytes, if training stays stable with "
-        "it."
+        f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed."
+    )
+    change = (
+        "Halve its bytes with MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), if training stays stable "
+        "with it."
     )
     worst = by_layer(wide, lambda row: row.exposed_ns)
-    return evidence.finding("reduce_in_float32", worst[0][0] if worst else None, cost, message)
+    return evidence.finding("reduce_in_float32", worst[0][0] if worst else None, cost, problem, change)
 
 
 def _waited(evidence: Evidence, op: str) -> int:
@@ -321,13 +324,21 @@ def _for_peers(evidence: Evidence, op: str) -> int:
 def _exposed_all_reduce(evidence: Evidence) -> list[Finding]:
     rows = [row for row in evidence.analysis.groups if row.op == "all_reduce" and row.fqn is not None]
     cost = sum(row.exposed_ns for row in rows) - _for_peers(evidence, "all_reduce")
-    message = (
-        f"The all-reduce between HSDP replicas is exposed for {evidence.per_step(cost)}. Use fewer replicas "
-        "(larger shard dimension), reduce in a smaller dtype, or accumulate gradients with "
-        "set_requires_all_reduce(False) on all but the last micro-batch."
+    problem = f"The all-reduce between HSDP replicas is exposed for {evidence.per_step(cost)}."
+    change = (
+        "Use fewer replicas (larger shard dimension), reduce in a smaller dtype, or accumulate gradients "
+        "with set_requires_all_reduce(False) on all but the last micro-batch."
     )
     worst = by_layer(rows, lambda row: row.exposed_ns)
-    return evidence.finding("all_reduce_exposed", worst[0][0] if worst else None, cost, message)
+    return evidence.finding("all_reduce_exposed", worst[0][0] if worst else None, cost, problem, change)
+
+
+_OUTSIDE = {
+    "all_gather": "Keep what gathers there out of the step: full_tensor(), a state dict, or another "
+    "parallelism.",
+    "all_reduce": "Gradient clipping, metrics or another parallelism reduces there: log less often, and keep "
+    "metrics on the device.",
+}
 
 
 def _outside_fsdp(evidence: Evidence) -> list[Finding]:
@@ -342,15 +353,11 @@ def _outside_fsdp(evidence: Evidence) -> list[Finding]:
         cost = sum(row.exposed_ns for row in rows)
         count = sum(row.count for row in rows) / evidence.rank_steps
         phases = ", ".join(dict.fromkeys(row.phase for row in rows))
-        reason = {
-            "all_gather": "full_tensor(), a state dict or another parallelism gathers there; keep it out "
-            "of the step",
-            "all_reduce": "gradient clipping, metrics or another parallelism reduces there; log less "
-            "often, and keep metrics on the device",
-        }.get(op, "another parallelism or your own code communicates there")
-        message = (
+        change = _OUTSIDE.get(op, "Another parallelism or your own code communicates there.")
+        problem = (
             f"{count:.3g} {op.replace('_', '-')}s a step ({phases}) are not FSDP's and are exposed for "
-            f"{evidence.per_step(cost)}: {reason}."
+            f"{evidence.per_step(cost)}."
         )
-        found += evidence.finding(f"{op}_outside_fsdp", None, cost, message, per_step=count, phases=phases)
+        name = f"{op}_outside_fsdp"
+        found += evidence.finding(name, None, cost, problem, change, per_step=count, phases=phases)
     return found

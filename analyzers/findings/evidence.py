@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import Finding, GroupRow, PrefetchRow, Severity, TraceAnalysis
+from fsdp2prof.results import EvidenceValue, Finding, GroupRow, PrefetchRow, Severity, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["Evidence", "FindingThresholds", "by_layer", "layer_name"]
+__all__ = ["Evidence", "FindingThresholds", "by_layer", "cost_frac", "finding"]
 
 _Row = TypeVar("_Row", GroupRow, PrefetchRow)
 
@@ -43,6 +44,8 @@ class FindingThresholds:
     """Waiting for one rank, of the steps of the ranks that waited."""
     host_bound_frac: float = 0.1
     """Idle time because the host launched nothing."""
+    slowdown: float = 1.2
+    """How many times as long tracing makes a step, from which on it is said."""
     padding_frac: float = 0.02
     """Padding in sharded parameters, of their bytes."""
 
@@ -57,7 +60,7 @@ class Evidence:
         self.manifests = manifests
         self.thresholds = thresholds
         self.total_ns = sum(step.duration_ns for rank in analysis.ranks for step in rank.steps)
-        self.rank_steps = sum(len(rank.steps) for rank in analysis.ranks)
+        self.rank_steps = window_count(analysis.ranks)
 
     @property
     def on_device(self) -> bool:
@@ -79,11 +82,11 @@ class Evidence:
         """Reduce-scatters of layers."""
         return [row for row in self.analysis.groups if row.op == "reduce_scatter" and row.fqn is not None]
 
-    def frac(self, nanoseconds: int) -> float:
+    def frac(self, nanoseconds: float) -> float:
         """A sum over all ranks and steps, as a fraction of their time."""
         return nanoseconds / self.total_ns
 
-    def per_step(self, nanoseconds: int) -> str:
+    def per_step(self, nanoseconds: float) -> str:
         """A sum over all ranks and steps, as text: time a step and percent of it."""
         return f"{format_ns(nanoseconds / self.rank_steps)} ({format_frac(self.frac(nanoseconds))}) a step"
 
@@ -97,31 +100,40 @@ class Evidence:
         self,
         name: str,
         fqn: str | None,
-        cost_ns: int,
-        message: str,
+        cost_ns: float,
+        problem: str,
+        change: str = "",
         severity: Severity | None = None,
-        **more: Any,
+        **more: EvidenceValue,
     ) -> list[Finding]:
         """One finding if its cost is worth it, else none."""
         cost = self.frac(cost_ns)
         if cost < self.thresholds.min_cost_frac:
             return []
-        return [
-            Finding(
-                id=name,
-                severity=severity or self.severity(cost),
-                fqn=fqn,
-                message=message,
-                evidence={"cost_frac": cost, "cost_ns_per_step": cost_ns // self.rank_steps, **more},
-            )
-        ]
+        sums: dict[str, EvidenceValue] = {
+            "cost_frac": cost,
+            "cost_ns_per_step": int(cost_ns // self.rank_steps),
+        }
+        return [finding(name, severity or self.severity(cost), fqn, problem, change, sums | more)]
 
 
-def layer_name(fqn: str | None) -> str:
-    """Name a layer in a sentence."""
-    if fqn is None:
-        return "code outside every layer"
-    return f"`{fqn}`" if fqn else "the root module"
+def finding(
+    name: str,
+    severity: Severity,
+    fqn: str | None,
+    problem: str,
+    change: str,
+    evidence: dict[str, EvidenceValue],
+) -> Finding:
+    """Return a finding whose message says what is wrong, then what to change."""
+    message = f"{problem} {change}" if change else problem
+    return Finding(id=name, severity=severity, fqn=fqn, message=message, change=change, evidence=evidence)
+
+
+def cost_frac(found: Finding) -> float:
+    """What a finding costs, of the step; 0 where it does not say."""
+    cost = found.evidence.get("cost_frac", 0.0)
+    return float(cost) if isinstance(cost, (int, float)) else 0.0
 
 
 def by_layer(rows: Iterable[_Row], cost: Callable[[_Row], int]) -> list[tuple[str | None, int]]:

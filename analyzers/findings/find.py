@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from fsdp2prof.analyzers.findings import communication_rules, run_rules
-from fsdp2prof.analyzers.findings.evidence import Evidence, FindingThresholds
+from fsdp2prof.analyzers.findings.evidence import Evidence, FindingThresholds, cost_frac
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import SEVERITIES, Finding, TraceAnalysis
@@ -32,7 +32,7 @@ def find(
     if not evidence.total_ns:
         return []
     found = [*communication_rules.find(evidence), *run_rules.find(evidence)]
-    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), -_cost(one)))
+    return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), -cost_frac(one)))
 
 
 def parse_thresholds(options: Sequence[str]) -> FindingThresholds:
@@ -51,8 +51,3 @@ def parse_thresholds(options: Sequence[str]) -> FindingThresholds:
         except ValueError:
             raise UsageError(f"not a number in {option!r}") from None
     return replace(FindingThresholds(), **values)  # type: ignore[arg-type]
-
-
-def _cost(finding: Finding) -> float:
-    cost = finding.evidence.get("cost_frac", 0.0)
-    return float(cost)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from fsdp2prof.analyzers.findings.evidence import Evidence, layer_name
+from fsdp2prof.analyzers.findings.evidence import Evidence, cost_frac, finding
+from fsdp2prof.analyzers.unrecorded import added_ns
+from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results import Finding, Severity, Straggler
-from fsdp2prof.units import format_frac
+from fsdp2prof.results import EvidenceValue, Finding, Severity, Straggler
+from fsdp2prof.units import format_frac, format_ns
 
 __all__ = ["find"]
 
@@ -16,18 +18,23 @@ _NAMED = 3
 """Findings about late ranks; the result lists more."""
 
 _REMEDY = {
-    "kernel": "Compare its clocks, temperature and input sizes with the others'",
-    "host": "Look at its data loader, CPU affinity and other processes on its host",
-    "communication": "Look at the links of its other process groups",
-    "unknown": "Record more steps to see what it does before",
+    "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
+    "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
+    "host": "Look at the data loader, CPU affinity and other processes on the host of rank {rank}.",
+    "communication": "Look at the links of rank {rank}'s other process groups.",
+    "unknown": "Record more steps to see what rank {rank} does before.",
 }
+"""What to change, by kind of work; ``operator`` is a kernel of a CPU."""
+
+_SAME_SHARE = 0.01
+"""Shares that differ by less are told as one."""
 
 
 def find(evidence: Evidence) -> list[Finding]:
     """Return the findings about ranks, hosts and shards."""
     found = [*_stragglers(evidence), *_padding(evidence)]
     if evidence.on_device:
-        found += [*_host_bound(evidence), *_host_syncs(evidence)]
+        found += _host_time(evidence)
     return found
 
 
@@ -48,16 +55,16 @@ def _stragglers(evidence: Evidence) -> list[Finding]:
             continue
         explained += caused
         found.append(_straggler(evidence, rank, its[0], share, share * felt, caused))
-    found.sort(key=lambda one: -float(one.evidence["cost_frac"]))
+    found.sort(key=lambda one: -cost_frac(one))
     rest = int((sum(cross.wait_ns.values()) - explained) * felt)
     if evidence.frac(rest) >= evidence.thresholds.straggler_frac:
-        message = (
+        problem = (
             f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no single "
-            "one is to blame. Even out their inputs (sequence lengths), and keep other work off their "
-            "hosts."
+            "one is to blame."
         )
+        change = "Even out their inputs (sequence lengths), and keep other work off their hosts."
         calm: Severity | None = None if evidence.on_device else "info"
-        found += evidence.finding("ranks_take_turns", None, rest, message, severity=calm)
+        found += evidence.finding("ranks_take_turns", None, rest, problem, change, calm)
     return found[:_NAMED]
 
 
@@ -79,65 +86,112 @@ def _felt_frac(evidence: Evidence) -> float:
 def _straggler(
     evidence: Evidence, rank: int, worst: Straggler, share: float, cost: float, caused: int
 ) -> Finding:
-    where = "" if worst.fqn is None else f", at {layer_name(worst.fqn)}"
-    message = (
-        f"Waiting in collectives for rank {rank} takes the others {format_frac(share)} of their time, "
-        f"{format_frac(cost)} with nothing else to do. Mostly: {worst.cause}{where}. "
-        f"{_REMEDY[worst.kind or 'unknown']}."
+    where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
+    waited = format_frac(cost)
+    if share - cost >= _SAME_SHARE:
+        waited = f"{format_frac(share)} of their time, {waited} of it with no other work to do meanwhile"
+    else:
+        waited += " of their time"
+    problem = (
+        f"The other ranks wait in collectives for rank {rank}: {waited}. Mostly: {worst.cause or 'unknown'}"
+        f"{where}."
     )
-    return Finding(
-        id="straggler",
-        severity=evidence.severity(cost),
-        fqn=worst.fqn,
-        message=message,
-        evidence={
-            "cost_frac": cost,
-            "wait_frac": share,
-            "rank": rank,
-            "wait_caused_ns": caused,
-            "kind": worst.kind,
-            "cause": worst.cause,
-        },
-    )
+    kind = worst.kind or "unknown"
+    if kind == "host" and evidence.on_device:
+        problem += " (The profiler was running, which slows hosts down.)"
+    remedy = _REMEDY["operator" if kind == "kernel" and not evidence.on_device else kind]
+    facts: dict[str, EvidenceValue] = {
+        "cost_frac": cost,
+        "wait_frac": share,
+        "rank": rank,
+        "wait_caused_ns": caused,
+        "kind": worst.kind,
+        "cause": worst.cause,
+    }
+    severity = evidence.severity(cost)
+    return finding("straggler", severity, worst.fqn, problem, remedy.format(rank=rank), facts)
 
 
-def _host_bound(evidence: Evidence) -> list[Finding]:
-    cost = _idle(evidence, "host_bound")
+def _host_time(evidence: Evidence) -> list[Finding]:
+    """Time lost to the host; what tracing itself added to the steps says nothing of the training."""
+    added = added_ns(evidence.analysis.unrecorded_step) * evidence.rank_steps
+    launching = _idle(evidence, "host_bound")
+    waiting = _idle(evidence, "device_sync") + _idle(evidence, "memcpy")
+    late = max(0, launching - added)
+    stops = max(0, waiting - max(0, added - launching))
+    return [
+        *_slowed_by_tracing(evidence, launching + waiting, min(added, launching + waiting)),
+        *_host_bound(evidence, launching, late),
+        *_host_syncs(evidence, waiting, stops),
+    ]
+
+
+def _slowed_by_tracing(evidence: Evidence, lost: float, explained: float) -> list[Finding]:
+    step = evidence.analysis.unrecorded_step
+    if step is None or step.traced_median_ns is None or step.slowdown is None or not explained:
+        return []
+    if step.slowdown < evidence.thresholds.slowdown:
+        return []
+    problem = (
+        f"Tracing makes a step {times(step.slowdown)} as long ({format_ns(step.traced_median_ns)} against "
+        f"{format_ns(step.median_ns)} where nothing is recorded). That accounts for "
+        f"{evidence.per_step(explained)} of the {evidence.per_step(lost)} that the device lost to the host: "
+        "judge the host by the unrecorded step."
+    )
+    return evidence.finding("slowed_by_tracing", None, explained, problem, severity="info")
+
+
+def _host_bound(evidence: Evidence, idle: float, cost: float) -> list[Finding]:
+    """``cost`` is the part of ``idle`` that tracing does not account for."""
     if evidence.frac(cost) < evidence.thresholds.host_bound_frac:
         return []
-    message = (
-        f"The device runs dry because the host does not launch in time: {evidence.per_step(cost)} idle. "
+    problem = (
+        f"The device runs dry because the host does not launch in time: {evidence.per_step(idle)} idle"
+        f"{_profiled(evidence, idle, cost)}."
+    )
+    change = (
         "Launch less (torch.compile, CUDA graphs, fused optimizer), give each launch more work (larger "
         "batch), and look at the data loader."
     )
-    return evidence.finding("host_bound", None, cost, message)
+    return evidence.finding("host_bound", None, cost, problem, change)
 
 
-def _host_syncs(evidence: Evidence) -> list[Finding]:
-    cost = _idle(evidence, "device_sync") + _idle(evidence, "memcpy")
+def _host_syncs(evidence: Evidence, idle: float, cost: float) -> list[Finding]:
+    """``cost`` is the part of ``idle`` that tracing does not account for."""
     calls = evidence.analysis.host_syncs
     if not calls:
         return []
     worst = max(calls, key=lambda row: row.blocked_ns)
     count = sum(row.count for row in calls) / evidence.rank_steps
-    where = "" if worst.phase == "other" else f" in {worst.phase}"
-    where += "" if worst.fqn is None else f" of {layer_name(worst.fqn)}"
-    message = (
+    where = "" if worst.phase == "other" else f" {in_phase(worst.phase)}"
+    where += "" if worst.fqn is None else f" of {named_layer(worst.fqn)}"
+    problem = (
         f"The host stops for the device {count:.3g} times a step, longest in "
-        f"{worst.operator or worst.call}{where}; afterwards the device idles {evidence.per_step(cost)} "
-        "until work arrives again. Move .item(), .cpu(), full_tensor() and synchronize out of the step, or "
-        "do them every few steps."
+        f"{worst.operator or worst.call}{where}; afterwards the device idles {evidence.per_step(idle)} "
+        f"until work arrives again{_profiled(evidence, idle, cost)}."
+    )
+    change = (
+        "Move .item(), .cpu(), full_tensor() and synchronize out of the step, or do them every few steps."
     )
     return evidence.finding(
         "host_sync",
         worst.fqn,
         cost,
-        message,
+        problem,
+        change,
         calls_per_step=count,
         operator=worst.operator,
         call=worst.call,
         phase=worst.phase,
     )
+
+
+def _profiled(evidence: Evidence, idle: float, cost: float) -> str:
+    """Say what the profiler has to do with time that the host lost."""
+    step = evidence.analysis.unrecorded_step
+    if step is None or step.slowdown is None:
+        return "; the profiler was running and adds to this, how much is not known"
+    return f", {evidence.per_step(idle - cost)} of it added by tracing" if idle > cost else ""
 
 
 def _idle(evidence: Evidence, cause: str) -> int:
@@ -157,21 +211,23 @@ def _padding(evidence: Evidence) -> list[Finding]:
     if share < evidence.thresholds.padding_frac:
         return []
     worst = max(padding, key=padding.__getitem__)
-    message = (
+    uneven = sum(elements > 0 for elements in padding.values())
+    problem = (
         f"{format_frac(share)} of the sharded parameters is padding, gathered and reduced for nothing: "
-        f"dimension 0 of {len([p for p in padding.values() if p])} parameters does not divide by the ranks "
-        f"(worst: {worst}). Choose sizes that do, shard on another dimension (shard_placement_fn), or shard "
-        "over fewer ranks."
+        f"dimension 0 of {uneven} parameters does not divide by the ranks (worst: {worst})."
     )
-    return [
-        Finding(
-            id="uneven_shards",
-            severity="medium" if share >= evidence.thresholds.high_cost_frac else "low",
-            fqn=worst.split(":")[0] if worst.split(":")[0] != "root" else "",
-            message=message,
-            evidence={"padding_frac": share, "parameter": worst, "padding_elements": padding[worst]},
-        )
-    ]
+    change = (
+        "Choose sizes that divide, shard on another dimension (shard_placement_fn), or shard over fewer "
+        "ranks."
+    )
+    severity: Severity = "medium" if share >= evidence.thresholds.high_cost_frac else "low"
+    fqn = "" if worst.startswith("root: ") else worst.split(":")[0]
+    facts: dict[str, EvidenceValue] = {
+        "padding_frac": share,
+        "parameter": worst,
+        "padding_elements": padding[worst],
+    }
+    return [finding("uneven_shards", severity, fqn, problem, change, facts)]
 
 
 def _padded(group: ParamGroupInfo, parameter: ParameterInfo) -> int:

@@ -26,6 +26,8 @@ from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import (
     Attribution,
@@ -35,6 +37,7 @@ from fsdp2prof.results import (
     StepBreakdown,
     Throughput,
     TraceAnalysis,
+    UnrecordedStep,
 )
 from fsdp2prof.tables import Trace, concat_strings
 
@@ -108,6 +111,7 @@ def analyze_rank(
             communication=overlap.communication(tables.run, tables.windows, tables.exposure),
             source=trace.source,
             state=manifest.state if manifest else None,
+            unrecorded_step=unrecorded_step([manifest.steps]) if manifest else None,
         ),
         groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=overlap.attribution(tables.windows, tables.collectives),
@@ -125,7 +129,8 @@ def merge(
 ) -> TraceAnalysis:
     """Compare ranks and put their results together, in order of rank.
 
-    The findings take from ``manifests`` what a trace cannot say (the padding of uneven shards).
+    ``manifests`` of all ranks of the run say what a trace cannot: how long a step takes that is not traced,
+    and the padding of uneven shards.
     """
     references = references or References()
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
@@ -134,7 +139,8 @@ def merge(
         (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
     ]
     result = TraceAnalysis(
-        ranks=[replace(a.rank, throughput=throughput(a.rank.steps, references)) for a in analyses],
+        ranks=[_with_speed(analysis.rank, references) for analysis in analyses],
+        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
@@ -148,28 +154,34 @@ def merge(
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
-    return replace(result, findings=findings.find(result, manifests, references.thresholds))
+    return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
 
 
-def throughput(steps: Sequence[StepBreakdown], references: References) -> Throughput | None:
-    """Return one rank's speed over its steps; null where there is no step."""
-    durations = [step.duration_ns for step in steps if step.duration_ns > 0]
-    if not durations:
+def throughput(
+    steps: Sequence[StepBreakdown], references: References, unrecorded: UnrecordedStep | None = None
+) -> Throughput | None:
+    """Return one rank's speed, in its unrecorded steps if it knows some; null where no step was traced."""
+    traced = [step for step in steps if step.duration_ns > 0]
+    if not traced:
         return None
-    step_ns = int(median_low(durations))
-    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
-    counted = [step for step in steps if step.flops is not None and step.duration_ns > 0]
-    flops = (
-        sum(step.flops or 0 for step in counted) * 1e9 / sum(s.duration_ns for s in counted)
-        if counted
-        else None
+    step_ns = (
+        median_low([step.duration_ns for step in traced]) if unrecorded is None else unrecorded.median_ns
     )
+    counted = [step for step in traced if step.flops is not None]
+    counted_ns = sum(step.duration_ns for step in counted) if unrecorded is None else step_ns * len(counted)
+    flops = sum(step.flops or 0 for step in counted) * 1e9 / counted_ns if counted else None
+    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
     return Throughput(
-        step_ns=step_ns,
+        step_ns=int(step_ns),
         tokens_per_s=None if tokens is None else tokens * 1e9 / step_ns,
         flops_per_s=flops,
         mfu=None if flops is None or not peak else flops / peak,
+        measured_on="traced" if unrecorded is None else "unrecorded",
     )
+
+
+def _with_speed(rank: RankTrace, references: References) -> RankTrace:
+    return replace(rank, throughput=throughput(rank.steps, references, rank.unrecorded_step))
 
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:

@@ -19,7 +19,7 @@ _NS = 1e9
 def bandwidth_rows(
     ranks: Sequence[tuple[CollectiveTable, IntArray]], peak_bus_bytes_per_s: float | None = None
 ) -> list[BandwidthRow]:
-    """Return one row per (op, process group, dtype, payload) over all ranks, in that order.
+    """Return one row per (op, process group, dtype, payload) over all ranks, most bytes first.
 
     ``ranks`` are each rank's collectives with their waits for the last rank (-1 unknown). algbw is payload
     over duration; busbw is wire bytes over transfer, as in nccl-tests; both are medians. A collective of
@@ -63,4 +63,8 @@ def bandwidth_rows(
                 of_peak_frac=None if bus is None or not peak_bus_bytes_per_s else bus / peak_bus_bytes_per_s,
             )
         )
-    return sorted(rows, key=lambda r: (r.op, r.process_group or "", r.payload_bytes, r.dtype or ""))
+
+    def most_bytes(row: BandwidthRow) -> tuple[int, str, str, str]:
+        return -row.payload_bytes * row.count, row.op, row.process_group or "", row.dtype or ""
+
+    return sorted(rows, key=most_bytes)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.results import HostSyncRow
+from fsdp2prof.results import HostSyncPlace, HostSyncRow
 from fsdp2prof.tables import IntArray, PhaseTable, StepTable, Trace
 
-__all__ = ["host_syncs"]
+__all__ = ["host_sync_places", "host_syncs"]
 
 _CALL = re.compile(r"(?:cuda|hip)(?:Stream|Device|Event)Synchronize|hipMemcpyWithStream|(?:cuda|hip)Memcpy")
 """Runtime calls that return only when the device has caught up."""
@@ -50,6 +52,25 @@ def host_syncs(trace: Trace, phases: PhaseTable, steps: StepTable, rank: int) ->
         for (layer, when, call, name), (count, duration) in found.items()
     ]
     return sorted(rows, key=lambda row: -row.blocked_ns)
+
+
+def host_sync_places(rows: Sequence[HostSyncRow], windows: int) -> list[HostSyncPlace]:
+    """Sum up synchronising calls of all ranks over ``windows`` step windows; the longest blocked first."""
+    places: dict[tuple[str | None, str, str, str | None], list[HostSyncRow]] = defaultdict(list)
+    for row in rows:
+        places[row.fqn, row.phase, row.call, row.operator].append(row)
+    summed = [
+        HostSyncPlace(
+            fqn=fqn,
+            phase=phase,
+            call=call,
+            operator=operator,
+            count=mean(sum(row.count for row in same), windows),
+            blocked_ns=mean(sum(row.blocked_ns for row in same), windows),
+        )
+        for (fqn, phase, call, operator), same in places.items()
+    ]
+    return sorted(summed, key=lambda place: -place.blocked_ns)
 
 
 def _operators(trace: Trace, calls: IntArray) -> IntArray:

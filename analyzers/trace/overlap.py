@@ -16,7 +16,7 @@ __all__ = ["attribution", "communication", "group_rows", "overlap_frac"]
 _NS = 10**9
 
 
-def overlap_frac(exposed_ns: int, total_ns: int) -> float | None:
+def overlap_frac(exposed_ns: float, total_ns: float) -> float | None:
     """Return 1 - exposed / total; null where there is no communication."""
     return None if total_ns == 0 else 1 - exposed_ns / total_ns
 

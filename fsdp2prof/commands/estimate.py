@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.completion import complete_hardware, complete_model
 from fsdp2prof.commands.options import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
@@ -21,6 +22,9 @@ __all__ = ["estimate"]
 
 _POLICY = "policy_"
 """What the names of a policy's options begin with among a command's arguments."""
+
+_MODEL = "MODEL"
+"""Placeholder of options that take a model."""
 
 
 @click.group()
@@ -44,6 +48,8 @@ def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
         attributes["type"] = int
     else:
         attributes["metavar"] = kind.values
+        if kind.values == _MODEL:
+            attributes["shell_complete"] = complete_model
     return click.option(flag, f"{_POLICY}{name}", default=None, **attributes)
 
 
@@ -56,7 +62,11 @@ def _policy_options(*, memory_only: bool) -> list[Callable[[Any], Any]]:
 
 
 _INPUT_OPTIONS = (
-    click.option("--model", help="Built-in name, config.json, or package.module:factory."),
+    click.option(
+        "--model",
+        shell_complete=complete_model,
+        help="Built-in name, config.json, or package.module:factory.",
+    ),
     click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
     click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
     click.option(
@@ -130,7 +140,11 @@ def _first_manifest(path: Path) -> RankManifest:
 @estimate.command()
 @_input_options
 @_with_options(_policy_options(memory_only=True))
-@click.option("--hardware", help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.")
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm) or memory size (80GiB) it has to fit on.",
+)
 @click.option(
     "--save-run",
     type=click.Path(path_type=Path),

@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.reporters.documents import build
@@ -106,7 +107,7 @@ class Output:
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         if not self.quiet and sys.stderr.isatty():
-            click.echo(f"wrote {printable(str(self.path))}", err=True)
+            say(f"wrote {self.path}")
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[None]:
@@ -114,15 +115,14 @@ class Output:
         if self.quiet or not sys.stderr.isatty():
             yield
             return
-        doing = printable(doing)
         if not wants_colour():
-            click.echo(doing, err=True)
+            say(doing)
             yield
             return
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(doing)):
+        with Console(stderr=True).status(Text(printable(doing))):
             yield
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
 
@@ -92,9 +93,7 @@ def record(
     outcome = launch(list(command), path, options, node_rank=node_rank, force=force)
     if not quiet:
         for message in outcome.info.messages:
-            click.echo(f"fsdp2prof: {message}", err=True)
+            say(f"fsdp2prof: {message}")
         if sys.stderr.isatty() or output is None:
-            click.echo(
-                f"fsdp2prof: {path} is {outcome.info.state}; see `fsdp2prof analyze run {path}`", err=True
-            )
+            say(f"fsdp2prof: {path} is {outcome.info.state}; see `fsdp2prof analyze run {path}`")
     return outcome.exit_code

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.completion import complete_hardware
 from fsdp2prof.commands.options import numbers_option
 from fsdp2prof.errors import UsageError
 
@@ -36,6 +37,7 @@ _OPTIONS = (
     click.option(
         "--hardware",
         metavar="NAME",
+        shell_complete=complete_hardware,
         help="The accelerator, for example h100-sxm: adds MFU and bandwidth against its peak.",
     ),
     click.option(

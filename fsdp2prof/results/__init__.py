@@ -5,6 +5,17 @@ renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rate
 0..1; ``None`` means unknown or undefined, never zero.
 """
 
+from fsdp2prof.results.communication import (
+    Attribution,
+    BandwidthRow,
+    Communication,
+    GroupRow,
+    LateCause,
+    LateRow,
+    LayerRow,
+    LayerTotal,
+    PrefetchRow,
+)
 from fsdp2prof.results.comparison import (
     COMPARISON_SCHEMA,
     CommChange,
@@ -15,6 +26,7 @@ from fsdp2prof.results.comparison import (
     SettingChange,
     TimeChange,
 )
+from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup, RankWait, Straggler
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -32,7 +44,7 @@ from fsdp2prof.results.estimate import (
     PredictedPeak,
     PredictedStep,
 )
-from fsdp2prof.results.finding import SEVERITIES, Finding, Severity
+from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hta import (
     CRITICAL_PATH_SCHEMA,
     IDLE_CAUSES_SCHEMA,
@@ -65,26 +77,25 @@ from fsdp2prof.results.memory import (
     PhaseSpan,
     RankMemory,
 )
-from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis, RunRank, RunSummary, ShardGroup, StepTime
-from fsdp2prof.results.shown import Shown
-from fsdp2prof.results.trace import (
-    TRACE_SCHEMA,
-    Attribution,
-    BandwidthRow,
-    BreakdownNs,
-    Communication,
-    CrossRank,
-    CrossRankGroup,
-    GroupRow,
-    HostSyncRow,
-    LateCause,
-    PrefetchRow,
-    RankTrace,
-    StepBreakdown,
-    Straggler,
-    Throughput,
-    TraceAnalysis,
+from fsdp2prof.results.run import (
+    RUN_ANALYSIS_SCHEMA,
+    RunAnalysis,
+    RunRank,
+    RunSummary,
+    ShardFamily,
+    ShardGroup,
+    StepTime,
 )
+from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.step import (
+    BreakdownNs,
+    RankMeans,
+    StepBreakdown,
+    Throughput,
+    TraceTotals,
+    UnrecordedStep,
+)
+from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -119,17 +130,22 @@ __all__ = [
     "EstimatedMesh",
     "EstimatedModel",
     "EstimatedPolicy",
+    "EvidenceValue",
     "Finding",
     "Fit",
     "GroupRow",
+    "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
     "LateCause",
+    "LateRow",
     "Launch",
     "LaunchStatistics",
     "LaunchedWork",
     "LayerBytes",
     "LayerPeak",
+    "LayerRow",
+    "LayerTotal",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
@@ -144,15 +160,19 @@ __all__ = [
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
+    "RankMeans",
     "RankMemory",
     "RankPeakChange",
     "RankTrace",
+    "RankWait",
     "RunAnalysis",
     "RunComparison",
     "RunRank",
     "RunSummary",
+    "Scalar",
     "SettingChange",
     "Severity",
+    "ShardFamily",
     "ShardGroup",
     "Shown",
     "StepBreakdown",
@@ -164,4 +184,6 @@ __all__ = [
     "TimeChange",
     "TraceAnalysis",
     "TraceDiff",
+    "TraceTotals",
+    "UnrecordedStep",
 ]

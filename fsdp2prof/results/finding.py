@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
-__all__ = ["SEVERITIES", "Finding", "Severity"]
+__all__ = ["SEVERITIES", "EvidenceValue", "Finding", "Scalar", "Severity"]
 
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 """The most severe first."""
+
+Scalar: TypeAlias = int | float | str | bool | None
+EvidenceValue: TypeAlias = Scalar | Sequence[Scalar | Mapping[str, Scalar]] | Mapping[str, Scalar]
+"""A number or a word; a few of them, in order or by name; a few records of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,4 +26,6 @@ class Finding:
     fqn: str | None
     message: str
     """What is wrong and what to change, in one or two sentences."""
-    evidence: dict[str, Any] = field(default_factory=dict)
+    change: str = ""
+    """The part of the message that says what to change; empty where there is nothing to."""
+    evidence: dict[str, EvidenceValue] = field(default_factory=dict)

@@ -155,6 +155,10 @@ class MemoryAnalysis(Shown):
     ranks: list[RankMemory]
     findings: list[Finding]
     warnings: list[str]
+    verdict: list[str] = field(default_factory=list)
+    """Of the fullest rank: how high its peak is, where it is and what fills it, what to try."""
+    advice: list[str] = field(default_factory=list)
+    """What to look at next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
+from fsdp2prof.results.finding import Finding, Scalar
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 
-__all__ = ["RUN_ANALYSIS_SCHEMA", "RunAnalysis", "RunRank", "RunSummary", "ShardGroup", "StepTime"]
+__all__ = [
+    "RUN_ANALYSIS_SCHEMA",
+    "RunAnalysis",
+    "RunRank",
+    "RunSummary",
+    "ShardFamily",
+    "ShardGroup",
+    "StepTime",
+]
 
 RUN_ANALYSIS_SCHEMA = "fsdp2prof.run_analysis/1"
 
@@ -41,6 +50,8 @@ class RunRank:
     has_memory: bool
     error: str | None
     messages: list[str]
+    unrecorded_step: UnrecordedStep | None = None
+    """Null without steps that pay for no recording."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +80,26 @@ class ShardGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFamily:
+    """Parameter groups of repeated layers that are sharded alike: sums over them."""
+
+    layer: str
+    """``layers.0-31``, or the one group's name; the empty string is the root, ``root1:`` that of several."""
+    groups: int
+    parameters: int
+    numel: int
+    sharded_bytes: int | None
+    padding_bytes: int | None
+    dtype: str
+    param_dtype: str | None
+    reduce_dtype: str | None
+    mesh: str
+    reshard_after_forward: bool | int
+    offload: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """What was run, where, and how it ended."""
 
@@ -82,13 +113,18 @@ class RunSummary:
     world_size: int | None
     versions: dict[str, str]
     environment: dict[str, str]
-    options: dict[str, Any]
+    options: dict[str, Scalar]
+    """Of the recorder."""
     messages: list[str]
     ranks: list[RunRank]
     shard_groups: list[ShardGroup]
     """Of the lowest rank that has any."""
     optimizers: list[str]
     """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
+    unrecorded_step: UnrecordedStep | None = None
+    """Over all ranks; null without steps that pay for no recording."""
+    shard_families: list[ShardFamily] = field(default_factory=list)
+    """``shard_groups`` with alike layers folded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +132,14 @@ class RunAnalysis(Shown):
     """Result of ``analyze run``: the run and both analyses, each null where nothing was captured."""
 
     schema: str = RUN_ANALYSIS_SCHEMA
+    verdict: list[str] = field(default_factory=list)
+    """At most three sentences, of the trace and of the memory: what bounds the run, the most expensive place,
+    what to try."""
     run: RunSummary
     trace: TraceAnalysis | None
     memory: MemoryAnalysis | None
+    findings: list[Finding] = field(default_factory=list)
+    """Of both, the most severe first."""
+    advice: list[str] = field(default_factory=list)
+    """Of both: what to look at next."""
     warnings: list[str]

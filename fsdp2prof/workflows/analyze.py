@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_memory
 from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
+from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.analyzers.steps import Window, host_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_rank, merge
@@ -183,11 +184,11 @@ def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAn
         except SnapshotError as error:
             warnings.append(str(error))
     said = set(run.messages)
-    return RunAnalysis(
-        run=summarize_run(run),
-        trace=trace and replace(trace, warnings=[line for line in trace.warnings if line not in said]),
-        memory=memory and replace(memory, warnings=[line for line in memory.warnings if line not in said]),
-        warnings=warnings,
+    return combine(
+        summarize_run(run),
+        trace and replace(trace, warnings=[line for line in trace.warnings if line not in said]),
+        memory and replace(memory, warnings=[line for line in memory.warnings if line not in said]),
+        warnings,
     )
 
 

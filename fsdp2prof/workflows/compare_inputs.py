@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import COMMUNICATION_FILE
 from fsdp2prof.results import (
@@ -138,7 +139,7 @@ def _chosen_trace(
         for row in trace.groups
         if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
     ]
-    return replace(trace, ranks=kept, groups=groups)
+    return summarise(replace(trace, ranks=kept, groups=groups))
 
 
 def _chosen_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:

@@ -88,8 +88,12 @@ class Page:
                 return result
             self._note(answer)
 
-    def open(self, file: Path, width: int = 1280, height: int = 900, *, scripts: bool = True) -> None:
+    def open(
+        self, file: Path, width: int = 1280, height: int = 900, *, scripts: bool = True, dark: bool = False
+    ) -> None:
         """Load a local file and wait until it is drawn; ``scripts=False`` as if the user forbade them."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -98,6 +102,7 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
         self.call("Page.navigate", url=file.resolve().as_uri())
         while True:
             answer = self._next()

@@ -94,7 +94,11 @@ def document(layers: list[str | None] | None = None) -> Document:
     table = layer_table(
         layers or ["", None, HOSTILE, "a.very.long.module.name." * 6, *(f"layers.{i}" for i in range(8))]
     )
-    figure = {"data": [{"type": "bar", "x": [1, 2], "y": ["a", "b"]}], "layout": {"height": 200}}
+    grid = {"gridcolor": "#e4e7eb"}
+    figure = {
+        "data": [{"type": "bar", "x": [1, 2], "y": [3, 4], "marker": {"color": "#4c78a8"}}],
+        "layout": {"height": 200, "font": {"color": "#1f2933"}, "xaxis": grid, "yaxis": grid},
+    }
     return Document(
         kind="test",
         title="Test of 2 ranks",

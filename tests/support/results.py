@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import shard_families
+from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results import (
     Attribution,
     BreakdownNs,
@@ -31,12 +34,24 @@ from fsdp2prof.results import (
     StepTime,
     Straggler,
     TraceAnalysis,
+    UnrecordedStep,
 )
 
 MS = 1_000_000
 MIB = 1 << 20
 HOSTILE = "</script><img src=x onerror=alert(1)>[bold red]\x1b[31m"
 """A layer name that attacks HTML, rich markup and the terminal at once."""
+UNRECORDED = UnrecordedStep(
+    steps=1,
+    median_ns=40 * MS,
+    lower_quartile_ns=40 * MS,
+    upper_quartile_ns=40 * MS,
+    min_ns=40 * MS,
+    max_ns=40 * MS,
+    traced_median_ns=50 * MS,
+    slowdown=1.25,
+)
+"""Of the ranks of :func:`run_summary`."""
 
 
 def group(
@@ -111,7 +126,7 @@ def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis
             )
         )
     count = len(groups)
-    return TraceAnalysis(
+    measured = TraceAnalysis(
         ranks=ranks,
         groups=groups,
         attribution=Attribution(
@@ -136,6 +151,7 @@ def trace_analysis(blocks: int = 4, hostile: str | None = None) -> TraceAnalysis
         ],
         warnings=["rank 1: 2 events without a duration were left out"],
     )
+    return summarise(measured)
 
 
 def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
@@ -264,6 +280,7 @@ def run_summary(hostile: str | None = None) -> RunSummary:
             has_memory=True,
             error=None,
             messages=[],
+            unrecorded_step=UNRECORDED,
         )
         for rank in (0, 1)
     ]
@@ -301,14 +318,11 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         ranks=ranks,
         shard_groups=groups,
         optimizers=["AdamW, 5.72 MiB of state"],
+        unrecorded_step=replace(UNRECORDED, steps=2),
+        shard_families=shard_families(groups),
     )
 
 
 def run_analysis(hostile: str | None = None) -> RunAnalysis:
     """Run, trace and memory together."""
-    return RunAnalysis(
-        run=run_summary(hostile),
-        trace=trace_analysis(hostile=hostile),
-        memory=memory_analysis(hostile=hostile),
-        warnings=[],
-    )
+    return combine(run_summary(hostile), trace_analysis(hostile=hostile), memory_analysis(hostile=hostile))

@@ -45,7 +45,7 @@ def test_busbw_is_of_the_transfer_and_rates_are_medians_over_ranks() -> None:
     first = collectives(("allreduce", 800, 400), ("allreduce", 800, 200), ("allreduce", 80, 100))
     second = collectives(("allreduce", 800, 300))
     waits = np.array([300, 0, 0])
-    small, large = bandwidth_rows([(first, waits), (second, unmatched(second))])
+    large, small = bandwidth_rows([(first, waits), (second, unmatched(second))])  # most bytes first
     assert (large.payload_bytes, large.count) == (800, 3)
     assert large.algbw_bytes_per_s == pytest.approx(800 / 300e-9)
     assert large.busbw_bytes_per_s == pytest.approx(1200 / 200e-9), "of 100, 200 and 300 ns"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 import sys
 
@@ -54,6 +56,49 @@ def test_every_verb_has_help(capfd: pytest.CaptureFixture[str]) -> None:
         ended = call(capfd, verb, "--help")
         assert ended.code == 0
         assert ended.out.startswith(f"Usage: fsdp2prof {verb}")
+
+
+def test_the_other_spelling_is_accepted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert call(capfd, "analyse", "trace", "--help").out == call(
+        capfd, "analyze", "trace", "--help"
+    ).out.replace("fsdp2prof analyze", "fsdp2prof analyse")
+
+
+def completed(*words: str) -> list[str]:
+    """What bash would offer for the last of some words: ``type,value`` a line."""
+    environment = {
+        **os.environ,
+        "_FSDP2PROF_COMPLETE": "bash_complete",
+        "COMP_WORDS": shlex.join(["fsdp2prof", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    script = "from fsdp2prof.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    return ended.stdout.split()
+
+
+def test_a_shell_completes_verbs_models_and_hardware() -> None:
+    assert completed("est") == ["plain,estimate"]
+    assert completed("estimate", "memory", "--model", "llama3-") == [
+        "plain,llama3-8b",
+        "plain,llama3-70b",
+        "plain,llama3-405b",
+    ]
+    assert completed("estimate", "memory", "--model", "./con") == ["file,./con"]
+    assert completed("estimate", "memory", "--hardware", "a100") == ["plain,a100-40gb", "plain,a100-80gb"]
+    assert "plain,h200" in completed("analyze", "trace", "x", "--hardware", "h")
+
+
+def test_an_error_sends_no_escape_code(capfd: pytest.CaptureFixture[str]) -> None:
+    """A name that would write to the clipboard (OSC 52), as the command's own error and as click's."""
+    name = "no\x1b]52;c;aGk=\x07such\u202efile"
+    for arguments in (["analyze", "trace", name], ["analyze", name], ["report", name, "-o", f"{name}.html"]):
+        ended = call(capfd, *arguments)
+        assert ended.code in (1, 2)
+        assert "\\x1b]52" in ended.err
+        assert not [char for char in ended.err if not char.isprintable() and char != "\n"]
 
 
 @pytest.mark.parametrize(

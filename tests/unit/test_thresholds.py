@@ -55,6 +55,8 @@ def test_unknown_metric_lists_the_known_ones() -> None:
         ("idle_frac", 8 / 50),
         ("step_time_ms", 50.0),
         ("step_time_max_ms", 50.0),
+        ("traced_step_time_ms", 50.0),
+        ("traced_step_time_max_ms", 50.0),
         ("attributed_frac", 1.0),
         ("high_findings", 1.0),
     ],
@@ -96,10 +98,12 @@ def test_memory_metrics_by_hand() -> None:
 
 def test_a_run_has_both_kinds_of_metrics() -> None:
     run = RunAnalysis(run=run_summary(), trace=trace_analysis(), memory=memory_analysis(), warnings=[])
-    failures = check([parse("peak_allocated_gib>0.09"), parse("step_time_ms>49")], run)
-    assert [failure.condition.metric for failure in failures] == ["peak_allocated_gib", "step_time_ms"]
+    failures = check([parse("peak_allocated_gib>0.09"), parse("traced_step_time_ms>49")], run)
+    assert [failure.condition.metric for failure in failures] == ["peak_allocated_gib", "traced_step_time_ms"]
     with pytest.raises(UsageError, match="needs a trace analysis"):
-        check([parse("step_time_ms>49")], replace(run, trace=None))
+        check([parse("traced_step_time_ms>49")], replace(run, trace=None))
+    with pytest.raises(UsageError, match="needs a run or a trace analysis"):
+        check([parse("step_time_ms>49")], memory_analysis())
     with pytest.raises(UsageError, match="needs a memory analysis"):
         check([parse("peak_allocated_gib>1")], trace_analysis())
 

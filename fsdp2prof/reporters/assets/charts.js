@@ -20,6 +20,7 @@ function draw() {
   const style = getComputedStyle(document.documentElement);
   for (const place of document.querySelectorAll("[data-figure]")) {
     const { data, layout } = inTheme(figures[place.dataset.figure], style);
+    layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
     if (place.clientWidth < 640) {
       layout.height += 19 * data.length;  // the legend has one entry a line
     }

@@ -24,6 +24,9 @@ __all__ = ["HtmlRenderer", "render_fragment"]
 _ROW_LIMIT = 2000
 """Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
 
+_WIDE_FROM = 8
+"""Columns from which a table takes the whole width, and has nothing beside it on a large screen."""
+
 
 class HtmlRenderer:
     """A page that needs nothing but itself: works offline, in the dark, on paper and on a phone."""
@@ -79,7 +82,7 @@ def _template(name: str) -> Any:
         "layer_name": layer_name,
         "printable": printable,
     }
-    environment.globals["row_limit"] = _ROW_LIMIT
+    environment.globals |= {"row_limit": _ROW_LIMIT, "wide_from": _WIDE_FROM}
     return environment.get_template(f"{name}.html.j2")
 
 

@@ -1,0 +1,61 @@
+"""Who waited for whom: each rank's waiting as a table, and in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2prof.analyzers.wording import named_layer
+from fsdp2prof.results import CrossRank, RankWait
+from fsdp2prof.units import format_frac, format_ns
+
+__all__ = ["sum_up"]
+
+_NAMED_SHARE = 0.1
+"""Part of all waiting from which on a rank that caused it is named."""
+_NAMED = 3
+
+
+def sum_up(cross: CrossRank, ranks: int) -> CrossRank:
+    """Add what a comparison of so many ranks says: the ranks by the waiting they caused, and sentences."""
+    rows = [
+        RankWait(rank=int(rank), wait_ns=wait, wait_caused_ns=cross.wait_caused_ns.get(rank, 0))
+        for rank, wait in cross.wait_ns.items()
+    ]
+    rows.sort(key=lambda row: (-row.wait_caused_ns, -row.wait_ns))
+    rows = [row for row in rows if row.wait_ns or row.wait_caused_ns]
+    return replace(cross, ranks=rows, summary=_sentences(cross, rows) if ranks > 1 else [])
+
+
+def _sentences(cross: CrossRank, rows: list[RankWait]) -> list[str]:
+    if cross.match_key is None:
+        return ["Collectives could not be matched over the ranks."]
+    lines = [
+        f"{_collectives(cross.matched)} matched over the ranks by {cross.match_key.replace('_', ' ')}, "
+        f"{_number(cross.unmatched)} not."
+    ]
+    total = sum(row.wait_caused_ns for row in rows)
+    for row in rows[:_NAMED]:
+        if row.wait_caused_ns < _NAMED_SHARE * total or not total:
+            continue
+        share = format_frac(row.wait_caused_ns / total)
+        lines.append(
+            f"Rank {row.rank} kept the others waiting for {format_ns(row.wait_caused_ns)}, {share} of all "
+            f"waiting{_mostly(cross, row.rank)}."
+        )
+    return lines
+
+
+def _mostly(cross: CrossRank, rank: int) -> str:
+    worst = next((one for one in cross.stragglers if one.rank == rank), None)
+    if worst is None or worst.cause is None:
+        return ""
+    where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
+    return f"; mostly: {worst.cause}{where}"
+
+
+def _collectives(count: int) -> str:
+    return "1 collective" if count == 1 else f"{count:,} collectives"
+
+
+def _number(count: int) -> str:
+    return "none" if not count else f"{count:,}"

@@ -1,0 +1,35 @@
+"""What a trace analysis says to people, made of what it measured: means, layers, causes, sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2prof.analyzers.ranks.waiting import sum_up
+from fsdp2prof.analyzers.steps import window_count
+from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_totals
+from fsdp2prof.analyzers.trace.host_syncs import host_sync_places
+from fsdp2prof.analyzers.trace.late import late_rows
+from fsdp2prof.analyzers.trace.totals import rank_means, trace_totals
+from fsdp2prof.analyzers.trace.verdict import trace_advice, trace_verdict
+from fsdp2prof.results import TraceAnalysis
+
+__all__ = ["summarise"]
+
+
+def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
+    """Return the analysis with everything that follows from its ranks, rows and findings made anew."""
+    by_rank, windows = rank_means(analysis.ranks), window_count(analysis.ranks)
+    by_layer = layer_rows(analysis.groups, windows) if windows else []
+    summed = replace(
+        analysis,
+        totals=trace_totals(analysis.ranks, by_rank, analysis.attribution),
+        by_rank=by_rank,
+        by_layer=by_layer,
+        by_layer_folded=fold(by_layer),
+        layers=layer_totals(by_layer),
+        cross_rank=sum_up(analysis.cross_rank, len(analysis.ranks)),
+        late=late_rows(analysis.prefetch, windows),
+        late_folded=late_rows(analysis.prefetch, windows, folded=True),
+        host_sync_places=host_sync_places(analysis.host_syncs, windows),
+    )
+    return replace(summed, verdict=trace_verdict(summed), advice=trace_advice(summed))

@@ -1,0 +1,59 @@
+"""How long a step takes where nothing is recorded, and how many times as long tracing makes it.
+
+Tracing slows the host down, often by more than the training's own work takes: the step of a training is the
+unrecorded one, and the traced one shows what it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
+from typing import Protocol
+
+from fsdp2prof.results import UnrecordedStep
+
+__all__ = ["TimedStep", "added_ns", "unrecorded_step"]
+
+
+class TimedStep(Protocol):
+    """A step as the recorder timed it, in a manifest or in a result."""
+
+    @property
+    def duration_ns(self) -> int:
+        """Wall time."""
+
+    @property
+    def kind(self) -> str:
+        """``plain``, ``warmup``, ``traced`` or ``memory``."""
+
+
+def unrecorded_step(ranks: Iterable[Sequence[TimedStep]]) -> UnrecordedStep | None:
+    """Return the unrecorded step of some ranks, each with its steps in order; None where there is none."""
+    plain: list[int] = []
+    traced: list[int] = []
+    for steps in ranks:
+        mine = [step.duration_ns for step in steps if step.kind == "plain"]
+        begins_plain = bool(steps) and steps[0].kind == "plain"
+        plain += mine[1:] if begins_plain and len(mine) > 1 else mine
+        traced += [step.duration_ns for step in steps if step.kind == "traced"]
+    if not plain:
+        return None
+    lower, middle, upper = quantiles(plain, n=4, method="inclusive") if len(plain) > 1 else plain * 3
+    slow = median(traced) if traced else None
+    return UnrecordedStep(
+        steps=len(plain),
+        median_ns=middle,
+        lower_quartile_ns=lower,
+        upper_quartile_ns=upper,
+        min_ns=min(plain),
+        max_ns=max(plain),
+        traced_median_ns=slow,
+        slowdown=None if slow is None or not middle else slow / middle,
+    )
+
+
+def added_ns(step: UnrecordedStep | None) -> float:
+    """Return what tracing added to a step; 0 where that is unknown or nothing."""
+    if step is None or step.traced_median_ns is None:
+        return 0
+    return max(0, step.traced_median_ns - step.median_ns)

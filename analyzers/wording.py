@@ -1,0 +1,34 @@
+"""How sentences name layers, phases and operations."""
+
+from __future__ import annotations
+
+from fsdp2prof.labels import is_root
+from fsdp2prof.vocabulary import layer_name
+
+__all__ = ["in_phase", "named_layer", "times"]
+
+_IN_PHASE = {
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer",
+    "other": "outside forward, backward and optimizer",
+}
+
+
+def named_layer(fqn: str | None) -> str:
+    """Name a layer in a sentence."""
+    if fqn is None:
+        return "code outside every layer"
+    if is_root(fqn):
+        return f"the root module{f' `{layer_name(fqn)}`' if fqn else ''}"
+    return f"`{fqn}`"
+
+
+def in_phase(phase: str) -> str:
+    """Say when something ran."""
+    return _IN_PHASE.get(phase, f"in {phase}")
+
+
+def times(factor: float) -> str:
+    """Write a factor: ``2.1 times``."""
+    return f"{factor:.2f} times" if factor < 10 else f"{factor:.0f} times"

@@ -1,0 +1,38 @@
+"""What a shell offers behind ``--model`` and ``--hardware``: the names there are, or files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import click
+    from click.shell_completion import CompletionItem
+
+__all__ = ["complete_hardware", "complete_model"]
+
+
+def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer built-in models; where none begins like this, files (a ``config.json``)."""
+    from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
+
+    return _names(BUILTIN_MODELS, begun) or [_files(begun)]
+
+
+def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer accelerators."""
+    from fsdp2prof.estimators.spec.hardware import HARDWARE
+
+    return _names(HARDWARE, begun)
+
+
+def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(name) for name in names if name.startswith(begun.lower())]
+
+
+def _files(begun: str) -> CompletionItem:
+    from click.shell_completion import CompletionItem
+
+    return CompletionItem(begun, type="file")

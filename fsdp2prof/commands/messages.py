@@ -1,0 +1,14 @@
+"""The one way to stderr: what is said there holds names of files and traces, which must stay text."""
+
+from __future__ import annotations
+
+import click
+
+from fsdp2prof.vocabulary import printable
+
+__all__ = ["say"]
+
+
+def say(text: str) -> None:
+    """Write lines to stderr, their control characters made visible."""
+    click.echo("\n".join(map(printable, text.split("\n"))), err=True)

@@ -1,0 +1,129 @@
+"""The training step: its parts, their means, and how long it takes where nothing is recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["BreakdownNs", "RankMeans", "StepBreakdown", "Throughput", "TraceTotals", "UnrecordedStep"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakdownNs:
+    """Disjoint parts of a step window; they sum to it exactly."""
+
+    compute: int
+    fsdp_copy: int
+    exposed_all_gather: int
+    exposed_reduce_scatter: int
+    exposed_all_reduce: int
+    exposed_other_comm: int
+    exposed_memcpy: int
+    idle: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBreakdown:
+    """One step of one rank."""
+
+    step: int
+    duration_ns: int
+    breakdown_ns: BreakdownNs
+    start_ns: int
+    """On the trace's own clock."""
+    idle_ns: dict[str, int] = field(default_factory=dict)
+    """Why nothing ran: cause -> time; sums to ``breakdown_ns.idle``. ``host_bound`` (nothing was launched in
+    time), ``device_sync`` and ``memcpy`` (the host had been waiting for the device, or for a copy),
+    ``communication`` (the caller was blocked while no transfer ran), ``queued`` (launched, not yet started),
+    ``profiler``, ``unknown`` (its launch is not in the file)."""
+    flops: int | None = None
+    """Floating-point operations of matrix products and attention, recomputation included; null without
+    recorded shapes, or with operators whose shapes do not tell (convolutions)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnrecordedStep:
+    """Wall time of the steps in which nothing was recorded, on the host's clock.
+
+    A rank's first step pays for initialisation: it counts only if the rank has no other.
+    """
+
+    steps: int
+    """Steps that count, over all ranks."""
+    median_ns: float
+    lower_quartile_ns: float
+    upper_quartile_ns: float
+    """Half of the steps lie between the quartiles."""
+    min_ns: int
+    max_ns: int
+    traced_median_ns: float | None
+    """Of the traced steps, on the same clock; null if none ended."""
+    slowdown: float | None
+    """``traced_median_ns`` over ``median_ns``: how many times as long a step takes while it is traced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Speed of one rank's training; null is unknown."""
+
+    step_ns: int
+    """Median duration of its steps: the unrecorded ones where the run knows them, else the traced ones."""
+    tokens_per_s: float | None
+    """Tokens of a step, all ranks together, over its duration."""
+    flops_per_s: float | None
+    """This rank's recorded operations over their steps' durations."""
+    mfu: float | None
+    """``flops_per_s`` over the device's peak; recomputed operations count."""
+    measured_on: Literal["unrecorded", "traced"] = "traced"
+    """Which steps the durations are of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMeans:
+    """One rank's mean traced step."""
+
+    rank: int
+    steps: int
+    """Step windows that the means are over."""
+    step_ns: float
+    breakdown_ns: dict[str, float]
+    """Part of :class:`BreakdownNs` -> mean; sums to ``step_ns``."""
+    communication_ns: float
+    """Union of the rank's collectives."""
+    exposed_ns: float
+    overlap_frac: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceTotals:
+    """The mean traced step over all ranks; null where there is no step."""
+
+    windows: int = 0
+    """Steps of all ranks: what every mean of the analysis is over."""
+    step_ns: float | None = None
+    breakdown_ns: dict[str, float] = field(default_factory=dict)
+    """Part of :class:`BreakdownNs` -> mean; sums to ``step_ns``."""
+    breakdown_frac: dict[str, float] = field(default_factory=dict)
+    """The same as fractions of ``step_ns``."""
+    idle_ns: dict[str, float] = field(default_factory=dict)
+    """Cause -> mean, the costliest first; sums to ``breakdown_ns.idle``."""
+    communication_ns: float | None = None
+    """Union of a rank's collectives."""
+    exposed_ns: float | None = None
+    """Part of ``communication_ns`` that neither compute nor FSDP copies hide."""
+    exposed_frac: float | None = None
+    """``exposed_ns`` over ``step_ns``."""
+    overlap_frac: float | None = None
+    """1 - exposed / communication; null without communication."""
+    attributed_frac: float | None = None
+    """Communication time on a layer, of all communication time; null without communication."""
+    tokens_per_s: float | None = None
+    """Of the slowest rank: all ranks together train no faster."""
+    flops_per_s: float | None = None
+    """Mean over the ranks."""
+    mfu: float | None = None
+    """Mean over the ranks."""
+    fastest_rank: int | None = None
+    """By mean step."""
+    median_rank: int | None = None
+    slowest_rank: int | None = None

@@ -1,0 +1,143 @@
+"""A page in a real browser: silent, as wide as the screen, sortable, dark when asked, escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.chromium import Page, find_chromium
+from support.documents import document
+from support.results import HOSTILE
+
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+
+CHROMIUM = find_chromium()
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+PHONE, LAPTOP, DESK = 390, 1280, 1920
+
+TABLE = "document.querySelector('table')"
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    assert CHROMIUM is not None
+    with Page(CHROMIUM) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    written = tmp_path_factory.mktemp("page") / "page.html"
+    text = RENDERERS["html"].render(document(), RenderOptions(source=HOSTILE))
+    assert isinstance(text, str)
+    written.write_text(text, encoding="utf-8")
+    return written
+
+
+def column(page: Page, index: int, table: str = TABLE) -> list[str]:
+    cells = f"[...{table}.tBodies[0].rows].map(row => row.cells[{index}].textContent.trim())"
+    found: list[str] = page.evaluate(cells)
+    return found
+
+
+def sort_by(page: Page, index: int, table: str = TABLE) -> str:
+    header = f"{table}.tHead.rows[0].cells[{index}]"
+    page.evaluate(f"{header}.querySelector('button').click()")
+    order: str = page.evaluate(f"{header}.getAttribute('aria-sort')")
+    return order
+
+
+@pytest.mark.parametrize("width", [PHONE, LAPTOP, DESK])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_page_is_silent_drawn_and_no_wider_than_the_screen(
+    page: Page, file: Path, width: int, dark: bool
+) -> None:
+    page.requests.clear()
+    page.messages.clear()
+    page.open(file, width=width, dark=dark)
+    assert page.requests == [file.resolve().as_uri()]
+    assert page.messages == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("document.querySelectorAll('.chart .point').length") == 2
+
+
+def test_a_large_screen_is_used(page: Page, file: Path) -> None:
+    page.open(file, width=DESK)
+    assert page.evaluate("document.querySelector('main').clientWidth") > 0.9 * DESK
+    lefts = page.evaluate("[...document.querySelectorAll('.block')].map(b => b.getBoundingClientRect().left)")
+    assert max(lefts) > DESK / 3  # two blocks side by side
+
+
+def test_a_click_sorts_numbers_by_value_and_names_as_people_count(page: Page, file: Path) -> None:
+    page.open(file)
+    page.evaluate("document.querySelector('details').open = true")
+    table = "document.querySelector('details table')"
+    shown = column(page, 3, table)
+    assert len(shown) == 12
+    assert sort_by(page, 3, table) == "descending"
+    assert column(page, 3, table) == shown[::-1]
+    assert column(page, 3, table)[0] == "14.81"  # as text, 9.88 would come first
+    assert sort_by(page, 3, table) == "ascending"
+    assert column(page, 3, table) == shown
+    assert sort_by(page, 0, table) == "ascending"
+    layers = [name for name in column(page, 0, table) if name.startswith("layers.")]
+    assert layers == [f"layers.{i}" for i in range(8)]
+    marked = f"[...{table}.tHead.querySelectorAll('[aria-sort]')].length"
+    assert page.evaluate(marked) == 1
+    assert page.evaluate(f"{table}.tFoot.rows[0].cells[0].textContent.trim()") == "all"
+
+
+def test_the_dark_page_and_its_charts_are_light_on_dark(page: Page, file: Path) -> None:
+    def brightness(expression: str) -> float:
+        colour: str = page.evaluate(expression)
+        parts = [float(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+        return sum(parts) / 3
+
+    paper = "getComputedStyle(document.body).backgroundColor"
+    ink = "getComputedStyle(document.body).color"
+    tick = "getComputedStyle(document.querySelector('.chart .xtick text')).fill"
+    page.open(file, dark=True)
+    assert brightness(paper) < 64
+    assert min(brightness(ink), brightness(tick)) > 160
+    page.open(file, dark=False)
+    assert brightness(paper) > 192
+    assert max(brightness(ink), brightness(tick)) < 96
+
+
+def test_print_keeps_the_severity_and_its_colour(page: Page, file: Path) -> None:
+    page.open(file)
+    page.call("Emulation.setEmulatedMedia", media="print", features=[])
+    badge = "getComputedStyle(document.querySelector('.severity.high'))"
+    assert page.evaluate(f"{badge}.printColorAdjust") == "exact"
+    assert page.evaluate(f"{badge}.borderTopWidth") == "1px"
+    page.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_hostile_name_is_text_everywhere(page: Page, file: Path) -> None:
+    page.open(file)
+    assert page.evaluate("document.querySelectorAll('img, body b b, a[href^=javascript]').length") == 0
+    assert page.evaluate("document.title").startswith("</script><img src=x")
+    assert HOSTILE.replace("\x1b", "\\x1b") in column(page, 0)
+
+
+def test_the_policy_stops_what_escaping_might_miss(page: Page, file: Path, tmp_path: Path) -> None:
+    """Injected markup neither runs a script nor asks for an address."""
+    broken = tmp_path / "broken.html"
+    injected = "<script>window.hacked = 1</script><img src='https://example.invalid/x.png'>"
+    broken.write_text(file.read_text(encoding="utf-8").replace("<main>", f"<main>{injected}"), "utf-8")
+    page.open(broken)
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate("document.querySelector('main img').naturalWidth") == 0
+    assert any("Content Security Policy" in message for message in page.messages)
+
+
+def test_tables_read_without_scripts(page: Page, file: Path) -> None:
+    page.open(file, scripts=False)
+    nodes = page.call("DOM.getDocument", depth=0)["root"]["nodeId"]
+    section = page.call("DOM.querySelector", nodeId=nodes, selector="#communication")["nodeId"]
+    text = page.call("DOM.getOuterHTML", nodeId=section)["outerHTML"]
+    assert "main-svg" not in text
+    assert "all-gather" in text

@@ -1,0 +1,215 @@
+"""The unrecorded step leads: its time and spread, what tracing adds, and what that explains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.results import MS, memory_analysis, run_summary, trace_analysis
+
+from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.fail_on import check, parse
+from fsdp2prof.analyzers.findings.find import FindingThresholds, find
+from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.trace.analysis import References, throughput
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.unrecorded import added_ns, unrecorded_step
+from fsdp2prof.errors import InputError
+from fsdp2prof.results import Finding, HostSyncRow, StepTime, TraceAnalysis, UnrecordedStep
+
+
+def steps(*durations_ms: int, **others_ms: int) -> list[StepTime]:
+    """Plain steps, then one of each other kind."""
+    plain = [StepTime(step=i, duration_ns=ms * MS, kind="plain") for i, ms in enumerate(durations_ms)]
+    return [*plain, *(StepTime(step=99, duration_ns=ms * MS, kind=kind) for kind, ms in others_ms.items())]
+
+
+def measured(*ranks: list[StepTime]) -> UnrecordedStep:
+    found = unrecorded_step(ranks)
+    assert found is not None
+    return found
+
+
+def test_the_median_and_quartiles_are_of_all_ranks_without_each_ones_first_step() -> None:
+    found = measured(steps(2000, 10, 20, 30, traced=44), steps(2000, 40, 50, traced=46, memory=900))
+    assert (found.steps, found.median_ns, found.min_ns, found.max_ns) == (5, 30 * MS, 10 * MS, 50 * MS)
+    assert (found.lower_quartile_ns, found.upper_quartile_ns) == (20 * MS, 40 * MS)
+    assert (found.traced_median_ns, found.slowdown) == (45 * MS, 1.5)
+    assert added_ns(found) == 15 * MS
+
+
+def test_a_first_step_counts_where_nothing_else_is_known() -> None:
+    found = measured(steps(70))
+    assert (found.steps, found.median_ns, found.lower_quartile_ns) == (1, 70 * MS, 70 * MS)
+    assert (found.traced_median_ns, found.slowdown, added_ns(found)) == (None, None, 0)
+    assert unrecorded_step([steps(traced=5), []]) is None
+    assert added_ns(None) == 0
+
+
+def test_a_plain_step_after_the_recorded_ones_is_no_first_step() -> None:
+    recorded_from_the_start = [*steps(traced=90), *steps(40, 60)]
+    assert measured(recorded_from_the_start).steps == 2
+
+
+def test_tracing_that_costs_nothing_adds_nothing() -> None:
+    assert added_ns(measured(steps(10, 50, traced=40))) == 0
+
+
+SLOW = measured(steps(1000, 340, 350, 360, traced=737))
+
+
+def slowed(host_bound_ms: int, device: str = "cuda", step: UnrecordedStep | None = SLOW) -> TraceAnalysis:
+    """737 ms traced: 220 of compute, what the host left idle, copies the rest; 350 ms unrecorded."""
+    analysis = trace_analysis()
+    ranks = []
+    for rank in analysis.ranks:
+        parts = replace(
+            rank.steps[0].breakdown_ns,
+            compute=220 * MS,
+            fsdp_copy=(737 - 230 - host_bound_ms) * MS,
+            idle=host_bound_ms * MS,
+        )
+        windows = [
+            replace(one, duration_ns=737 * MS, breakdown_ns=parts, idle_ns={"host_bound": host_bound_ms * MS})
+            for one in rank.steps
+        ]
+        ranks.append(replace(rank, device_type=device, steps=windows, unrecorded_step=step))
+    measured = replace(analysis, ranks=ranks, unrecorded_step=step)
+    return summarise(replace(measured, findings=find(measured)))
+
+
+def named(analysis: TraceAnalysis) -> dict[str, Finding]:
+    return {finding.id: finding for finding in analysis.findings}
+
+
+def test_idle_time_that_tracing_added_is_not_told_as_the_hosts_fault() -> None:
+    """468 ms of host-bound idle time, 387 of which are what tracing adds: 81 ms may be the training's."""
+    analysis = slowed(468)
+    found = named(analysis)
+    assert "host_bound" in found
+    assert found["host_bound"].severity == "high"
+    assert found["host_bound"].evidence["cost_frac"] == pytest.approx(81 / 737)
+    assert "387.0 ms (52.5%) a step of it added by tracing" in found["host_bound"].message
+    assert found["slowed_by_tracing"].severity == "info"
+    assert "2.11 times as long (737.0 ms against 350.0 ms" in found["slowed_by_tracing"].message
+    assert analysis.verdict[0] == (
+        "A step takes 350.0 ms, 2.11 times as long while it is traced; compute is the largest part of the "
+        "traced one: 220.0 ms of 737.0 ms (29.9%); tracing accounts for 387.0 ms of the 468.0 ms in which "
+        "nothing is launched in time."
+    )
+
+
+def test_idle_time_that_tracing_explains_is_no_finding_about_the_host() -> None:
+    """380 ms of idle time against 387 that tracing adds."""
+    found = named(slowed(380))
+    assert "host_bound" not in found
+    assert found["slowed_by_tracing"].severity == "info"
+
+
+def test_a_host_that_is_slow_by_itself_still_is() -> None:
+    calm = measured(steps(1000, 700, 700, traced=737))
+    analysis = slowed(468, step=calm)
+    found = named(analysis)
+    assert found["host_bound"].evidence["cost_frac"] == pytest.approx((468 - 37) / 737)
+    assert "slowed_by_tracing" not in found, "1.05 times as long is not worth a word"
+    assert analysis.verdict[0].startswith("A step takes 700.0 ms; the host bounds the traced one: 468.0 ms")
+
+
+def test_a_foreign_trace_says_that_the_profiler_was_running() -> None:
+    found = named(slowed(468, step=None))
+    assert found["host_bound"].evidence["cost_frac"] == pytest.approx(468 / 737)
+    assert "the profiler was running and adds to this" in found["host_bound"].message
+    assert "slowed_by_tracing" not in found
+
+
+def test_what_tracing_added_is_taken_off_launching_before_waiting() -> None:
+    analysis = slowed(468)
+    ranks = [
+        replace(
+            rank,
+            steps=[
+                replace(one, idle_ns={"host_bound": 300 * MS, "device_sync": 168 * MS}) for one in rank.steps
+            ],
+        )
+        for rank in analysis.ranks
+    ]
+    calls = [HostSyncRow(rank=0, fqn=None, phase="other", call="cudaStreamSynchronize", operator=None,
+                         count=4, blocked_ns=MS)]  # fmt: skip
+    found = {one.id: one for one in find(replace(analysis, ranks=ranks, host_syncs=calls))}
+    assert "host_bound" not in found
+    assert found["host_sync"].evidence["cost_frac"] == pytest.approx((168 - 87) / 737)
+    assert "in other" not in found["host_sync"].message
+
+
+def test_the_threshold_of_the_slowdown_can_be_moved() -> None:
+    limits = FindingThresholds(slowdown=3)
+    assert "slowed_by_tracing" not in {one.id for one in find(slowed(468), thresholds=limits)}
+
+
+def test_advice_begins_with_the_unrecorded_step() -> None:
+    first, idle, *_ = slowed(468).advice
+    assert first == (
+        "A step takes 350.0 ms where nothing is recorded (median of 3, half of them 345.0 ms to 355.0 ms). "
+        "Traced, it takes 737.0 ms: 2.11 times as long."
+    )
+    assert idle == (
+        "63.5% of the traced step is idle (468.0 ms), mainly: nothing launched in time (468.0 ms); tracing "
+        "adds 387.0 ms to a step."
+    )
+
+
+def test_a_run_without_a_trace_says_how_long_a_step_takes() -> None:
+    run = replace(run_summary(), unrecorded_step=SLOW)
+    analysis = combine(run, None, None)
+    assert analysis.verdict == analysis.advice == slowed(468).advice[:1]
+    assert combine(run, None, memory_analysis()).advice[0].startswith("A step takes 350.0 ms")
+
+
+def test_speed_is_that_of_unrecorded_steps() -> None:
+    """1e12 operations and 1000 tokens a step: over 0.5 s unrecorded, over 1 s traced."""
+    traced = [replace(one, duration_ns=10**9, flops=10**12) for one in trace_analysis().ranks[0].steps]
+    references = References(tokens_per_step=1000, peak_flops_per_s=8e12)
+    fast = throughput(traced, references, measured(steps(500)))
+    slow = throughput(traced, references)
+    assert fast is not None
+    assert slow is not None
+    assert (fast.measured_on, fast.tokens_per_s, fast.flops_per_s, fast.mfu) == (
+        "unrecorded",
+        2000,
+        2e12,
+        0.25,
+    )
+    assert (slow.measured_on, slow.tokens_per_s, slow.flops_per_s, slow.mfu) == ("traced", 1000, 1e12, 0.125)
+
+
+# Gates.
+
+
+def test_gates_test_the_unrecorded_step_and_the_traced_one_by_name() -> None:
+    analysis = slowed(468)
+    failures = check([parse("step_time_ms>300"), parse("step_time_max_ms>300")], analysis)
+    assert [failure.value for failure in failures] == [350, 360]
+    assert check([parse("step_time_ms>400")], analysis) == []
+    (traced,) = check([parse("traced_step_time_ms>400")], analysis)
+    assert traced.value == 737
+
+
+def test_a_gate_on_a_run_needs_no_trace() -> None:
+    run = combine(run_summary(), None, None)
+    (failure,) = check([parse("step_time_ms>39")], run)
+    assert (failure.value, failure.ranks) == (40, 2)
+    unknown = [replace(rank, unrecorded_step=None) for rank in run.run.ranks]
+    with pytest.raises(InputError, match="undefined"):
+        check([parse("step_time_ms>39")], replace(run, run=replace(run.run, ranks=unknown)))
+    with_trace = replace(run, run=replace(run.run, ranks=unknown), trace=trace_analysis())
+    assert check([parse("step_time_ms>49")], with_trace)[0].value == 50
+
+
+def test_a_comparison_gates_on_traced_steps_where_one_side_knows_no_others() -> None:
+    before = Side(path="a", kind="run", trace=trace_analysis(), run=run_summary())
+    after = Side(path="b", kind="trace", trace=slowed(468))
+    comparison = compare(before, after)
+    assert comparison.unrecorded_step is None
+    for metric in ("step_time_frac", "traced_step_time_frac"):
+        (failure,) = check([parse(f"{metric}>1")], comparison)
+        assert failure.value == pytest.approx(737 / 50 - 1)
