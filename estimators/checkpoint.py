@@ -71,7 +71,7 @@ def _verdict(
     lines = [
         f"The sharded checkpoint holds {format_bytes(full_bytes)} in {plural(writers + 1, 'file')}: "
         f"a rank writes {format_bytes(largest_bytes)} at most.",
-        f"A full state dict passes through one rank, which needs {format_bytes(full_bytes)} of memory for it.",
+        f"A full state dict passes through one rank, which needs {format_bytes(full_bytes)} for it.",
     ]
     if seconds is not None:
         lines.append(f"Writing takes {seconds[0]:.1f} s sharded, {seconds[1]:.1f} s in full.")

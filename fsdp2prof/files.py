@@ -30,8 +30,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
 
 
-def write_json(path: Path, document: msgspec.Struct) -> None:
-    """Write a struct as indented JSON."""
+def write_json(path: Path, document: object) -> None:
+    """Write a struct or dataclass as indented JSON."""
     with replacing(path) as temporary:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 

@@ -14,6 +14,7 @@ __all__ = [
     "ACTIVITIES",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
+    "FITS",
     "IDLE_CAUSES",
     "LATE_CAUSES",
     "NO_LAYER",
@@ -106,6 +107,13 @@ CATEGORIES = {
     "unattributed": Word("unattributed", "unattributed", "#bab0ac"),
 }
 """What an allocation holds, lasting ones first."""
+
+FITS = {
+    "fits": Word("fits"),
+    "depends": Word("may fit"),
+    "does_not_fit": Word("does not fit"),
+}
+"""Whether a predicted peak fits on a device."""
 
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),

@@ -128,9 +128,9 @@ class CommRow:
 class CommTotals:
     """One kind of collective summed over a step."""
 
-    count: int
-    payload_bytes: int
-    wire_bytes: int
+    count: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
     wire_frac: float | None = None
     """Of all wire bytes; null where nothing is sent."""
 
@@ -149,7 +149,7 @@ class CommEstimate(Shown):
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
     """At most three sentences: how much is sent, most of it where, what would make it less."""
-    total: CommTotals | None = None
+    total: CommTotals = field(default_factory=CommTotals)
     """Sum over ``per_step``."""
     groups_folded: list[CommRow] = field(default_factory=list)
     """``groups`` with repeated layers that send the same folded, as ``layers.0-31``."""

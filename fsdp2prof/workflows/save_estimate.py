@@ -19,7 +19,6 @@ from fsdp2prof.manifest import (
     rank_folder,
 )
 from fsdp2prof.recorder.recording_file import write_recording
-from fsdp2prof.reporters import jsonreport
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["refuse_existing_run", "save_run"]
@@ -52,7 +51,7 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
         folder.mkdir(parents=True)
         write_json(path / RUN_FILE, info)
         write_json(folder / MANIFEST_FILE, prediction.manifest)
-        (path / COMMUNICATION_FILE).write_text(jsonreport.render(communication))
+        write_json(path / COMMUNICATION_FILE, communication)
         write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error

@@ -6,17 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
+from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
     diff_document,
     idle_document,
     launch_document,
 )
-from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
+from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.results import (
+    CheckpointEstimate,
+    CommEstimate,
+    CriticalPath,
+    IdleCauses,
+    LaunchStatistics,
+    MemoryEstimate,
+    TraceDiff,
+)
 
 __all__ = ["build"]
 
 _BUILDERS: dict[type, Callable[[Any], Document]] = {
+    CheckpointEstimate: checkpoint_estimate_document,
+    CommEstimate: comm_estimate_document,
+    MemoryEstimate: memory_estimate_document,
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
