@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -16,7 +16,7 @@ from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest, RankRecor
 from fsdp2prof.results import RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.units import dtype_bytes, format_bytes
 
-__all__ = ["shard_families", "summarize_run"]
+__all__ = ["shard_families", "summarize_files", "summarize_run"]
 
 
 def summarize_run(run: RunDirectory) -> RunSummary:
@@ -44,6 +44,33 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         optimizers=next((_optimizers(manifest) for manifest in manifests if manifest.optimizers), []),
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
         shard_families=shard_families(groups),
+    )
+
+
+def summarize_files(
+    path: str, traced: Collection[int], recorded: Collection[int], world_size: int | None
+) -> RunSummary:
+    """Summarize files that no recorder described: which ranks left a trace, and which a memory recording."""
+    ranks = [
+        replace(_nothing(rank, "unknown", []), has_trace=rank in traced, has_memory=rank in recorded)
+        for rank in sorted({*traced, *recorded})
+    ]
+    return RunSummary(
+        path=path,
+        command=[],
+        state="unknown",
+        exit_code=None,
+        started_at="",
+        finished_at=None,
+        hosts=[],
+        world_size=world_size,
+        versions={},
+        environment={},
+        options={},
+        messages=[],
+        ranks=ranks,
+        shard_groups=[],
+        optimizers=[],
     )
 
 

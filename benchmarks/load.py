@@ -57,10 +57,11 @@ def floor(path: Path, workers: int) -> Callable[[], Result]:
 
 
 def ours(path: Path, workers: int, cache: bool = False) -> Callable[[], Result]:
-    from fsdp2prof.workflows.analyze import analyze_trace_path
+    from fsdp2prof.workflows.analyze import analyze_trace
+    from fsdp2prof.workflows.job_files import open_job
 
     def run() -> Result:
-        result = analyze_trace_path(path, workers=workers, cache=cache)
+        result = analyze_trace(open_job(path), workers=workers, cache=cache)
         communication = [rank.communication for rank in result.ranks]
         exposed = sum(c.exposed_ns for c in communication)
         return {"overlap_frac": 1 - exposed / sum(c.total_ns for c in communication)}
@@ -109,9 +110,9 @@ def prepare(name: str, path: Path, workers: int) -> Callable[[], Result]:
 
 def trace_files(path: Path) -> dict[int, Path]:
     """The traces of a file or a folder by rank, as every contestant gets them."""
-    from fsdp2prof.workflows.trace_files import find_traces
+    from fsdp2prof.workflows.job_files import open_job
 
-    return {file.rank: file.path for file in find_traces(path).files}
+    return {file.rank: file.path for file in open_job(path).traces.files}
 
 
 def compete(name: str, path: Path, workers: int) -> None:

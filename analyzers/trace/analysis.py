@@ -6,7 +6,8 @@ ranks can be analysed in processes of their own; :func:`merge` compares them and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -41,7 +42,15 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.tables import Trace, concat_strings
 
-__all__ = ["RankAnalysis", "References", "analyze_rank", "analyze_trace", "merge", "throughput"]
+__all__ = [
+    "RankAnalysis",
+    "References",
+    "analyze_rank",
+    "analyze_tables",
+    "analyze_trace",
+    "merge",
+    "throughput",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +72,8 @@ class References:
 
     tokens_per_step: int | None = None
     """All ranks together."""
-    peak_flops_per_s: float | None = None
-    """Of one device, in the type that the model computes in."""
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Of one device, by dtype."""
     peak_bus_bytes_per_s: float | None = None
     """Of the fabric, as nccl-tests' busbw."""
     thresholds: FindingThresholds = field(default_factory=FindingThresholds)
@@ -97,7 +106,12 @@ def analyze_rank(
 
     ``default_rank`` is its number if neither file nor manifest says.
     """
-    tables = rank_tables(trace, manifest, window, chosen)
+    return analyze_tables(rank_tables(trace, manifest, window, chosen), default_rank=default_rank)
+
+
+def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis:
+    """Analyse one rank whose tables are joined up already, as :func:`analyze_rank` does."""
+    trace, manifest = tables.trace, tables.manifest
     rank, world_size = trace.rank, trace.world_size
     if manifest is not None:
         rank, world_size = manifest.rank, manifest.world_size
@@ -133,13 +147,14 @@ def merge(
     and the padding of uneven shards.
     """
     references = references or References()
+    dtype = _computing_dtype(analyses)
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
     collectives = [
         (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
     ]
     result = TraceAnalysis(
-        ranks=[_with_speed(analysis.rank, references) for analysis in analyses],
+        ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
@@ -158,9 +173,16 @@ def merge(
 
 
 def throughput(
-    steps: Sequence[StepBreakdown], references: References, unrecorded: UnrecordedStep | None = None
+    steps: Sequence[StepBreakdown],
+    references: References,
+    unrecorded: UnrecordedStep | None = None,
+    *,
+    dtype: str | None = None,
 ) -> Throughput | None:
-    """Return one rank's speed, in its unrecorded steps if it knows some; null where no step was traced."""
+    """Return one rank's speed, in its unrecorded steps if it knows some; null where no step was traced.
+
+    ``dtype`` is the one that the model computes in.
+    """
     traced = [step for step in steps if step.duration_ns > 0]
     if not traced:
         return None
@@ -170,7 +192,8 @@ def throughput(
     counted = [step for step in traced if step.flops is not None]
     counted_ns = sum(step.duration_ns for step in counted) if unrecorded is None else step_ns * len(counted)
     flops = sum(step.flops or 0 for step in counted) * 1e9 / counted_ns if counted else None
-    tokens, peak = references.tokens_per_step, references.peak_flops_per_s
+    tokens = references.tokens_per_step
+    peak = None if dtype is None else references.peak_flops_per_s.get(dtype)
     return Throughput(
         step_ns=int(step_ns),
         tokens_per_s=None if tokens is None else tokens * 1e9 / step_ns,
@@ -180,8 +203,18 @@ def throughput(
     )
 
 
-def _with_speed(rank: RankTrace, references: References) -> RankTrace:
-    return replace(rank, throughput=throughput(rank.steps, references, rank.unrecorded_step))
+def _with_speed(rank: RankTrace, references: References, dtype: str | None) -> RankTrace:
+    speed = throughput(rank.steps, references, rank.unrecorded_step, dtype=dtype)
+    return replace(rank, throughput=speed)
+
+
+def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
+    """Return the dtype the model computes in: that in which most parameters are gathered."""
+    gathered: Counter[str] = Counter()
+    for row in (row for analysis in analyses for row in analysis.groups):
+        if row.op == "all_gather" and row.dtype is not None:
+            gathered[row.dtype] += row.payload_bytes or 0
+    return next((dtype for dtype, _ in gathered.most_common(1)), None)
 
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:

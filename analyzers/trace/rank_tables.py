@@ -49,6 +49,8 @@ class RankTables:
     """What is analysed, in host time."""
     windows: StepTable
     """What is analysed, in the time of the device (host-only: of the host)."""
+    measurable: tuple[int, ...]
+    """Every step that has a window, analysed or not."""
     device: DeviceTable
     """Empty on a host-only trace."""
     phases: PhaseTable
@@ -77,6 +79,7 @@ def rank_tables(
     phases = build_phases(phase_labels(trace), steps, manifest.root_count if manifest else 0)
     labelled = window == "steps" and bool(np.isin(windows.step, steps.step).all())
     host = steps if labelled else _ALWAYS
+    measurable = tuple(windows.step.tolist())
     if chosen is not None:
         windows = windows.take(np.isin(windows.step, sorted(chosen)))
     collectives = collect(trace, device, phases, host, windows, manifest)
@@ -102,6 +105,7 @@ def rank_tables(
         steps=steps,
         analysed=host.take(np.isin(host.step, windows.step)),
         windows=windows,
+        measurable=measurable,
         device=device,
         phases=phases,
         collectives=collectives,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import Output, numbers_option, output_options, refuse_given
+from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options, refuse_given
 from fsdp2prof.commands.trace_options import trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.errors import UsageError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fsdp2prof.analyzers.fail_on import Condition
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.job_files import JobFiles
 
 __all__ = ["analyze"]
 
@@ -41,6 +42,7 @@ def analyze() -> None:
 
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
 @_path
+@job_options
 @trace_options
 @view_options
 @_fail_on
@@ -56,6 +58,7 @@ def analyze() -> None:
 def trace(
     path: Path,
     *,
+    choice: JobChoice,
     options: TraceOptions,
     view: str | None,
     diff: Path | None,
@@ -69,15 +72,15 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        ranks, steps = options["ranks"], options["steps"]
         refuse_given("--table", because=f"--{view or 'diff'} has its own")
-        write_view(path, view, diff, ranks=ranks, steps=steps, output=replace(output, verbose=verbose))
+        output = replace(output, verbose=verbose)
+        write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
-        from fsdp2prof.workflows.analyze import analyze_trace_path
+        from fsdp2prof.workflows.analyze import analyze_trace
 
-        analysis = analyze_trace_path(path, **options)
+        analysis = analyze_trace(choice.open(path), **options)
 
     def text() -> RenderableType:
         from fsdp2prof.reporters.advice import trace_advice
@@ -96,7 +99,7 @@ def trace(
 
 @analyze.command(short_help="Peak memory by layer, phase and kind.")
 @_path
-@numbers_option("--ranks", "Ranks to analyse")
+@job_options
 @click.option(
     "--diff",
     type=click.Path(path_type=Path),
@@ -116,7 +119,7 @@ def trace(
 def memory(
     path: Path,
     *,
-    ranks: frozenset[int] | None,
+    choice: JobChoice,
     diff: Path | None,
     fail_on: Sequence[str],
     verbose: bool,
@@ -129,13 +132,14 @@ def memory(
     """
     if diff is not None:
         _refuse_conditions(fail_on, "--diff")
-        _memory_diff(diff, path, ranks, verbose, output)
+        before, after = (choice.open(one) for one in (diff, path))
+        _memory_diff(before, after, verbose, output)
         return
     conditions = _parse(fail_on)
     with output.progress(f"analysing the memory of {path}"):
-        from fsdp2prof.workflows.analyze import analyze_memory_path
+        from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory_path(path, ranks=ranks)
+        analysis = analyze_memory(choice.open(path), cache=True)
 
     def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice
@@ -154,6 +158,7 @@ def memory(
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
 @click.argument("run", type=click.Path(path_type=Path))
+@job_options
 @trace_options
 @_fail_on
 @_verbose
@@ -161,6 +166,7 @@ def memory(
 def run(
     run: Path,
     *,
+    choice: JobChoice,
     options: TraceOptions,
     fail_on: Sequence[str],
     verbose: bool,
@@ -168,13 +174,13 @@ def run(
 ) -> None:
     """What was run and how it ended, then its traces and its memory.
 
-    RUN is the folder that `fsdp2prof record -o RUN` wrote.
+    RUN is the folder that `fsdp2prof record -o RUN` wrote, or one with traces and memory snapshots.
     """
     conditions = _parse(fail_on)
     with output.progress(f"analysing {run}"):
-        from fsdp2prof.workflows.analyze import analyze_run_path
+        from fsdp2prof.workflows.analyze import analyze_run
 
-        analysis = analyze_run_path(run, **options)
+        analysis = analyze_run(choice.open(run), **options)
 
     def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice
@@ -188,15 +194,13 @@ def run(
     _check(conditions, analysis)
 
 
-def _memory_diff(
-    before: Path, after: Path, ranks: frozenset[int] | None, every: bool, output: Output
-) -> None:
+def _memory_diff(before: JobFiles, after: JobFiles, every: bool, output: Output) -> None:
     if output.format == "html":
         raise UsageError("--diff has no HTML form: use text, json or csv")
-    with output.progress(f"comparing {before} with {after}"):
-        from fsdp2prof.workflows.analyze import compare_memory_paths
+    with output.progress(f"comparing {before.path} with {after.path}"):
+        from fsdp2prof.workflows.compare import compare_memory
 
-        comparison = compare_memory_paths(before, after, ranks=ranks)
+        comparison = compare_memory(before, after)
     if output.format == "json":
         from fsdp2prof.reporters import jsonreport
 

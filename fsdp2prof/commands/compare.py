@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import Output, numbers_option, output_options
-
-if TYPE_CHECKING:
-    from fsdp2prof.workflows.analyze import TraceOptions
+from fsdp2prof.commands.options import JobChoice, Output, job_options, numbers_option, output_options
 
 __all__ = ["compare"]
 
@@ -19,7 +15,7 @@ __all__ = ["compare"]
 @click.command(short_help="What changed from one run, trace or estimate to another.")
 @click.argument("before", type=click.Path(path_type=Path), metavar="A")
 @click.argument("after", type=click.Path(path_type=Path), metavar="B")
-@numbers_option("--ranks", "Ranks to compare")
+@job_options
 @numbers_option("--steps", "Traced steps to compare")
 @click.option(
     "--fail-on",
@@ -33,7 +29,7 @@ def compare(
     before: Path,
     after: Path,
     *,
-    ranks: frozenset[int] | None,
+    choice: JobChoice,
     steps: frozenset[int] | None,
     fail_on: Sequence[str],
     verbose: bool,
@@ -45,15 +41,15 @@ def compare(
     that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
     compared; of a run against an estimate it is said what is exactly equal.
     """
-    from fsdp2prof.analyzers.compare import sides as comparing
     from fsdp2prof.analyzers.fail_on import check, parse
     from fsdp2prof.errors import ThresholdError
-    from fsdp2prof.workflows.compare_inputs import read_side
+    from fsdp2prof.workflows import compare as comparing
 
     conditions = [parse(text) for text in fail_on]
-    options: TraceOptions = {"ranks": ranks, "steps": steps, "cache": True}
     with output.progress(f"comparing {before} with {after}"):
-        comparison = comparing.compare(read_side(before, **options), read_side(after, **options))
+        comparison = comparing.compare(
+            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=True
+        )
     if output.format == "json":
         from fsdp2prof.reporters import jsonreport
 

@@ -11,7 +11,7 @@ import click
 
 from fsdp2prof.commands.completion import complete_hardware, complete_model
 from fsdp2prof.commands.options import Output, output_options
-from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
@@ -97,8 +97,9 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         from fsdp2prof.estimators.spec.inputs import load_config, values_of_run
+        from fsdp2prof.workflows.estimate import describe_run
 
-        manifest = None if from_run is None else _first_manifest(from_run)
+        manifest = None if from_run is None else describe_run(from_run)
         values: dict[str, Any] = {} if manifest is None else values_of_run(manifest)
         policy = dict(values.pop("policy", {}))
         if config is not None:
@@ -127,16 +128,6 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
     return decorate
 
 
-def _first_manifest(path: Path) -> RankManifest:
-    from fsdp2prof.readers.run_directory import open_run
-
-    manifests = [record.manifest for record in open_run(path).ranks if record.manifest is not None]
-    described = [manifest for manifest in manifests if manifest.param_groups]
-    if not described:
-        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
-    return described[0]
-
-
 @estimate.command()
 @_input_options
 @_with_options(_policy_options(memory_only=True))
@@ -162,10 +153,10 @@ def memory(
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.workflows import save_estimate as estimate_run
+    from fsdp2prof.workflows import estimate as runs
 
     if save_run is not None:
-        estimate_run.refuse_existing_run(save_run)
+        runs.refuse_existing_run(save_run)
     if manifest is not None and "model" not in values:
         raise UsageError("estimate memory --from-run needs the model too: add --model")
     if hardware is not None:
@@ -175,7 +166,7 @@ def memory(
         prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save_run is not None:
         communication = estimate_comm(spec.model, spec.mesh, spec.policy)
-        estimate_run.save_run(save_run, prediction, communication)
+        runs.save_run(save_run, prediction, communication)
     output.render(prediction.estimate)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -23,7 +23,10 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 
-__all__ = ["Output", "numbers_option", "output_options", "refuse_given"]
+if TYPE_CHECKING:
+    from fsdp2prof.workflows.job_files import JobFiles
+
+__all__ = ["JobChoice", "Output", "job_options", "numbers_option", "output_options", "refuse_given"]
 
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
@@ -179,6 +182,38 @@ def numbers_option(flag: str, what: str) -> Callable[[Callable[..., None]], Call
     return click.option(
         flag, default="all", callback=_numbers, metavar="LIST", help=f"{what}: all, or for example 0,3,8-11."
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobChoice:
+    """Which of a job's files a command reads."""
+
+    ranks: frozenset[int] | None
+    """None is all."""
+    iteration: int | None
+    """None is the newest."""
+
+    def open(self, path: Path) -> JobFiles:
+        """Find the chosen files at a path; raises ``InputError`` for what is not there."""
+        from fsdp2prof.workflows.job_files import open_job
+
+        return open_job(path, ranks=self.ranks, iteration=self.iteration)
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what chooses among the files of a job; the command gets one ``choice``."""
+
+    @wraps(command)
+    def with_choice(*args: Any, ranks: frozenset[int] | None, iteration: int | None, **rest: Any) -> None:
+        command(*args, choice=JobChoice(ranks=ranks, iteration=iteration), **rest)
+
+    iteration = click.option(
+        "--iteration",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Which profiling cycle of a folder that holds several (iteration_N); by default the newest.",
+    )
+    return numbers_option("--ranks", "Ranks to read")(iteration(with_choice))
 
 
 def refuse_given(*flags: str, because: str) -> None:

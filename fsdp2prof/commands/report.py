@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import Output, output_options
+from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
 from fsdp2prof.commands.trace_options import trace_options
 
 if TYPE_CHECKING:
@@ -18,17 +18,24 @@ __all__ = ["report"]
 
 @click.command()
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@job_options
 @trace_options
 @output_options("html")
-def report(path: Path, *, options: TraceOptions, output: Output) -> None:
+def report(
+    path: Path,
+    *,
+    choice: JobChoice,
+    options: TraceOptions,
+    output: Output,
+) -> None:
     """Write a run's report as one offline HTML file.
 
-    RUN is a run directory; a trace, a memory snapshot or a folder of either gives the part it has.
+    RUN is a run directory; a trace, a memory snapshot or a folder of them gives the parts it has.
     """
     with output.progress(f"analysing {path}"):
-        from fsdp2prof.workflows.analyze import analyze_any_path
+        from fsdp2prof.workflows.analyze import analyze_any
 
-        analysis = analyze_any_path(path, **options)
+        analysis = analyze_any(choice.open(path), **options)
     from fsdp2prof.reporters import html
 
     output.write(html.render(str(path), analysis))

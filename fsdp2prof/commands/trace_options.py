@@ -26,7 +26,6 @@ _OPTIONS = (
         show_default=True,
         help="Analyse each training step, or the whole trace as one.",
     ),
-    numbers_option("--ranks", "Ranks to analyse"),
     numbers_option("--steps", "Steps to analyse"),
     click.option(
         "--tokens-per-step",
@@ -69,7 +68,6 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_options(
         *args: Any,
         window: Window,
-        ranks: frozenset[int] | None,
         steps: frozenset[int] | None,
         tokens: int | None,
         hardware: str | None,
@@ -87,13 +85,12 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         device = HardwareSpec.parse(hardware) if hardware else None
         options: TraceOptions = {
             "window": window,
-            "ranks": ranks,
             "steps": steps,
             "workers": workers,
             "cache": cache,
-            "peak_flops": device.flops if device else {},
             "references": References(
                 tokens_per_step=tokens,
+                peak_flops_per_s=device.flops if device else {},
                 peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
                 thresholds=parse_thresholds(thresholds),
             ),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fsdp2prof.commands.options import Output, refuse_given
+from fsdp2prof.commands.options import JobChoice, Output, refuse_given
 from fsdp2prof.errors import UsageError
 
 __all__ = ["view_options", "write_view"]
@@ -54,7 +54,7 @@ def write_view(
     view: str | None,
     diff: Path | None,
     *,
-    ranks: Collection[int] | None,
+    choice: JobChoice,
     steps: Collection[int] | None,
     output: Output,
 ) -> None:
@@ -62,7 +62,7 @@ def write_view(
 
     Raises ``UsageError`` for options that have no effect on it.
     """
-    from fsdp2prof.workflows.hta_views import diff_trace_paths, view_trace_path
+    from fsdp2prof.workflows.hta_views import diff_traces, view_trace
 
     if view is not None and diff is not None:
         raise UsageError(f"--{view} and --diff exclude each other")
@@ -70,12 +70,13 @@ def write_view(
     refuse_given(*_OF_THE_WHOLE, because=f"--{name} is of one rank's trace, read as it is")
     if name not in _LOOKS_AT_A_STEP:
         refuse_given("--steps", because=f"--{name} is of the whole trace")
-    rank, step = _one(ranks, name, "rank"), _one(steps, name, "step")
+    _one(choice.ranks, name, "rank")
+    step = _one(steps, name, "step")
     with output.progress(f"analysing the trace of {path}"):
         if diff is not None:
-            output.render(diff_trace_paths(diff, path, rank=rank, step=step))
+            output.render(diff_traces(choice.open(diff), choice.open(path), step=step))
         else:
-            output.render(view_trace_path(path, name, rank=rank, step=step))
+            output.render(view_trace(choice.open(path), name, step=step))
 
 
 def _one(chosen: Collection[int] | None, view: str, what: str) -> int | None:

@@ -39,7 +39,8 @@ class RunRank:
 
     rank: int
     state: str
-    """``complete``, ``partial``, ``crashed``, ``running`` (killed unheard) or ``missing``."""
+    """``complete``, ``partial``, ``crashed``, ``running`` (killed unheard), ``missing``, or ``unknown`` where
+    no recorder described the run."""
     host: str
     device: str
     """``cpu``, or the device's name."""

@@ -1,63 +1,58 @@
-"""From a path to an analysis: find the files of each rank, read them, analyse them, put ranks together.
+"""From the files of a job to an analysis: read them, analyse them, put ranks together.
 
 A rank whose file cannot be read does not stop the others: it becomes a warning. Large traces are analysed in
-processes of their own, one rank each; the result is the same.
+processes of their own, one rank each; the result is the same. Every file is decoded once.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
-from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
-from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_memory
+from fsdp2prof.analyzers.memory import analysis as memory_analysis
+from fsdp2prof.analyzers.memory.analysis import RankRecording
 from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
-from fsdp2prof.analyzers.run_summary import summarize_run
+from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
 from fsdp2prof.analyzers.steps import Window, host_steps
-from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_rank, merge
+from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.errors import InputError, SnapshotError, TraceError
-from fsdp2prof.manifest import RankManifest, RankRecord, RunDirectory
+from fsdp2prof.errors import InputError, RunDirectoryError, SnapshotError, TraceError
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import is_run_directory, open_run
-from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RankMemory, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import AtPeak, MemoryAnalysis, RunAnalysis, RunSummary, TraceAnalysis
 from fsdp2prof.tables import MemoryRecording, Trace
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
-from fsdp2prof.workflows.memory_files import MemoryFile, find_memory, is_memory_file, is_trace_file
+from fsdp2prof.workflows.folders import is_trace_name
+from fsdp2prof.workflows.job_files import JobFiles
+from fsdp2prof.workflows.one_job import RankFile
 from fsdp2prof.workflows.trace_cache import read_trace_cached
-from fsdp2prof.workflows.trace_files import TraceFile, find_traces
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
     "TraceOptions",
-    "analyze_any_path",
-    "analyze_memory_path",
-    "analyze_run_path",
-    "analyze_trace_path",
-    "compare_memory_paths",
+    "analyze_any",
+    "analyze_memory",
+    "analyze_run",
+    "analyze_trace",
+    "read_recordings",
 ]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
-
-_File = TypeVar("_File", TraceFile, MemoryFile, RankRecord)
 
 
 class TraceOptions(TypedDict, total=False):
     """How traces are analysed; each has a default."""
 
     window: Window
-    ranks: Collection[int] | None
-    """None, the default, is all."""
     steps: Collection[int] | None
     """None, the default, is all."""
     workers: int | None
@@ -65,94 +60,79 @@ class TraceOptions(TypedDict, total=False):
     cache: bool
     """A large trace leaves its columns beside it and is not decoded again; off by default."""
     references: References
-    peak_flops: Mapping[str, int]
-    """Peak operations per second of one device by dtype: the references' ``peak_flops_per_s`` becomes that of
-    the dtype in which most parameters are gathered."""
 
 
-def analyze_trace_path(path: str | Path, **options: Unpack[TraceOptions]) -> TraceAnalysis:
-    """Analyse the traces of a file, a folder or a run.
+def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
+    """Analyse the traces of a job.
 
-    Raises ``TraceError`` when no trace can be read, ``RunDirectoryError`` for a run that cannot, and
-    ``InputError`` when none of the chosen ranks or steps is there.
+    Raises ``TraceError`` when no trace can be read, and ``InputError`` for steps that are not in them.
     """
-    found = find_traces(path)
-    manifests = _manifests(path)
-    files = _selected(found.files, options.get("ranks"), path)
-    workers, each = _workers(files, options.get("workers"))
-    jobs = [_TraceJob(file, manifests.get(file.rank), each, options) for file in files]
-    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
-    analyses = [outcome for outcome in outcomes if isinstance(outcome, RankAnalysis)]
-    unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    if not analyses:
-        raise TraceError(unreadable[0])
-    if options.get("steps") is not None and not any(analysis.rank.steps for analysis in analyses):
-        raise InputError(f"{path}: none of the chosen steps is in it; see them with --steps all")
-    references = _with_peak(options, analyses)
-    result = merge(analyses, references, list(manifests.values()))
-    return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
+    result, _ = _analyze_traces(job, None, options)
+    return replace(result, warnings=[*job.messages, *result.warnings])
 
 
-def analyze_memory_path(path: str | Path, *, ranks: Collection[int] | None = None) -> MemoryAnalysis:
-    """Analyse the memory recordings of a file, a folder or a run; ``ranks`` selects some of them.
+def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
+    """Analyse the memory recordings of a job, or else the memory events in its traces.
 
-    Raises ``SnapshotError`` when no recording can be read, ``RunDirectoryError`` for a run that cannot.
+    The highest peak is looked up in its rank's trace; ``cache`` is that of :class:`TraceOptions`.
+    Raises ``SnapshotError`` when no recording can be read.
     """
-    found = find_memory(path)
-    manifests = _manifests(path)
-    recordings: list[RankRecording] = []
-    unreadable: list[str] = []
-    for file in _selected(found.files, ranks, path):
+    part = _analyze_recordings(job)
+    result = part.result
+    trace = part.trace_of_fullest(job)
+    if trace is not None:
         try:
-            recordings += [(file.rank, one, manifests.get(file.rank)) for one in _recordings(file.path)]
-        except (SnapshotError, TraceError) as error:
-            unreadable.append(str(error))
-    if not recordings:
-        raise SnapshotError(unreadable[0])
-    result = analyze_memory(recordings)
-    joined, missing = _with_trace(path, recordings, result.ranks)
-    return replace(result, ranks=joined, warnings=[*found.warnings, *unreadable, *result.warnings, *missing])
+            read = read_trace_cached if cache else read_trace
+            tables = rank_tables(read(trace.path, rank=trace.rank), part.fullest.manifest)
+            result = part.with_peak(find_peak(part.fullest.prepared(), tables))
+        except TraceError as error:
+            result = replace(result, warnings=[*result.warnings, str(error)])
+    return replace(result, warnings=[*job.messages, *result.warnings])
 
 
-def _with_trace(
-    path: str | Path, recordings: list[RankRecording], results: list[RankMemory]
-) -> tuple[list[RankMemory], list[str]]:
-    """Look the highest peak up in its rank's trace, if the run has one; return the ranks and warnings."""
-    fullest = max(range(len(results)), key=lambda index: results[index].peak.allocated_bytes)
-    rank, recording, manifest = recordings[fullest]
-    traces = (
-        [one.trace for one in open_run(path).ranks if one.rank == rank]
-        if is_run_directory(Path(path))
-        else []
-    )
-    if not traces or traces[0] is None:
-        return results, []
-    try:
-        tables = rank_tables(read_trace(traces[0]), manifest)
-    except TraceError as error:
-        return results, [str(error)]
-    looked_up = replace(results[fullest], at_peak=find_peak(prepare(recording, manifest), tables))
-    return [*results[:fullest], looked_up, *results[fullest + 1 :]], []
+def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
+    """Summarize a run and analyse its traces and memory; what was not captured is null.
 
-
-def compare_memory_paths(
-    before: str | Path, after: str | Path, *, ranks: Collection[int] | None = None
-) -> MemoryComparison:
-    """Compare the peaks of one rank's first device in two recordings, by default of the lowest rank of each.
-
-    Raises the errors of :func:`analyze_memory_path`.
+    Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
+    anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
-    return compare_memory(*(_prepared(path, ranks) for path in (before, after)))
+    summary = _summary(job)
+    memory: _MemoryPart | None = None
+    trace: TraceAnalysis | None = None
+    at_peak: AtPeak | None = None
+    warnings: list[str] = []
+    if job.memory.files:
+        try:
+            memory = _analyze_recordings(job)
+        except SnapshotError as error:
+            warnings.append(str(error))
+    if job.traces.files:
+        try:
+            fullest = None if memory is None else memory.fullest
+            trace, at_peak = _analyze_traces(job, fullest, options)
+        except TraceError as error:
+            warnings.append(str(error))
+    result = None if memory is None else memory.with_peak(at_peak)
+    return combine(summary, trace, result, warnings)
 
 
-def _prepared(path: str | Path, ranks: Collection[int] | None) -> PreparedRecording:
-    file = _selected(find_memory(path).files, ranks, path)[0]
-    return prepare(_recordings(file.path)[0], _manifests(path).get(file.rank))
+def analyze_any(
+    job: JobFiles, **options: Unpack[TraceOptions]
+) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
+    """Analyse whatever a job left: a run, or traces, or memory recordings, or both.
+
+    Raises the errors of the three.
+    """
+    if job.run is not None or (job.traces.files and job.memory.files):
+        return analyze_run(job, **options)
+    if job.memory.files:
+        return analyze_memory(job, cache=options.get("cache", False))
+    return analyze_trace(job, **options)
 
 
-def _recordings(path: Path) -> list[MemoryRecording]:
-    """Read a snapshot, a storage count, or the memory events of a trace."""
-    if not is_trace_file(path):
+def read_recordings(path: Path) -> list[MemoryRecording]:
+    """Read a snapshot, a storage count, or the memory events of a trace. Raises ``SnapshotError``."""
+    if not is_trace_name(path):
         return read_memory(path)
     recordings = kineto_recordings(read_trace(path))
     if not recordings:
@@ -160,65 +140,136 @@ def _recordings(path: Path) -> list[MemoryRecording]:
     return recordings
 
 
-def analyze_run_path(path: str | Path, **options: Unpack[TraceOptions]) -> RunAnalysis:
-    """Summarize a run directory and analyse its traces and memory; what was not captured is null.
+def _summary(job: JobFiles) -> RunSummary:
+    if job.run is None:
+        traces, memory = job.traces, job.memory
+        if not traces.files or not memory.files:
+            raise RunDirectoryError(
+                f"{job.path}: not a run directory, nor a folder with traces and memory recordings; "
+                "analyze trace and analyze memory read either"
+            )
+        ranks = [file.rank for file in traces.files], [file.rank for file in memory.files]
+        return summarize_files(str(job.path), *ranks, traces.world_size)
+    if not any(record.manifest or record.trace or record.memory for record in job.run.ranks):
+        reason = job.messages[0] if job.messages else "record it again"
+        raise RunDirectoryError(f"{job.path}: no rank left anything: {reason}")
+    return summarize_run(job.run)
 
-    Raises ``RunDirectoryError`` for a run that cannot be read, and ``InputError`` when none of the chosen
-    ranks or steps is there.
-    """
-    ranks = options.get("ranks")
-    run = open_run(path)
-    if ranks is not None:
-        _selected(run.ranks, ranks, path)
-    trace: TraceAnalysis | None = None
-    memory: MemoryAnalysis | None = None
-    warnings: list[str] = []
-    if _has(run, "trace", ranks):
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fullest:
+    """The recording with the highest peak, to be looked up in its rank's trace; picklable."""
+
+    index: int
+    """In the result's ranks."""
+    rank: int
+    recording: MemoryRecording
+    manifest: RankManifest | None
+
+    def prepared(self) -> PreparedRecording:
+        return prepare(self.recording, self.manifest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _MemoryPart:
+    result: MemoryAnalysis
+    fullest: _Fullest
+    from_traces: bool
+
+    def with_peak(self, at_peak: AtPeak | None) -> MemoryAnalysis:
+        """Return the result with what the trace says of the highest peak."""
+        if at_peak is None:
+            return self.result
+        ranks = list(self.result.ranks)
+        ranks[self.fullest.index] = replace(ranks[self.fullest.index], at_peak=at_peak)
+        return replace(self.result, ranks=ranks)
+
+    def trace_of_fullest(self, job: JobFiles) -> RankFile | None:
+        """Return the trace of the fullest rank; none where the recording came from the trace itself."""
+        if self.from_traces:
+            return None
+        return next((file for file in job.traces.files if file.rank == self.fullest.rank), None)
+
+
+def _analyze_recordings(job: JobFiles) -> _MemoryPart:
+    found = job.recordings
+    if not found.files:
+        raise SnapshotError(found.absent)
+    manifests = job.manifests
+    recordings: list[RankRecording] = []
+    unreadable: list[str] = []
+    for file in found.files:
         try:
-            trace = analyze_trace_path(path, **options)
-        except TraceError as error:
-            warnings.append(str(error))
-    if _has(run, "memory", ranks):
-        try:
-            memory = analyze_memory_path(path, ranks=ranks)
-        except SnapshotError as error:
-            warnings.append(str(error))
-    said = set(run.messages)
-    return combine(
-        summarize_run(run),
-        trace and replace(trace, warnings=[line for line in trace.warnings if line not in said]),
-        memory and replace(memory, warnings=[line for line in memory.warnings if line not in said]),
-        warnings,
+            manifest = manifests.get(file.rank)
+            recordings += [(file.rank, one, manifest) for one in read_recordings(file.path)]
+        except (SnapshotError, TraceError) as error:
+            unreadable.append(str(error))
+    if not recordings:
+        raise SnapshotError(unreadable[0])
+    result = memory_analysis.analyze_memory(recordings)
+    index = max(range(len(result.ranks)), key=lambda at: result.ranks[at].peak.allocated_bytes)
+    rank, recording, manifest = recordings[index]
+    return _MemoryPart(
+        result=replace(result, warnings=[*found.warnings, *unreadable, *result.warnings]),
+        fullest=_Fullest(index=index, rank=rank, recording=recording, manifest=manifest),
+        from_traces=found is job.traces,
     )
 
 
-def analyze_any_path(
-    path: str | Path, **options: Unpack[TraceOptions]
-) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
-    """Analyse whatever is at ``path``: a run, traces, or memory recordings.
-
-    Raises the errors of the three.
-    """
-    path = Path(path)
-    if is_run_directory(path) or not path.exists():
-        return analyze_run_path(path, **options)
-    if _holds_memory(path):
-        return analyze_memory_path(path, ranks=options.get("ranks"))
-    return analyze_trace_path(path, **options)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _TraceJob:
     """One rank's trace to analyse, picklable."""
 
-    file: TraceFile
+    file: RankFile
     manifest: RankManifest | None
     workers: int | None
     """Processes that decode this one file; by default what it is worth."""
     options: TraceOptions
+    fullest: _Fullest | None
+    """A recording of this rank whose peak is to be looked up."""
 
 
-def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RankOutcome:
+    analysis: RankAnalysis
+    steps: tuple[int, ...]
+    """All that can be chosen."""
+    at_peak: AtPeak | None
+
+
+def _analyze_traces(
+    job: JobFiles, fullest: _Fullest | None, options: TraceOptions
+) -> tuple[TraceAnalysis, AtPeak | None]:
+    """Analyse the traces, and look the highest peak of memory up in its rank's."""
+    files = job.traces.files
+    if not files:
+        raise TraceError(job.traces.absent)
+    manifests = job.manifests
+    workers, each = _workers(files, options.get("workers"))
+    jobs = [
+        _TraceJob(
+            file=file,
+            manifest=manifests.get(file.rank),
+            workers=each,
+            options=options,
+            fullest=fullest if fullest is not None and fullest.rank == file.rank else None,
+        )
+        for file in files
+    ]
+    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
+    analysed = [outcome for outcome in outcomes if isinstance(outcome, _RankOutcome)]
+    unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    if not analysed:
+        raise TraceError(unreadable[0])
+    _check_steps(job.path, options.get("steps"), analysed)
+    analyses = [outcome.analysis for outcome in analysed]
+    result = merge(analyses, options.get("references"), list(manifests.values()))
+    warnings = [*job.traces.warnings, *unreadable, *result.warnings]
+    at_peak = next((outcome.at_peak for outcome in analysed if outcome.at_peak is not None), None)
+    return replace(result, warnings=warnings), at_peak
+
+
+def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
     """Analyse one rank; a file that cannot be read gives its error's message."""
     read = read_trace_cached if job.options.get("cache") else read_trace
     try:
@@ -229,10 +280,15 @@ def _analyze_file(job: _TraceJob) -> RankAnalysis | str:
     cut_short = _cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
     if cut_short and job.manifest is not None:
         chosen = job.manifest.traced_steps
-    analysis = analyze_rank(trace, job.manifest, window=window, chosen=chosen, default_rank=job.file.rank)
+    tables = rank_tables(trace, job.manifest, window, chosen)
+    analysis = analyze_tables(tables, default_rank=job.file.rank)
     rank = job.file.rank
     told = [f"rank {rank}: step {n} was cut short and is left out; --steps {n} shows it" for n in cut_short]
-    return replace(analysis, warnings=[*analysis.warnings, *told])
+    return _RankOutcome(
+        analysis=replace(analysis, warnings=[*analysis.warnings, *told]),
+        steps=tables.measurable,
+        at_peak=None if job.fullest is None else find_peak(job.fullest.prepared(), tables),
+    )
 
 
 def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
@@ -242,20 +298,21 @@ def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
     return [step for step in host_steps(trace.labels).step.tolist() if step not in manifest.traced_steps]
 
 
-def _with_peak(options: TraceOptions, analyses: Sequence[RankAnalysis]) -> References:
-    """Return the references with the peak of the dtype in which the model computes, if it is known."""
-    gathered: Counter[str] = Counter()
-    for analysis in analyses:
-        for row in analysis.groups:
-            if row.op == "all_gather" and row.dtype is not None:
-                gathered[row.dtype] += row.payload_bytes or 0
-    references = options.get("references", References())
-    peaks = options.get("peak_flops", {})
-    known = [peaks[dtype] for dtype, _ in gathered.most_common(1) if dtype in peaks]
-    return replace(references, peak_flops_per_s=known[0]) if known else references
+def _check_steps(path: Path, chosen: Collection[int] | None, analysed: Sequence[_RankOutcome]) -> None:
+    """Raise ``InputError`` for chosen steps that no rank has."""
+    here = sorted({step for outcome in analysed for step in outcome.steps})
+    absent = sorted(set(chosen or ()) - set(here))
+    if absent:
+        raise InputError(
+            f"{path}: {_named(absent)} not in it; it has {', '.join(map(str, here)) or 'no step'}"
+        )
 
 
-def _workers(files: Sequence[TraceFile], given: int | None) -> tuple[int, int | None]:
+def _named(steps: Sequence[int]) -> str:
+    return f"step {steps[0]} is" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} are"
+
+
+def _workers(files: Sequence[RankFile], given: int | None) -> tuple[int, int | None]:
     """Processes that share the ranks, and that share the decoding of one rank (None: what it is worth)."""
     if given is not None:
         return given, max(1, given // len(files))
@@ -264,33 +321,3 @@ def _workers(files: Sequence[TraceFile], given: int | None) -> tuple[int, int | 
         return 1, None
     workers = min(large, usable_cores())
     return workers, max(1, usable_cores() // workers)
-
-
-def _manifests(path: str | Path) -> dict[int, RankManifest]:
-    if not is_run_directory(Path(path)):
-        return {}
-    return {record.rank: record.manifest for record in open_run(path).ranks if record.manifest is not None}
-
-
-def _selected(files: Sequence[_File], ranks: Collection[int] | None, path: str | Path) -> Sequence[_File]:
-    chosen = [file for file in files if ranks is None or file.rank in ranks]
-    if not chosen:
-        here = _listed({file.rank for file in files})
-        raise InputError(f"{path}: none of the chosen ranks is here; it has {here}")
-    return chosen
-
-
-def _listed(ranks: Collection[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-def _holds_memory(path: Path) -> bool:
-    """Whether a file is a memory recording by its name, or a folder holds such files and no traces."""
-    if path.is_dir():
-        return any(map(is_memory_file, path.iterdir())) and not any(path.glob("*.json*"))
-    return is_memory_file(path)
-
-
-def _has(run: RunDirectory, what: str, ranks: Collection[int] | None) -> bool:
-    return any(getattr(r, what) is not None for r in run.ranks if ranks is None or r.rank in ranks)

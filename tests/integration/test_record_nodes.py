@@ -12,7 +12,8 @@ import pytest
 
 from fsdp2prof.manifest import RunDirectory
 from fsdp2prof.readers.run_directory import open_run
-from fsdp2prof.workflows.analyze import analyze_run_path
+from fsdp2prof.workflows.analyze import analyze_run
+from fsdp2prof.workflows.job_files import open_job
 
 from .conftest import script_path, training_environment
 
@@ -74,7 +75,7 @@ def test_both_nodes_are_in_one_run(opened: RunDirectory) -> None:
 
 
 def test_the_ranks_of_both_nodes_are_analysed_together(opened: RunDirectory) -> None:
-    analysis = analyze_run_path(opened.path)
+    analysis = analyze_run(open_job(opened.path))
     assert analysis.trace is not None
     assert [rank.rank for rank in analysis.trace.ranks] == [0, 1]
     assert analysis.trace.cross_rank.matched > 0

@@ -15,7 +15,8 @@ from synthetic.truth import GroupKey, GroupTruth
 
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_rank
 from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.workflows.analyze import analyze_trace_path
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
 
 
 def analyse(recording: Recording, folder: Path, **options: Any) -> RankAnalysis:
@@ -183,7 +184,7 @@ def test_a_drained_queue_is_charged_with_the_lead_it_cost(tmp_path: Path) -> Non
 def test_verdicts_say_how_early_and_how_late(name: str, tmp_path: Path) -> None:
     (recording,) = record(VARIANTS[name])
     write(recording, tmp_path / "rank0_trace.json")
-    rows = analyze_trace_path(tmp_path, workers=1).prefetch
+    rows = analyze_trace(open_job(tmp_path), workers=1).prefetch
     awaited = [c for c in recording.timeline.collectives if c.consumer is not None]
     key = sorted((c.step, c.fqn, c.op, c.needed - c.issue, c.needed - c.end, c.stall) for c in awaited)
     assert key == sorted(
@@ -211,7 +212,7 @@ def test_the_cause_of_a_late_all_gather_is_the_one_built_in(cause: str, tmp_path
     schedule, fqn, phase = CAUSES[cause]
     (recording,) = record(schedule)
     write(recording, tmp_path / "rank0_trace.json")
-    rows = analyze_trace_path(tmp_path, workers=1).prefetch
+    rows = analyze_trace(open_job(tmp_path), workers=1).prefetch
     found = [r for r in rows if (r.fqn, r.phase, r.op) == (fqn, phase, "all_gather")]
     assert [row.cause for row in found] == [cause] * schedule.steps
 
@@ -219,7 +220,7 @@ def test_the_cause_of_a_late_all_gather_is_the_one_built_in(cause: str, tmp_path
 def test_an_all_gather_late_for_a_peer_names_the_peer(tmp_path: Path) -> None:
     base = VARIANTS["default"]
     folder = write_run(record(base, base.changed("layers.1", forward_ns=2_000_003)), tmp_path / "run")
-    rows = analyze_trace_path(folder, workers=1).prefetch
+    rows = analyze_trace(open_job(folder), workers=1).prefetch
     late = [r for r in rows if (r.rank, r.op, r.cause) == (0, "all_gather", "peer")]
     assert late
     assert all(r.late_ns["peer"] <= 2_000_003 - 300_017 for r in late)

@@ -13,14 +13,15 @@ from synthetic import Activity, Recording, Schedule, record, transformer, truth_
 from synthetic.strategies import schedules
 
 from fsdp2prof.results import CrossRank
-from fsdp2prof.workflows.analyze import analyze_trace_path
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
 
 SKEWS = (0, 5_000_123, -72_000_456, 911)
 BASE = Schedule(roots=(transformer(3),))
 
 
 def compared(recordings: list[Recording], folder: Path, **options: bool) -> CrossRank:
-    return analyze_trace_path(write_run(recordings, folder, **options), workers=1).cross_rank
+    return analyze_trace(open_job(write_run(recordings, folder, **options)), workers=1).cross_rank
 
 
 def waits_of(recordings: list[Recording]) -> dict[str, int]:
@@ -99,7 +100,7 @@ def test_a_collective_lost_by_one_rank_is_reported_and_shifts_nothing(tmp_path: 
 
     folder = write_run(recordings, tmp_path / "run")
     write(recordings[0], folder / "rank0_trace.json.gz", keep=keep)
-    found = analyze_trace_path(folder, workers=1).cross_rank
+    found = analyze_trace(open_job(folder), workers=1).cross_rank
     assert (found.matched, found.unmatched_reasons) == (21, {"missing on some rank": 1})
     for recording in recordings:
         missing = recording.timeline.collectives[9]
@@ -109,7 +110,7 @@ def test_a_collective_lost_by_one_rank_is_reported_and_shifts_nothing(tmp_path: 
 
 def test_processes_give_the_same_answer(tmp_path: Path) -> None:
     folder = write_run(record(BASE, BASE, skews=SKEWS[:2]), tmp_path / "run")
-    assert analyze_trace_path(folder, workers=2) == analyze_trace_path(folder, workers=1)
+    assert analyze_trace(open_job(folder), workers=2) == analyze_trace(open_job(folder), workers=1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -123,7 +124,7 @@ def test_any_ranks_are_recovered(schedule: Schedule, factors: list[float], skew:
     ranks = [schedule.scaled(factor) for factor in factors[: schedule.shard * schedule.replicas]]
     recordings = record(*ranks, skews=[skew * rank for rank in range(len(ranks))])
     with tempfile.TemporaryDirectory() as folder:
-        found = analyze_trace_path(write_run(recordings, Path(folder) / "run"), workers=1)
+        found = analyze_trace(open_job(write_run(recordings, Path(folder) / "run")), workers=1)
     for recording, rank in zip(recordings, found.ranks, strict=True):
         truth = {step: answer.breakdown_ns for step, answer in truth_of(recording).steps.items()}
         assert {step.step: asdict(step.breakdown_ns) for step in rank.steps} == truth

@@ -42,7 +42,7 @@ from fsdp2prof.results import (
     StepTime,
     TraceAnalysis,
 )
-from fsdp2prof.workflows.compare_inputs import read_side
+from fsdp2prof.workflows.compare import read_side
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:

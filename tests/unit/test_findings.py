@@ -15,7 +15,8 @@ from fsdp2prof.analyzers.findings.find import FindingThresholds, find, parse_thr
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results import CrossRank, Finding, Straggler, TraceAnalysis
-from fsdp2prof.workflows.analyze import analyze_trace_path
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
 
 MS = 1_000_000
 LAYERS = 6
@@ -33,7 +34,7 @@ HEALTHY = Schedule(roots=(healthy_layers(),))
 
 
 def analyse(folder: Path, *schedules: Schedule) -> TraceAnalysis:
-    return analyze_trace_path(write_run(record(*schedules), folder), workers=1)
+    return analyze_trace(open_job(write_run(record(*schedules), folder)), workers=1)
 
 
 def named(analysis: TraceAnalysis) -> dict[str, Finding]:

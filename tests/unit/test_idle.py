@@ -173,7 +173,9 @@ def step(duration: int, count: int | None) -> StepBreakdown:
 
 def test_throughput() -> None:
     steps = [step(100, 1000), step(300, 3000), step(110, None)]
-    found = throughput(steps, References(tokens_per_step=11, peak_flops_per_s=4e10))
+    found = throughput(
+        steps, References(tokens_per_step=11, peak_flops_per_s={"bfloat16": 4e10}), dtype="bfloat16"
+    )
     assert found is not None
     assert found.step_ns == 110
     assert found.tokens_per_s == pytest.approx(11 / 110e-9)

@@ -20,7 +20,8 @@ from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import AtPeak
 from fsdp2prof.tables import MemoryRecording
-from fsdp2prof.workflows.analyze import analyze_memory_path
+from fsdp2prof.workflows.analyze import analyze_memory
+from fsdp2prof.workflows.job_files import open_job
 
 
 def trace(
@@ -92,7 +93,7 @@ def test_trace_without_memory_events_is_one_clear_line(tmp_path: Path):
     with pytest.raises(
         SnapshotError, match="no memory events in this trace; record it with profile_memory=True"
     ):
-        analyze_memory_path(path)
+        analyze_memory(open_job(path))
 
 
 @pytest.mark.real_data

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.workflows.analyze import analyze_trace_path
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
 
 pytestmark = pytest.mark.real_data
 
@@ -33,7 +34,7 @@ def test_four_ranks_with_metadata(real_data: Path) -> None:
     folder = real_data / "traces" / "ddp4-mi300"
     ranks = [kernels(folder / f"rank{i}.json.gz") for i in range(4)]
     assert [len(rank) for rank in ranks] == [21] * 4
-    found = analyze_trace_path(folder, workers=1)
+    found = analyze_trace(open_job(folder), workers=1)
     cross = found.cross_rank
     assert (cross.match_key, cross.matched, cross.unmatched) == ("order", 21, 0)
     assert found.attribution.collectives == 84
@@ -65,7 +66,7 @@ def test_eight_ranks_without_metadata_are_matched_by_verified_order(real_data: P
     folder = real_data / "traces" / "dlrm8-v100"
     ranks = [kernels(path) for path in sorted(folder.glob("worker*"))]
     assert [len(rank) for rank in ranks] == [8] * 8
-    cross = analyze_trace_path(folder, workers=1).cross_rank
+    cross = analyze_trace(open_job(folder), workers=1).cross_rank
     assert (cross.match_key, cross.matched, cross.unmatched) == ("order", 8, 0)
     assert max(abs(ns) for ns in cross.clock_offset_ns.values()) <= 2_000, "one host, whole microseconds"
     ends = [[end for _, end, *_ in together] for together in zip(*ranks, strict=True)]
@@ -76,6 +77,6 @@ def test_eight_ranks_without_metadata_are_matched_by_verified_order(real_data: P
 
 
 def test_a_subset_of_ranks_is_compared_among_itself(real_data: Path) -> None:
-    cross = analyze_trace_path(real_data / "traces" / "ddp4-mi300", ranks=[0, 3], workers=1).cross_rank
+    cross = analyze_trace(open_job(real_data / "traces" / "ddp4-mi300", ranks=[0, 3]), workers=1).cross_rank
     assert (cross.matched, cross.unmatched) == (21, 0)
     assert sorted(cross.wait_ns) == ["0", "3"]

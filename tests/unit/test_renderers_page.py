@@ -54,6 +54,9 @@ def test_scripts_are_allowed_by_their_hashes_alone() -> None:
 def test_numbers_carry_their_raw_value_and_names_their_whole() -> None:
     own = without_scripts(page())
     assert 'data-value="1234567">1.23</td>' in own
+    long = "a.very.long.module.name." * 6
+    assert f'title="{long}"' in own
+    assert f"<span>{long[:60]}…{long[-59:]}</span>" in own
     assert 'title="void at::native::vectorized_elementwise_kernel&lt;4' in own
 
 

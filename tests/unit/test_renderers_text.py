@@ -7,6 +7,7 @@ from support.documents import document, layer_table
 
 from fsdp2prof.reporters.document import Column, Document, Section
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.reporters.renderers.fitting import Need, fit
 
 WIDTHS = [40, 80, 118, 200]
 
@@ -93,3 +94,12 @@ def test_long_names_are_folded_and_then_shortened_in_the_middle() -> None:
     assert "QQQ…ZZZ" in short.replace("\n", "")
     assert (whole.count("Q"), whole.count("Z")) == (100, 100)
     assert short.count("Q") < 50
+
+
+def test_room_goes_to_small_wishes_first_and_to_bars_last() -> None:
+    bar = Need(natural=30, least=6, patient=True)
+    assert fit([Need(60, 16), Need(10, 10), bar], 60) == [40, 10, 6]
+    assert fit([Need(60, 16), Need(24, 16), bar], 60) == [26, 24, 6]
+    assert fit([Need(20, 16), Need(10, 10), bar], 80) == [20, 10, 30]
+    assert fit([Need(20, 16), Need(10, 10), bar], 28) == [16, 10]
+    assert fit([Need(90, 50), Need(10, 10)], 40) == [40]

@@ -168,9 +168,9 @@ def test_a_run_without_a_trace_says_how_long_a_step_takes() -> None:
 def test_speed_is_that_of_unrecorded_steps() -> None:
     """1e12 operations and 1000 tokens a step: over 0.5 s unrecorded, over 1 s traced."""
     traced = [replace(one, duration_ns=10**9, flops=10**12) for one in trace_analysis().ranks[0].steps]
-    references = References(tokens_per_step=1000, peak_flops_per_s=8e12)
-    fast = throughput(traced, references, measured(steps(500)))
-    slow = throughput(traced, references)
+    references = References(tokens_per_step=1000, peak_flops_per_s={"bfloat16": 8e12})
+    fast = throughput(traced, references, measured(steps(500)), dtype="bfloat16")
+    slow = throughput(traced, references, dtype="bfloat16")
     assert fast is not None
     assert slow is not None
     assert (fast.measured_on, fast.tokens_per_s, fast.flops_per_s, fast.mfu) == (

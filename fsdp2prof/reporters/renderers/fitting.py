@@ -20,6 +20,13 @@ class Need:
 
     natural: int
     least: int
+    patient: bool = False
+    """More room goes to the others first."""
+
+    @property
+    def wish(self) -> int:
+        """Columns it would like on top of the least."""
+        return self.natural - self.least
 
 
 def fit(needs: Sequence[Need], width: int) -> list[int]:
@@ -34,8 +41,8 @@ def fit(needs: Sequence[Need], width: int) -> list[int]:
         return [min(needs[0].natural, width)]
     spare = width - _least(needs[:kept])
     widths = [need.least for need in needs[:kept]]
-    for i in sorted(range(kept), key=lambda i: needs[i].natural - needs[i].least):
-        more = min(spare, needs[i].natural - needs[i].least)
+    for i in sorted(range(kept), key=lambda i: (needs[i].patient, needs[i].wish)):
+        more = min(spare, needs[i].wish)
         widths[i] += more
         spare -= more
     return widths

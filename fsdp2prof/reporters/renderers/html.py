@@ -17,12 +17,16 @@ from typing import Any
 from fsdp2prof import __version__
 from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers.fitting import shorten
 from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["HtmlRenderer", "render_fragment"]
 
 _ROW_LIMIT = 2000
 """Rows of an unabridged table: a page of thousands of ranks stays one that a browser opens at once."""
+
+_NAME_LENGTH = 120
+"""Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
 
 _WIDE_FROM = 8
 """Columns from which a table takes the whole width, and has nothing beside it on a large screen."""
@@ -98,7 +102,8 @@ def _header(column: Column) -> str:
 
 
 def _cell(value: Value, column: Column) -> str:
-    return printable(column.text(value))
+    text = printable(column.text(value))
+    return shorten(text, _NAME_LENGTH) if column.kind == "name" else text
 
 
 def _data(value: Value, column: Column) -> Value:

@@ -39,7 +39,7 @@ from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["lay_out"]
 
-_BAR = Need(natural=30, least=6)
+_BAR = Need(natural=30, least=6, patient=True)
 _NAME_LEAST = 16
 _NAME_LINES = 3
 """Lines over which a name is folded before its middle is left out."""

@@ -1,4 +1,4 @@
-"""From a path to one side of a comparison: a run, an estimate, traces, a recording, or a saved JSON."""
+"""From two paths to what changed: runs, estimates, traces, recordings, or JSON that was saved of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 import msgspec
 
+from fsdp2prof.analyzers.compare import memory_peaks, sides
 from fsdp2prof.analyzers.compare.sides import Side
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.errors import InputError
+from fsdp2prof.errors import InputError, SnapshotError
 from fsdp2prof.manifest import COMMUNICATION_FILE
 from fsdp2prof.results import (
     COMM_ESTIMATE_SCHEMA,
@@ -22,18 +24,21 @@ from fsdp2prof.results import (
     TRACE_SCHEMA,
     CommEstimate,
     MemoryAnalysis,
+    MemoryComparison,
     MemoryEstimate,
     Peak,
     RankMemory,
     RunAnalysis,
+    RunComparison,
     TraceAnalysis,
 )
-from fsdp2prof.workflows.analyze import TraceOptions, analyze_any_path
+from fsdp2prof.workflows.analyze import analyze_any, read_recordings
+from fsdp2prof.workflows.job_files import JobFiles, open_job
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["read_side"]
+__all__ = ["Chosen", "compare", "compare_memory", "read_side"]
 
 _Result: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
 
@@ -48,16 +53,53 @@ _SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
 _HEAD_BYTES = 256
 
 
-def read_side(path: Path, **options: Unpack[TraceOptions]) -> Side:
+class Chosen(TypedDict, total=False):
+    """What of both sides is compared; by default all of the newest iteration."""
+
+    ranks: Collection[int] | None
+    steps: Collection[int] | None
+    iteration: int | None
+    cache: bool
+    """As in :class:`~fsdp2prof.workflows.analyze.TraceOptions`."""
+
+
+def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
+    """Compare whatever is at two paths in all they share, analysing what is not analysed yet.
+
+    Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing.
+    """
+    return sides.compare(read_side(before, **chosen), read_side(after, **chosen))
+
+
+def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
+    """Compare the peaks of one rank's first device in two recordings: of the lowest rank of each.
+
+    Raises ``SnapshotError`` for what cannot be read.
+    """
+    return memory_peaks.compare_memory(_prepared(before), _prepared(after))
+
+
+def _prepared(job: JobFiles) -> PreparedRecording:
+    if not job.recordings.files:
+        raise SnapshotError(job.recordings.absent)
+    first = job.recordings.files[0]
+    return prepare(read_recordings(first.path)[0], job.manifests.get(first.rank))
+
+
+def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
     """Read whatever is at ``path``, analysing what is not analysed yet.
 
     Raises ``InputError`` (or one of its kinds) for what cannot be read.
     """
+    ranks, steps, iteration = chosen.get("ranks"), chosen.get("steps"), chosen.get("iteration")
     document = _read_document(path)
     if document is None:
-        result: _Result = analyze_any_path(path, **options)
+        job = open_job(path, ranks=ranks, iteration=iteration)
+        result: _Result = analyze_any(job, steps=steps, cache=chosen.get("cache", False))
+    elif iteration is not None:
+        raise InputError(f"{path}: an analysis has no iterations: leave out --iteration")
     else:
-        result = _chosen(document, options.get("ranks"), options.get("steps"))
+        result = _cut_to(document, ranks, steps)
         if isinstance(result, (TraceAnalysis, MemoryAnalysis)) and not result.ranks:
             raise InputError(f"{path}: none of the chosen ranks is in it")
     if isinstance(result, RunAnalysis):
@@ -111,7 +153,7 @@ def _read_document(path: Path) -> _Result | None:
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
 
 
-def _chosen(result: _Result, ranks: Collection[int] | None, steps: Collection[int] | None) -> _Result:
+def _cut_to(result: _Result, ranks: Collection[int] | None, steps: Collection[int] | None) -> _Result:
     """Cut an analysis that was kept to some ranks and steps; an estimate stands for all of them."""
     if isinstance(result, RunAnalysis):
         trace = result.trace and _chosen_trace(result.trace, ranks, steps)

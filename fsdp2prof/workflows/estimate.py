@@ -1,4 +1,4 @@
-"""A memory estimate as a run directory, so that every view of a recorded run reads it too."""
+"""What an estimate takes from a recorded run, and an estimate as a run that every view reads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,28 @@ from fsdp2prof.manifest import (
     MANIFEST_FILE,
     RUN_FILE,
     STORAGE_COUNT_FILE,
+    RankManifest,
     RecordOptions,
     RunInfo,
     rank_folder,
 )
+from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.recorder.recording_file import write_recording
 from fsdp2prof.results import CommEstimate
 
-__all__ = ["refuse_existing_run", "save_run"]
+__all__ = ["describe_run", "refuse_existing_run", "save_run"]
+
+
+def describe_run(path: Path) -> RankManifest:
+    """Return what the lowest rank with parameter groups says of itself.
+
+    Raises ``RunDirectoryError`` for what is no run, and for a run in which no rank has any.
+    """
+    manifests = [record.manifest for record in open_run(path).ranks if record.manifest is not None]
+    described = [manifest for manifest in manifests if manifest.param_groups]
+    if not described:
+        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
+    return described[0]
 
 
 def refuse_existing_run(path: Path) -> None:
