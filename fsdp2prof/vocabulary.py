@@ -14,6 +14,7 @@ __all__ = [
     "ACTIVITIES",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
+    "EXPOSED_PARTS",
     "FITS",
     "IDLE_CAUSES",
     "LATE_CAUSES",
@@ -92,6 +93,14 @@ BREAKDOWN_PARTS = {
     "idle": Word("idle", "idle", "#d3d3d3"),
 }
 """Disjoint parts of a step window, in the order of precedence."""
+
+EXPOSED_PARTS = (
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "exposed_other_comm",
+)
+"""Parts of a step window that are communication which nothing hides."""
 
 CATEGORIES = {
     "sharded_parameter": Word("sharded parameters", "sharded\nparams", "#4c78a8"),

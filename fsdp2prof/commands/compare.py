@@ -23,8 +23,7 @@ __all__ = ["compare"]
     metavar="CONDITION",
     help="Exit with code 3 if this holds, for example 'step_time_frac>0.05'. May be repeated.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Every layer, rank and setting, nothing folded.")
-@output_options("text", "json", "csv")
+@output_options()
 def compare(
     before: Path,
     after: Path,
@@ -32,7 +31,6 @@ def compare(
     choice: JobChoice,
     steps: frozenset[int] | None,
     fail_on: Sequence[str],
-    verbose: bool,
     output: Output,
 ) -> None:
     """What changed from A to B: step time, exposed communication by layer, bytes on the wire, peak memory.
@@ -50,18 +48,6 @@ def compare(
         comparison = comparing.compare(
             before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=True
         )
-    if output.format == "json":
-        from fsdp2prof.reporters import jsonreport
-
-        output.write(jsonreport.render(comparison))
-    elif output.format == "csv":
-        from fsdp2prof.reporters.csvreport import render_run_comparison
-
-        output.write(render_run_comparison(comparison))
-    else:
-        from fsdp2prof.reporters.compare_text import compare_view
-        from fsdp2prof.reporters.terminal import render
-
-        output.write(render(compare_view(comparison, every=verbose), to_terminal=output.to_terminal))
+    output.render(comparison)
     if failures := check(conditions, comparison):
         raise ThresholdError("; ".join(map(str, failures)))

@@ -12,28 +12,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
-from fsdp2prof.reporters.compare_rows import HEADER, flat_rows
 from fsdp2prof.reporters.comparison_grids import comparison_rows
 from fsdp2prof.results import (
     BreakdownNs,
-    CommEstimate,
-    CommRow,
     GroupRow,
     LayerBytes,
     LayerPeak,
     MemoryAnalysis,
     MemoryComparison,
-    RunComparison,
     TraceAnalysis,
 )
 
 __all__ = [
     "MEMORY_TABLES",
     "TRACE_TABLES",
-    "render_comm",
     "render_comparison",
     "render_memory",
-    "render_run_comparison",
     "render_trace",
 ]
 
@@ -63,22 +57,12 @@ def render_memory(analysis: MemoryAnalysis, table: str = "peak") -> str:
     return _write(["rank", *_names(LayerPeak)], rows)
 
 
-def render_comm(estimate: CommEstimate) -> str:
-    """Return the collectives of a communication estimate with a header line."""
-    return _write(_names(CommRow), (asdict(row) for row in estimate.groups))
-
-
 def render_comparison(comparison: MemoryComparison) -> str:
     """Return the changes between two recordings by category, layer and place, with a header line."""
     return _write(["by", "name", "before_bytes", "after_bytes", "delta_bytes"], comparison_rows(comparison))
 
 
-def render_run_comparison(comparison: RunComparison) -> str:
-    """Return every change between two runs, traces or estimates as one row, with a header line."""
-    return _write(list(HEADER), flat_rows(comparison))
-
-
-def _names(kind: type[GroupRow | LayerBytes | LayerPeak | CommRow]) -> list[str]:
+def _names(kind: type[GroupRow | LayerBytes | LayerPeak]) -> list[str]:
     return [field.name for field in fields(kind)]
 
 

@@ -24,6 +24,7 @@ from fsdp2prof.results.comparison import (
     RankPeakChange,
     RunComparison,
     SettingChange,
+    StepSpread,
     TimeChange,
 )
 from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup, RankWait, Straggler
@@ -176,6 +177,7 @@ __all__ = [
     "ShardGroup",
     "Shown",
     "StepBreakdown",
+    "StepSpread",
     "StepTime",
     "Straggler",
     "StreamIdle",

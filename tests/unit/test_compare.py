@@ -34,6 +34,9 @@ from fsdp2prof.reporters.terminal import render
 from fsdp2prof.results import (
     CommEstimate,
     CommRow,
+    EstimatedMesh,
+    EstimatedModel,
+    EstimatedPolicy,
     LayerBytes,
     Peak,
     RunComparison,
@@ -93,7 +96,14 @@ def estimate(analysis: TraceAnalysis) -> CommEstimate:
         )
         for row in only(analysis, 0, 3).groups
     ]
-    return CommEstimate(model={}, mesh={"world_size": 2}, policy={}, groups=rows, per_step={}, assumptions=[])
+    return CommEstimate(
+        model=EstimatedModel(name="tiny", parameters=1),
+        mesh=EstimatedMesh(world_size=2),
+        policy=EstimatedPolicy(),
+        groups=rows,
+        per_step={},
+        assumptions=[],
+    )
 
 
 def peak(**layers: int) -> Peak:

@@ -8,6 +8,7 @@ from typing import Any
 from fsdp2prof.reporters.document import Document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
+from fsdp2prof.reporters.documents.comparison import comparison_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
     diff_document,
@@ -22,6 +23,7 @@ from fsdp2prof.results import (
     IdleCauses,
     LaunchStatistics,
     MemoryEstimate,
+    RunComparison,
     TraceDiff,
 )
 
@@ -31,6 +33,7 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
     MemoryEstimate: memory_estimate_document,
+    RunComparison: comparison_document,
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
