@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+GPU_PYTHON ?= $(BIN)/python
+GPU_OUT ?= runs/gpu-day
 
-.PHONY: demo test lint slow clean
+.PHONY: demo test lint slow gpu clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +32,10 @@ test: lint
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# GPU_PYTHON=python3 takes a Python that has torch already, and installs nothing.
+gpu: $(filter $(STAMP),$(GPU_PYTHON:$(BIN)/python=$(STAMP)))
+	$(GPU_PYTHON) -m benchmarks.gpu_day -o $(GPU_OUT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

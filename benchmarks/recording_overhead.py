@@ -1,6 +1,6 @@
 """What recording costs, as ratios of median step times against the same training in the same benchmark.
 
-    python benchmarks/recording_overhead.py [--rounds 5] [--nproc 2]
+    python benchmarks/recording_overhead.py [--rounds 5] [--nproc 2] [--backend gloo] [--json ratios.json]
 
 Every round trains three times, in an order that turns from round to round: plainly, under
 ``fsdp2prof record`` and under ``torch.profiler`` with the same options and schedule. Printed are
@@ -37,7 +37,7 @@ SETTLING = 5
 MODES = ("plain", "record", "profiler")
 
 
-def train(mode: str, output: Path) -> None:
+def train(mode: str, output: Path, backend: str | None) -> None:
     """Train on every rank and write rank 0's step times in seconds: wall and CPU."""
     import torch
     import torch.distributed as dist
@@ -47,8 +47,8 @@ def train(mode: str, output: Path) -> None:
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
     torch.manual_seed(0)
     dim = 2048 if cuda else 128
     layers = [nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True) for _ in range(4)]
@@ -103,25 +103,44 @@ def profiled(step: Callable[[], None], output: Path) -> dict[str, list[float]]:
         return timed(step, profiler.step)
 
 
-def run(mode: str, nproc: int, folder: Path) -> dict[str, list[float]]:
+def run(mode: str, nproc: int, backend: str | None, folder: Path) -> dict[str, list[float]]:
     """Train once in processes of their own."""
     output = folder / f"{mode}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     command += [__file__, "--train", mode, "--output", str(output)]
+    if backend is not None:
+        command += ["--backend", backend]
     if mode == "record":
         options = ["--wait", BEFORE, "--warmup", WARMUP, "--active", ACTIVE, "--memory-steps", MEMORY_STEPS]
         recorder = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", str(folder / "run")]
         command = [*recorder, *map(str, options), "--", *command]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"training ({mode}) failed:\n{done.stderr}")
     times: dict[str, list[float]] = json.loads(output.read_text())
     return times
 
 
-def report(name: str, ratios: list[float]) -> None:
-    """Print one ratio over the rounds."""
-    middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-    print(f"{name:<42} {middle:.3f}  ({low:.3f} .. {high:.3f}, {len(ratios)} rounds)")
+def report(ratios: dict[tuple[str, str], list[float]], output: Path | None) -> None:
+    """Print every ratio over the rounds; as JSON, too, where asked."""
+    rows = [
+        {
+            "ratio": name,
+            "clock": clock,
+            "median": statistics.median(values),
+            "lowest": min(values),
+            "highest": max(values),
+            "rounds": len(values),
+        }
+        for (name, clock), values in ratios.items()
+    ]
+    for row in rows:
+        name = f"{row['ratio']}, {row['clock']}"
+        span = f"({row['lowest']:.3f} .. {row['highest']:.3f}, {row['rounds']} rounds)"
+        print(f"{name:<42} {row['median']:.3f}  {span}")
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1))
 
 
 def main() -> None:
@@ -131,11 +150,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--backend", help="nccl on GPUs and gloo on a CPU, unless given")
+    parser.add_argument("--json", type=Path, help="write the ratios here, too")
     parser.add_argument("--train", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
-        train(args.train, args.output)
+        train(args.train, args.output, args.backend)
         return
     comparisons = {
         "outside, after: recorded / plain": ("plain", slice(AFTERWARDS + SETTLING, STEPS)),
@@ -146,13 +167,12 @@ def main() -> None:
     for number in range(args.rounds):
         order = MODES[number % 3 :] + MODES[: number % 3]
         with tempfile.TemporaryDirectory() as folder:
-            times = {mode: run(mode, args.nproc, Path(folder)) for mode in order}
+            times = {mode: run(mode, args.nproc, args.backend, Path(folder)) for mode in order}
         for name, (base, window) in comparisons.items():
             for clock, recorded in times["record"].items():
                 ratio = statistics.median(recorded[window]) / statistics.median(times[base][clock][window])
                 ratios.setdefault((name, clock), []).append(ratio)
-    for (name, clock), values in ratios.items():
-        report(f"{name}, {clock}", values)
+    report(ratios, args.json)
 
 
 if __name__ == "__main__":

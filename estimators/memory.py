@@ -15,8 +15,9 @@ from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
+from fsdp2prof.estimators.memory_advice import advice, remedies
 from fsdp2prof.estimators.memory_fit import room_on, verdict
-from fsdp2prof.estimators.memory_notes import advice, assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -107,11 +108,14 @@ def _estimate(
         categories=peak.categories,
         by_layer=peak.by_layer,
         streams=_reserved_by_stream(recording),
+        by_category=peak.by_category,
+        layers=peak.layers,
+        layers_folded=peak.layers_folded,
     )
     outside = outside_allocator_bytes(mesh, policy)
     room = room_on(hardware, predicted, outside)
-    missing = 0 if room is None else -room.least_bytes
-    changes = advice(predicted, missing, mesh, policy) if missing > 0 else []
+    missing = None if room is None else max(0, -room.most_bytes)
+    options = remedies(rank.remedies, predicted, mesh, policy, missing)
     return MemoryEstimate(
         model=EstimatedModel(
             name=execution.name, parameters=execution.parameters, blocks=len(execution.blocks)
@@ -130,7 +134,8 @@ def _estimate(
         fit=None if room is None else room.fit,
         headroom_bytes=None if room is None else room.least_bytes,
         headroom_high_bytes=None if room is None else room.most_bytes,
-        advice=changes,
+        remedies=options,
+        advice=[] if room is None or room.fit == "fits" else advice(options, missing or 0),
         assumptions=assumptions(how, mesh, policy),
     )
 

@@ -1,6 +1,9 @@
 """Train a tiny transformer with FSDP2: CUDA and NCCL where there is a GPU, else CPU and gloo.
 
 torchrun --nproc-per-node 2 examples/train_tiny_fsdp2.py
+
+Ranks share a GPU where there are fewer GPUs than ranks (NCCL allows that from 2.30 on, with
+NCCL_MULTI_RANK_GPU_ENABLE=1; gloo always does).
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
@@ -56,6 +60,15 @@ class TinyTransformer(nn.Module):
         return self.head(self.norm(x))
 
 
+def make_mesh(device_type: str, replicas: int) -> DeviceMesh:
+    """All ranks shard; with several replicas (HSDP) gradients are all-reduced between them."""
+    world_size = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp_shard",))
+    shape = replicas, world_size // replicas
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
@@ -65,26 +78,33 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--growth", type=int, default=1, help="the batch of each step, over the last one's")
+    parser.add_argument("--checkpoint", action="store_true", help="checkpoint the blocks' activations")
+    parser.add_argument("--replicas", type=int, default=1, help="more than one: HSDP")
+    parser.add_argument("--backend", help="nccl on GPUs and gloo on a CPU, unless given")
     args = parser.parse_args()
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group(args.backend or ("nccl" if device_type == "cuda" else "gloo"))
     rank = dist.get_rank()
-    mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    mesh = make_mesh(device_type, args.replicas)
 
     torch.manual_seed(0)
     model = TinyTransformer(args.vocab, args.dim, args.layers, args.heads).to(device_type)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
+    for index, layer in enumerate(model.layers):
+        if args.checkpoint:
+            layer = model.layers[index] = checkpoint_wrapper(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     torch.manual_seed(rank)
     for step in range(args.steps):
-        tokens = torch.randint(args.vocab, (args.batch, args.length + 1), device=device_type)
+        batch = args.batch * args.growth**step
+        tokens = torch.randint(args.vocab, (batch, args.length + 1), device=device_type)
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()

@@ -8,41 +8,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdp2prof.estimators.checkpoint import estimate_checkpoint
-    from fsdp2prof.estimators.communication import estimate_comm
-    from fsdp2prof.estimators.memory import estimate_memory
-    from fsdp2prof.estimators.spec.mesh import MeshSpec
-    from fsdp2prof.estimators.spec.model import ModelSpec
-    from fsdp2prof.estimators.spec.policy import PolicySpec
-    from fsdp2prof.recorder import Recorder
-
-__all__ = [
-    "MeshSpec",
-    "ModelSpec",
-    "PolicySpec",
-    "Recorder",
-    "__version__",
-    "estimate_checkpoint",
-    "estimate_comm",
-    "estimate_memory",
-]
+    from fsdp2prof.api import Recording as Recording
+    from fsdp2prof.api import analyze_memory as analyze_memory
+    from fsdp2prof.api import analyze_run as analyze_run
+    from fsdp2prof.api import analyze_trace as analyze_trace
+    from fsdp2prof.api import compare as compare
+    from fsdp2prof.api import load as load
+    from fsdp2prof.estimators.checkpoint import estimate_checkpoint as estimate_checkpoint
+    from fsdp2prof.estimators.communication import estimate_comm as estimate_comm
+    from fsdp2prof.estimators.memory import estimate_memory as estimate_memory
+    from fsdp2prof.estimators.spec.hardware import HardwareSpec as HardwareSpec
+    from fsdp2prof.estimators.spec.mesh import MeshSpec as MeshSpec
+    from fsdp2prof.estimators.spec.model import ModelSpec as ModelSpec
+    from fsdp2prof.estimators.spec.policy import PolicySpec as PolicySpec
+    from fsdp2prof.recorder import Recorder as Recorder
+    from fsdp2prof.workflows.references import references as references
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "MeshSpec": "fsdp2prof.estimators.spec.mesh",
-    "ModelSpec": "fsdp2prof.estimators.spec.model",
-    "PolicySpec": "fsdp2prof.estimators.spec.policy",
-    "Recorder": "fsdp2prof.recorder",
-    "estimate_checkpoint": "fsdp2prof.estimators.checkpoint",
-    "estimate_comm": "fsdp2prof.estimators.communication",
-    "estimate_memory": "fsdp2prof.estimators.memory",
+_HOMES = {
+    "fsdp2prof.api": (
+        "Recording",
+        "analyze_memory",
+        "analyze_run",
+        "analyze_trace",
+        "compare",
+        "load",
+    ),
+    "fsdp2prof.estimators.checkpoint": ("estimate_checkpoint",),
+    "fsdp2prof.estimators.communication": ("estimate_comm",),
+    "fsdp2prof.estimators.memory": ("estimate_memory",),
+    "fsdp2prof.estimators.spec.hardware": ("HardwareSpec",),
+    "fsdp2prof.estimators.spec.mesh": ("MeshSpec",),
+    "fsdp2prof.estimators.spec.model": ("ModelSpec",),
+    "fsdp2prof.estimators.spec.policy": ("PolicySpec",),
+    "fsdp2prof.recorder": ("Recorder",),
+    "fsdp2prof.workflows.references": ("references",),
 }
+"""Where the public names live; each is imported when it is first used."""
+
+_PUBLIC = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(["__version__", *_PUBLIC])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'fsdp2prof' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    value = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

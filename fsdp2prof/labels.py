@@ -23,9 +23,7 @@ __all__ = [
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
 
-_FSDP = re.compile(
-    r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=(?P<pg>\d+)\])?"
-)
+_FSDP = re.compile(r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
 _ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
 _ROOT_NAME = re.compile(r"(root\d+:)?")
 
@@ -59,8 +57,6 @@ class FsdpLabel:
     fqn: str | None = None
     """Module; the empty string is the root, null is a label that never names one."""
     activity: str = "compute"
-    shard_size: int | None = None
-    """Shard mesh size (``[pg=N]``), written when a module has several parameter groups."""
     root: int | None = None
     """Index in our own ``fsdp2prof::root (i)``."""
 
@@ -80,9 +76,9 @@ def parse_label(name: str) -> FsdpLabel | None:
     match = _FSDP.fullmatch(name)
     if match is None:
         return None
-    kind, target, fqn, size = match.group("kind", "target", "fqn", "pg")
+    kind, target, fqn = match.group("kind", "target", "fqn")
     named = None if kind in NAMELESS else (target if target is not None else fqn or "")
-    return FsdpLabel(kind, named, _ACTIVITY.get(kind, "hooks"), int(size) if size else None)
+    return FsdpLabel(kind, named, _ACTIVITY.get(kind, "hooks"))
 
 
 def qualified_fqn(fqn: str, root: int, roots: int) -> str:

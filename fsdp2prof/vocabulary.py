@@ -22,6 +22,7 @@ __all__ = [
     "OPS",
     "PATH_BOUNDS",
     "PHASES",
+    "REMEDIES",
     "STREAM_IDLE_CAUSES",
     "Word",
     "category_label",
@@ -29,6 +30,7 @@ __all__ = [
     "layer_name",
     "op_label",
     "printable",
+    "remedy_label",
 ]
 
 NO_LAYER = "(no layer)"
@@ -124,6 +126,20 @@ FITS = {
 }
 """Whether a predicted peak fits on a device."""
 
+REMEDIES = {
+    "activation_checkpointing": Word("activation checkpointing"),
+    "smaller_batch": Word("smaller batch"),
+    "chunked_loss": Word("chunked loss"),
+    "low_precision_logits": Word("low-precision logits"),
+    "reshard_after_forward": Word("reshard after forward"),
+    "wider_sharding": Word("wider sharding"),
+    "expandable_segments": Word("expandable segments"),
+    "cpu_offload": Word("CPU offload"),
+    "low_precision_states": Word("low-precision states"),
+    "fused_optimizer": Word("fused optimizer"),
+}
+"""What may bring a peak down."""
+
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),
     "communicator": Word("queued behind another collective"),
@@ -176,6 +192,11 @@ def dtype_label(dtype: str | None) -> str:
 def category_label(category: str) -> str:
     """Return a memory category in words."""
     return CATEGORIES[category].label if category in CATEGORIES else printable(category)
+
+
+def remedy_label(action: str) -> str:
+    """Return a change that saves memory in words."""
+    return REMEDIES[action].label if action in REMEDIES else printable(action)
 
 
 def layer_name(fqn: str | None) -> str:

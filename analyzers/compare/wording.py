@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp2prof.results import CommChange, CommFigures, MemoryComparison, RunComparison, StepSpread, TimeChange
+from fsdp2prof.results import CommChange, CommFigures, RunComparison, StepSpread, TimeChange
 from fsdp2prof.units import format_bytes, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, layer_name, op_label
 
@@ -13,7 +13,8 @@ __all__ = ["equalities", "verdict"]
 
 def verdict(comparison: RunComparison) -> list[str]:
     """Say at most three things: the step, what changed most in it, memory."""
-    return [*_step(comparison), *_place(comparison), *_memory(comparison)]
+    memory = comparison.memory.verdict if comparison.memory is not None else []
+    return [*_step(comparison), *_place(comparison), *memory][:3]
 
 
 def equalities(comparison: RunComparison) -> list[str]:
@@ -105,30 +106,6 @@ def _wire(side: CommFigures | None) -> str:
     if side is None:
         return "nothing"
     return "unknown" if side.wire_bytes is None else format_bytes(round(side.wire_bytes))
-
-
-def _memory(comparison: RunComparison) -> Iterator[str]:
-    memory, peaks = comparison.memory, comparison.peaks
-    if memory is None or not peaks:
-        return
-    rank = f"rank {peaks[0].after_rank}"
-    before, after = memory.before.allocated_bytes, memory.after.allocated_bytes
-    if not memory.delta_bytes:
-        yield f"The peak of {rank} is the same: {format_bytes(after)}."
-        return
-    sense = "higher" if memory.delta_bytes > 0 else "lower"
-    yield (
-        f"The peak of {rank} is {format_bytes(abs(memory.delta_bytes))} {sense}: "
-        f"{format_bytes(after)} after {format_bytes(before)}{_kinds(memory)}."
-    )
-
-
-def _kinds(memory: MemoryComparison) -> str:
-    row = next((row for row in memory.by_category if row.delta_bytes), None)
-    if row is None:
-        return ""
-    change = _signed(format_bytes(row.delta_bytes), row.delta_bytes)
-    return f", most of all {category_label(row.category or 'unattributed')} ({change})"
 
 
 def _signed(text: str, value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fsdp2prof.analyzers.memory.findings import rank_findings, rank_imbalance
@@ -11,59 +11,102 @@ from fsdp2prof.analyzers.memory.fragmentation import fragmentation
 from fsdp2prof.analyzers.memory.out_of_memory import out_of_memory
 from fsdp2prof.analyzers.memory.peak import describe_peak, layer_peaks, timeline
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
+from fsdp2prof.analyzers.memory.remedies import remedies_at
+from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.analyzers.phase_spans import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, RankMemory
+from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures, RankMemory
 from fsdp2prof.tables import MemoryRecording
 
-__all__ = ["RankRecording", "analyze_memory"]
+__all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge"]
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 """A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordingAnalysis:
+    """One recording's part of the result."""
+
+    rank: RankMemory
+    findings: list[Finding]
+    warnings: list[str]
+
+
 def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
     """Analyse recordings of any ranks, from any source."""
-    ranks: list[RankMemory] = []
-    findings: list[list[Finding]] = []
-    for rank, recording, manifest in recordings:
-        view = prepare(recording, manifest)
-        result = _rank_memory(rank, view)
-        ranks.append(result)
-        findings.append(rank_findings(view, result, manifest))
-    imbalance = rank_imbalance(ranks)
-    return MemoryAnalysis(
-        ranks=ranks,
-        findings=[*([imbalance] if imbalance else []), *_merged(ranks, findings)],
-        warnings=[f"rank {rank}: {text}" for rank, recording, _ in recordings for text in recording.warnings],
+    return merge([analyze_recording(*one) for one in recordings])
+
+
+def analyze_recording(
+    rank: int, recording: MemoryRecording, manifest: RankManifest | None
+) -> RecordingAnalysis:
+    """Analyse one recording on its own."""
+    view = prepare(recording, manifest)
+    result = _rank_memory(rank, view, manifest)
+    return RecordingAnalysis(
+        rank=result,
+        findings=rank_findings(view, result, manifest),
+        warnings=[f"rank {rank}: {text}" for text in recording.warnings],
     )
 
 
-def _rank_memory(rank: int, view: PreparedRecording) -> RankMemory:
+def merge(analyses: Sequence[RecordingAnalysis]) -> MemoryAnalysis:
+    """Put recordings together, the highest peak first, the first given among equals."""
+    fullest_first = sorted(analyses, key=lambda one: -one.rank.peak.allocated_bytes)
+    ranks = [one.rank for one in fullest_first]
+    imbalance = rank_imbalance(ranks)
+    figures = _figures(ranks[0]) if ranks else None
+    return MemoryAnalysis(
+        ranks=ranks,
+        findings=[*([imbalance] if imbalance else []), *_merged(fullest_first)],
+        warnings=[text for one in analyses for text in one.warnings],
+        key_figures=figures,
+        verdict=memory_verdict(ranks, figures) if figures else [],
+        advice=memory_advice(ranks) if ranks else [],
+    )
+
+
+def _rank_memory(rank: int, view: PreparedRecording, manifest: RankManifest | None) -> RankMemory:
+    peak = describe_peak(view)
     return RankMemory(
         rank=rank,
         device=view.recording.device,
         source=view.recording.source,
-        peak=describe_peak(view),
+        peak=peak,
         layers=layer_peaks(view),
         fragmentation=fragmentation(view),
         oom=out_of_memory(view),
         truncated=view.recording.truncated,
         timeline=timeline(view),
         phase_spans=phase_spans(view.phases),
+        device_total_bytes=manifest.device.total_bytes if manifest else None,
+        remedies=remedies_at(view, view.peak_order, peak.fqn),
     )
 
 
-def _merged(ranks: list[RankMemory], findings: list[list[Finding]]) -> list[Finding]:
-    """Say what many ranks have in common once, in the words of the fullest, and name the ranks."""
-    fullest_first = sorted(zip(ranks, findings, strict=True), key=lambda pair: -pair[0].peak.allocated_bytes)
+def _figures(rank: RankMemory) -> MemoryFigures:
+    peak, total = rank.peak, rank.device_total_bytes
+    used = peak.allocated_bytes if peak.reserved_bytes is None else peak.reserved_bytes
+    return MemoryFigures(
+        rank=rank.rank,
+        allocated_bytes=peak.allocated_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        device_total_bytes=total,
+        device_frac=used / total if total else None,
+        unattributed_frac=peak.categories["unattributed"] / max(1, peak.allocated_bytes),
+    )
+
+
+def _merged(analyses: Sequence[RecordingAnalysis]) -> list[Finding]:
+    """Say what many ranks have in common once, in the words of the first, and name the ranks."""
     first: dict[tuple[str, str | None], Finding] = {}
     where: dict[tuple[str, str | None], list[int]] = {}
-    for result, found in fullest_first:
-        for finding in found:
+    for one in analyses:
+        for finding in one.findings:
             key = finding.id, finding.fqn
             first.setdefault(key, finding)
-            where.setdefault(key, []).append(result.rank)
+            where.setdefault(key, []).append(one.rank.rank)
     merged = [
         replace(finding, evidence={**finding.evidence, "ranks": sorted(set(where[key]))})
         for key, finding in first.items()

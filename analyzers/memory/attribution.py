@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.memory.stacks import CONSTRUCTOR, RECOMPUTE, StackKinds
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import (
@@ -22,7 +23,6 @@ from fsdp2prof.tables import (
     LabelTable,
     MemoryRecording,
     PhaseTable,
-    Stacks,
     StepTable,
     Strings,
     concat_strings,
@@ -32,17 +32,12 @@ from fsdp2prof.vocabulary import ACTIVITIES, PHASES
 
 __all__ = ["Attributed", "attribute"]
 
-_PHASES = tuple(PHASES)
-_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
-_MODULE = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:_call_impl")
-_BACKWARD = re.compile(r"torch::autograd::Engine::|torch[/\\]autograd[/\\]graph\.py:\d+:_engine_run_backward")
 _TAG = re.compile(
     rf"step=(?P<step>-?\d{{1,18}});phase=(?P<phase>{'|'.join(PHASES)});"
     rf"activity=(?P<activity>{'|'.join(ACTIVITIES)});fqn=(?P<fqn>.*)",
     re.DOTALL,
 )
 """What the recorder writes into ``user_metadata``."""
-_RECOMPUTE = re.compile(r"torch[/\\]utils[/\\]checkpoint\.py:\d+:(?:recompute_fn|unpack_hook|backward)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +53,8 @@ class Attributed:
     """Row of ``phases`` each allocation was freed in; -1 outside every one or alive."""
     recomputed: BoolArray
     """Allocations made by a forward that activation checkpointing runs again."""
+    constructed: BoolArray
+    """Allocations made while an object was built: a model, an optimizer."""
 
     def freed_in(self, activities: tuple[str, ...]) -> BoolArray:
         """Mask of the allocations freed in a backward row with one of these activities."""
@@ -74,20 +71,23 @@ def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> A
     free_row = intervals.containing(phases.start_ns, phases.end_ns, allocations.free_ns)
     step = np.append(phases.step, -1)[alloc_row]
     in_step = intervals.containing(steps.start_ns, steps.end_ns, allocations.alloc_ns)
-    stacks = _StackKinds(recording.stacks)
+    stacks = StackKinds(recording.stacks)
     return Attributed(
         allocations=_with_tags(
             allocations.with_columns(
                 step=np.where(step < 0, np.append(steps.step, -1)[in_step], step),
-                phase=_either(alloc_row >= 0, phases.phase.select(alloc_row), stacks.phase(allocations)),
-                fqn=phases.fqn.select(alloc_row),
-                activity=phases.activity.select(alloc_row),
+                phase=_either(
+                    alloc_row >= 0, phases.phase.lookup(alloc_row), stacks.phase(allocations.stack)
+                ),
+                fqn=phases.fqn.lookup(alloc_row),
+                activity=phases.activity.lookup(alloc_row),
             )
         ),
         phases=phases,
         alloc_row=alloc_row,
         free_row=free_row,
-        recomputed=stacks.matching(allocations, _RECOMPUTE),
+        recomputed=stacks.matching(allocations.stack, RECOMPUTE),
+        constructed=stacks.matching(allocations.stack, CONSTRUCTOR),
     )
 
 
@@ -135,26 +135,3 @@ def _memory_phases(recording: MemoryRecording, steps: StepTable, roots: int) -> 
     ended = labels.with_columns(end_ns=np.minimum(labels.end_ns, end + 1))
     phases = build_phases(concat_tables([ended, closing]), steps, roots)
     return phases.take(phases.start_ns <= end)
-
-
-class _StackKinds:
-    """What a stack alone says about an allocation, decided once per distinct frame."""
-
-    def __init__(self, stacks: Stacks) -> None:
-        self._stacks = stacks
-        self._stack_of_frame = np.repeat(np.arange(len(stacks)), np.diff(stacks.offsets))
-
-    def matching(self, allocations: AllocationTable, pattern: re.Pattern[str]) -> BoolArray:
-        """Mask of the allocations that have a frame like ``pattern`` in their stack."""
-        hit = self._stacks.frames.matches(lambda frame: pattern.search(frame) is not None)
-        found = np.zeros(len(self._stacks) + 1, dtype=np.bool_)
-        found[self._stack_of_frame[hit]] = True
-        return found[allocations.stack]
-
-    def phase(self, allocations: AllocationTable) -> Strings:
-        """Phase of each allocation from its stack; ``other`` without one."""
-        code = np.full(len(allocations), _PHASES.index("other"), dtype=np.int32)
-        code[self.matching(allocations, _MODULE)] = _PHASES.index("forward")
-        code[self.matching(allocations, _OPTIMIZER)] = _PHASES.index("optimizer")
-        code[self.matching(allocations, _BACKWARD)] = _PHASES.index("backward")
-        return Strings(code, _PHASES)

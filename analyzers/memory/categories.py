@@ -16,7 +16,9 @@ elsewhere in backward                       activation if recomputed; unsharded_
                                             accumulated or outliving the backward; else temporary
 in forward                                  activation if alive when the backward begins, else temporary
 outside of everything                       input if a forward begins in its life; activation if a backward
-                                            does (no label tells its forward); else temporary
+                                            does (no label tells its forward); else temporary. What a
+                                            constructor made there lasts, and nobody says what it is:
+                                            unattributed
 no time known, no address known             unattributed, unless sizes prove what it is
                                             (:mod:`fsdp2prof.analyzers.memory.shards`)
 ==========================================  ==========================================================
@@ -38,17 +40,20 @@ __all__ = ["categorize"]
 _CATEGORIES = tuple(CATEGORIES)
 
 
-def categorize(attributed: Attributed, manifest: RankManifest | None, end_ns: int) -> AllocationTable:
+def categorize(
+    attributed: Attributed, manifest: RankManifest | None, ends: IntArray | int
+) -> AllocationTable:
     """Return the allocations with category, and with the fqn of the storages the manifest knows.
 
-    ``end_ns`` is the end of the history: work that was cut short there counts by where it was cut.
+    ``ends`` is when the history ended, or for each when the failure came that ended its work: work that was
+    cut short there counts by where it was cut.
     """
     allocations = attributed.allocations
     rules = _Rules(allocations)
     fqn = allocations.fqn
     if manifest is not None:
         fqn = _known_storages(rules, allocations, manifest)
-    _fsdp_rules(rules, attributed, end_ns)
+    _fsdp_rules(rules, attributed, ends)
     _lifetime_rules(rules, attributed)
     allocations = allocations.with_columns(category=rules.column(), fqn=fqn)
     return place_shards(allocations, attributed) if manifest is None else allocations
@@ -106,7 +111,7 @@ def _known_storages(rules: _Rules, allocations: AllocationTable, manifest: RankM
     return Strings.intern(fqn)
 
 
-def _fsdp_rules(rules: _Rules, attributed: Attributed, end_ns: int) -> None:
+def _fsdp_rules(rules: _Rules, attributed: Attributed, ends: IntArray | int) -> None:
     """Allocations that FSDP makes itself, by the label they are made in."""
     allocations, phases = attributed.allocations, attributed.phases
     doing = {
@@ -123,12 +128,12 @@ def _fsdp_rules(rules: _Rules, attributed: Attributed, end_ns: int) -> None:
     begins = phases.start_ns[phases.phase.matches(lambda name: name in ("forward", "optimizer"))]
     known = allocations.alloc_order >= 0
     kept = _outlives(allocations, known & ~backward) | (
-        allocations.free_ns >= _next_time(begins, allocations.alloc_ns, end_ns)
+        allocations.free_ns >= np.minimum(_next_time(begins, allocations.alloc_ns), ends)
     )
-    # Where the history ends inside the backward nothing has had the time to live on. Then the gradient is
-    # what came last in its range, after the reduce-scatter's input.
-    done = _next_time(phases.end_ns[phases.activity.equals("final_wait")], allocations.alloc_ns, NEVER)
-    cut_short = (allocations.free_order == NEVER) & (done == NEVER)
+    # Where the work ends inside the backward nothing has had the time to live on. Then the gradient is what
+    # came last in its range, after the reduce-scatter's input.
+    done = _next_time(phases.end_ns[phases.activity.equals("final_wait")], allocations.alloc_ns)
+    cut_short = (allocations.free_order == NEVER) & (done > ends)
     backend = allocations.op.matches(lambda name: name.startswith(GIVEN))  # gloo frees when it likes
     rules.put("reduce_scatter_buffer", doing["reduce"] & backend)
     rules.put("sharded_gradient", doing["reduce"] & np.where(cut_short, _last_of_row(attributed), kept))
@@ -149,6 +154,7 @@ def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:
     rules.put("temporary", phase["optimizer"])
     rules.put("activation", phase["forward"] & _outlives(allocations, phase["backward"]))
     rules.put("temporary", phase["forward"] | phase["backward"])
+    rules.put("unattributed", known & attributed.constructed & allocations.phase.equals("other"))
     if len(attributed.phases):
         rules.put("input", known & _outlives(allocations, phase["forward"]))
         rules.put("activation", known & _outlives(allocations, phase["backward"]))
@@ -162,9 +168,9 @@ def _outlives(allocations: AllocationTable, events: BoolArray) -> BoolArray:
     return np.asarray(allocations.free_order > following)
 
 
-def _next_time(times: IntArray, after: IntArray, missing: int) -> IntArray:
-    """Return the first of ``times`` not before each time; ``missing`` where there is none."""
-    ordered = np.append(np.sort(times), missing)
+def _next_time(times: IntArray, after: IntArray) -> IntArray:
+    """Return the first of ``times`` not before each time; ``NEVER`` where there is none."""
+    ordered = np.append(np.sort(times), NEVER)
     return np.asarray(ordered[np.searchsorted(ordered[:-1], after)], dtype=np.int64)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
 from fsdp2prof.analyzers.memory.leaks import Leak, find_leaks
-from fsdp2prof.analyzers.memory.out_of_memory import in_loss
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.remedies import in_loss
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
+from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import Finding, Peak, RankMemory, Severity
@@ -68,25 +70,17 @@ def _out_of_memory(result: RankMemory) -> Finding | None:
     oom = result.oom
     if oom is None:
         return None
-    enough = [remedy for remedy in oom["remedies"] if remedy["enough"]]
-    fitting = "; ".join(
-        f"{remedy['action'].replace('_', ' ')} ({format_bytes(remedy['saves_bytes'])})" for remedy in enough
-    )
-    missing = (
-        "" if oom["missing_bytes"] is None else f", {format_bytes(oom['missing_bytes'])} more than was free"
-    )
     return Finding(
         id="out_of_memory",
         severity="high",
-        fqn=oom["fqn"],
-        message=f"Rank {result.rank} ran out of memory in {oom['phase']}: {oom['op'] or 'a request'} "
-        f"asked for {format_bytes(oom['requested_bytes'])}{missing}. "
-        + (
-            f"Each of these alone would have let it fit: {fitting}."
-            if enough
-            else "No single change is enough."
-        ),
-        evidence={key: oom[key] for key in ("requested_bytes", "missing_bytes", "remedies")},
+        fqn=oom.fqn,
+        message=f"Rank {result.rank} ran out of memory {where(oom.phase)}: {request_story(oom)}. "
+        f"{what_would_fit(oom)}",
+        evidence={
+            "requested_bytes": oom.requested_bytes,
+            "missing_bytes": oom.missing_bytes,
+            "remedies": [asdict(remedy) for remedy in oom.remedies],
+        },
     )
 
 
@@ -231,9 +225,11 @@ def _gradients_kept(view: PreparedRecording) -> Finding | None:
 
 
 def _fragmented(result: RankMemory) -> Finding | None:
-    split = result.fragmentation.get("inactive_split_bytes", 0)
-    reserved = result.fragmentation.get("reserved_bytes", 0)
-    if split <= _NOTABLE * reserved or result.fragmentation["expandable_segments"]:
+    found = result.fragmentation
+    if found is None or found.expandable_segments:
+        return None
+    split, reserved = found.inactive_split_bytes, found.reserved_bytes
+    if split <= _NOTABLE * reserved:
         return None
     return Finding(
         id="fragmentation",

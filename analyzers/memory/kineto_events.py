@@ -104,7 +104,7 @@ def _allocations(trace: Trace, events: MemoryEventTable) -> tuple[AllocationTabl
         fqn=Strings.full(rows, None),
         activity=Strings.full(rows, None),
         category=Strings.full(rows, "unattributed"),
-        op=trace.events.name.select(
+        op=trace.events.name.lookup(
             np.concatenate(
                 [np.full(early, -1), innermost_operators(trace, events.thread[new], events.time_ns[new])]
             )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.stacks import own_frame
 from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.results import LayerBytes, LayerPeak, LiveBlock, OtherPeak, Peak
 from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings
 from fsdp2prof.vocabulary import CATEGORIES
 
 __all__ = [
+    "Place",
     "describe_peak",
     "largest_blocks",
     "layer_bytes",
     "layer_peaks",
+    "place_at",
     "sum_by",
     "timeline",
 ]
@@ -46,29 +52,60 @@ def layer_bytes(allocations: AllocationTable) -> list[LayerBytes]:
     return [LayerBytes(fqn=fqn, category=str(category), bytes=size) for (fqn, category), size in sums.items()]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the program stood at an instant, as far as labels tell."""
+
+    row: int
+    """Row of the phases; -1 outside every one."""
+    phase: str | None
+    """Null outside every label."""
+    fqn: str | None
+    step: int | None
+
+
+def place_at(view: PreparedRecording, time_ns: int) -> Place:
+    """Look an instant up in the phases and steps; -1 is an unknown time."""
+    phases, steps = view.phases, view.steps
+    instant = np.array([time_ns], dtype=np.int64)
+    row = int(intervals.containing(phases.start_ns, phases.end_ns, instant)[0])
+    step = int(intervals.containing(steps.start_ns, steps.end_ns, instant)[0])
+    return Place(
+        row=row,
+        phase=phases.phase[row] if row >= 0 else None,
+        fqn=phases.fqn[row] if row >= 0 else None,
+        step=int(steps.step[step]) if step >= 0 else None,
+    )
+
+
 def describe_peak(view: PreparedRecording) -> Peak:
     """Describe the instant of the largest total, the first one among equals.
 
-    ``reserved_bytes`` is the most that was ever reserved, like ``torch.cuda.max_memory_reserved``.
+    ``reserved_bytes`` is the most that was ever reserved, like ``torch.cuda.max_memory_reserved``. Outside
+    of every label the phase is that of the allocation that made the peak.
     """
-    order, phases, steps = view.peak_order, view.phases, view.steps
+    order = view.peak_order
     live = view.live(order)
     time_ns = int(view.times[order]) if view.times[order] >= 0 else None
-    instant = np.array([-1 if time_ns is None else time_ns], dtype=np.int64)
-    row = int(intervals.containing(phases.start_ns, phases.end_ns, instant)[0])
-    step = int(intervals.containing(steps.start_ns, steps.end_ns, instant)[0])
+    place = place_at(view, -1 if time_ns is None else time_ns)
     by_category = sum_by(live.size, live.category)
+    categories = {name: by_category.get((name,), 0) for name in CATEGORIES}
+    by_layer = layer_bytes(live)
+    layers = layer_rows(by_layer)
     return Peak(
         allocated_bytes=int(view.totals[order]),
         reserved_bytes=None if view.reserved is None else int(view.reserved.max()),
-        step=int(steps.step[step]) if step >= 0 else None,
-        phase=_phase_then(view, row),
-        fqn=phases.fqn[row] if row >= 0 else None,
-        categories={name: by_category.get((name,), 0) for name in CATEGORIES},
-        by_layer=layer_bytes(live),
+        step=place.step,
+        phase=place.phase or _phase_of_maker(view),
+        fqn=place.fqn,
+        categories=categories,
+        by_layer=by_layer,
         time_ns=time_ns,
         largest_blocks=largest_blocks(live, view.recording.stacks, time_ns),
-        others=_other_peaks(view, row),
+        others=_other_peaks(view, place.row),
+        by_category=category_shares(categories.items()),
+        layers=layers,
+        layers_folded=fold_layers(layers),
     )
 
 
@@ -77,6 +114,7 @@ def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -
     blocks = []
     for row in np.argsort(-live.size, kind="stable")[:_BLOCKS].tolist():
         born, stack, step = int(live.alloc_ns[row]), int(live.stack[row]), int(live.step[row])
+        frames = list(stacks[stack]) if stack >= 0 else []
         blocks.append(
             LiveBlock(
                 bytes=int(live.size[row]),
@@ -86,7 +124,8 @@ def largest_blocks(live: AllocationTable, stacks: Stacks, time_ns: int | None) -
                 step=step if step >= 0 else None,
                 op=live.op[row],
                 age_ns=None if born < 0 or time_ns is None else time_ns - born,
-                stack=list(stacks[stack]) if stack >= 0 else [],
+                stack=frames,
+                place=own_frame(frames),
             )
         )
     return blocks
@@ -144,12 +183,10 @@ def timeline(view: PreparedRecording, points: int = 400) -> dict[str, list[int]]
     return course
 
 
-def _phase_then(view: PreparedRecording, row: int) -> str:
-    """Phase of the peak: of its instant, or outside of every label that of the allocation that made it."""
+def _phase_of_maker(view: PreparedRecording) -> str:
+    """Phase of the allocation that made the peak; ``other`` where none did."""
     made = np.flatnonzero(view.allocations.alloc_order == view.peak_order)
-    if row >= 0 or not len(made):
-        return str(view.phases.phase[row]) if row >= 0 else "other"
-    return str(view.allocations.phase[int(made[0])])
+    return str(view.allocations.phase[int(made[0])]) if len(made) else "other"
 
 
 def _over_rows(view: PreparedRecording) -> tuple[IntArray, IntArray, IntArray]:

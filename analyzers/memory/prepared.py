@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
+from fsdp2prof.analyzers.memory.failures import as_of_failures, ending_failures, until_failure
 from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times, live_at, reserved_totals
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import AllocationTable, IntArray, MemoryRecording, PhaseTable, StepTable
@@ -39,10 +40,21 @@ class PreparedRecording:
 
 
 def prepare(recording: MemoryRecording, manifest: RankManifest | None) -> PreparedRecording:
-    """Attribute a recording, with what the recorder said about its rank if it did."""
+    """Attribute a recording, with what the recorder said about its rank if it did.
+
+    One that ends with a failed request, and with letting everything go after it, is read up to the failure.
+    """
+    failures = ending_failures(recording)
+    if failures and failures[-1].last:
+        recording = until_failure(recording, failures[-1])
     steps = _steps(recording, manifest)
-    attributed = attribute(recording, steps, manifest.root_count if manifest else 0)
-    allocations = categorize(attributed, manifest, recording.end_ns)
+    judged, ends = as_of_failures(recording.allocations, failures, recording.end_ns)
+    attributed = attribute(
+        replace(recording, allocations=judged), steps, manifest.root_count if manifest else 0
+    )
+    allocations = categorize(attributed, manifest, ends).with_columns(
+        free_order=recording.allocations.free_order, free_ns=recording.allocations.free_ns
+    )
     totals = allocated_totals(allocations, recording.events)
     return PreparedRecording(
         recording=recording,

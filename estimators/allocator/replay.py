@@ -11,7 +11,6 @@ from fsdp2prof.estimators.allocator.caching import (
     AllocatorSettings,
     Block,
     CachingAllocator,
-    OutOfMemory,
     Segment,
 )
 from fsdp2prof.tables import (
@@ -24,12 +23,12 @@ from fsdp2prof.tables import (
     Strings,
 )
 
-__all__ = ["allocator_settings", "replay", "survives"]
+__all__ = ["allocator_settings", "replay"]
 
 
-def allocator_settings(allocator: str, device_bytes: int | None = None) -> AllocatorSettings:
-    """Settings for a policy's ``allocator``: ``expandable`` or ``classic``, on a device of some size."""
-    return AllocatorSettings(expandable_segments=allocator == "expandable", device_bytes=device_bytes)
+def allocator_settings(allocator: str) -> AllocatorSettings:
+    """Settings for a policy's ``allocator``: ``expandable`` or ``classic``, on a device without limit."""
+    return AllocatorSettings(expandable_segments=allocator == "expandable")
 
 
 def replay(recording: MemoryRecording, settings: AllocatorSettings) -> MemoryRecording:
@@ -59,17 +58,6 @@ def replay(recording: MemoryRecording, settings: AllocatorSettings) -> MemoryRec
         blocks=_blocks(allocator, allocations),
         settings={"expandable_segments": str(settings.expandable_segments)},
     )
-
-
-def survives(recording: MemoryRecording, settings: AllocatorSettings) -> int | OutOfMemory:
-    """Replay on a device of limited memory: the times its cache had to be flushed, or how it ran out."""
-    allocator = CachingAllocator(settings)
-    try:
-        for _ in _run(recording, allocator):
-            pass
-    except OutOfMemory as error:
-        return error
-    return allocator.retries
 
 
 def _run(recording: MemoryRecording, allocator: CachingAllocator) -> Iterator[tuple[int, Block]]:

@@ -50,7 +50,7 @@ from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
 
-__all__ = ["Execution", "execute"]
+__all__ = ["Execution", "execute", "naming_the_culprit", "sharded_model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
-        model = _sharded(spec, mesh, policy, device_mesh)
+        model = sharded_model(spec, mesh, policy, device_mesh)
         extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
@@ -101,12 +101,13 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 policy=policy,
                 optimizer=optimizer,
                 host=host,
+                device=stand_in_device(),
                 loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
                 stage=stage,
             )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                with _naming_the_culprit(spec):
+                with naming_the_culprit(spec):
                     loop.forward_backward()
                 with provenance.following(loop.optimizer):
                     loop.update()
@@ -133,7 +134,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
 
 
 @contextmanager
-def _naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
+def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
     """Turn whatever a model that is not ours raises into one line that names it."""
     try:
         yield
@@ -146,7 +147,8 @@ def _naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         ) from error
 
 
-def _sharded(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
     model = stage_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
@@ -155,7 +157,7 @@ def _sharded(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: D
 
 def _extra(source: str, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
     frozen = replace(policy, ac="none", trainable=None)
-    model = _sharded(ModelSpec(source=source), mesh, frozen, device_mesh)
+    model = sharded_model(ModelSpec(source=source), mesh, frozen, device_mesh)
     model.module.requires_grad_(False)
     return model
 

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
-from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.models.model import Model
@@ -103,6 +102,8 @@ class TrainingLoop:
     policy: PolicySpec
     optimizer: torch.optim.Optimizer | None
     host: HostMemory
+    device: torch.device
+    """Where the batches are made."""
     loss_is_parallel: bool
     """The logits are sharded over the vocabulary."""
     stage: PipelineStage | None = None
@@ -120,7 +121,7 @@ class TrainingLoop:
             if policy.grad_accum > 1 and policy.sync == "last":
                 assert isinstance(root, FSDPModule)
                 root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
-            batch = self.model.make_batch(policy.batch_size, policy.seq_len, stand_in_device())
+            batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
             if self.extra is not None:
                 with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
                     self.extra.loss(self.extra.module, batch, policy.loss_chunks)

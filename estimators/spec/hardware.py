@@ -1,124 +1,287 @@
-"""Accelerators by name: memory, peak throughput and bandwidth, each with its source. No silent default."""
+"""Accelerators and networks by name or from a file, each figure with its source. No silent default."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.units import parse_bytes
 
-__all__ = ["HARDWARE", "HardwareSpec"]
+__all__ = ["HardwareSpec", "NetworkSpec", "known_hardware", "known_networks"]
 
-_MIB = 1 << 20
-_TERA = 10**12
-_GIGA = 10**9
+_MIB, _GIGA, _TERA = 1 << 20, 10**9, 10**12
+
+_DTYPES = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "tf32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8_e4m3fn",
+}
+
+_ACHIEVED_MATMUL = 0.78
+"""Share of the peak that large matrix products reach where nobody published it: between an A100's 0.87 and an
+MI300X's 0.51, as of the H100 (0.80) and newer parts."""
+_ACHIEVED_MEMORY = 0.87
+"""Share of the peak that a copy reaches, as on the A100 (0.89) and the H100 (0.87)."""
+_ACHIEVED_LINK = 0.77
+"""Share of NVLink's rate that a large all-gather reaches as busbw, as on 8 H100 (345 of 450 GB/s)."""
+_ATTENTION = 0.34
+"""Share of the matrix peak that flash attention reaches, as on the H100 (335 of 989)."""
+
+_ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (8192, 0.994), (16384, 1.0))
+"""Causal flash attention by sequence length, of its plateau: FlashAttention-3 (arXiv 2407.08608), figure 5.
+"""
+_ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
+"""The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HardwareSpec:
-    """One accelerator. Rates are peaks of the data sheet, dense (no sparsity)."""
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    networks: dict[str, Any] = {}
+    accelerators: dict[str, Any] = {}
 
-    name: str
-    memory_bytes: int
+
+class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What connects nodes: one NIC."""
+
+    name: str = ""
+    gb_per_s: float
+    """Line rate of one NIC, one direction."""
+    achieved_frac: float
+    """Share of it that large collectives reach."""
+    source: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> NetworkSpec:
+        """Look up a name. Raises ``ModelError``."""
+        return _named(text, known_networks(), "network")
+
+
+class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One accelerator; the comments of ``hardware.yaml`` say what each figure is."""
+
+    name: str = ""
+    memory_mib: float
     """Memory the driver reports in total, of which the context takes a part."""
-    flops: dict[str, int] = field(default_factory=dict)
-    """torch dtype name -> floating-point operations per second; a dtype without hardware is absent."""
-    memory_bytes_per_s: int | None = None
-    """Device memory bandwidth."""
-    link_bytes_per_s: int | None = None
+    aliases: tuple[str, ...] = ()
+    memory_gb_per_s: float | None = None
+    achieved_memory_gb_per_s: float | None = None
+    link_gb_per_s: float | None = None
     """Bandwidth to peers inside a node, one direction, all links of a device together."""
+    bus_gb_per_s: dict[int, float] = {}
+    nvls_gb_per_s: float | None = None
+    nvlink: bool = False
+    multiprocessors: int | None = None
+    watts: float | None = None
+    """Power limit of the part."""
+    achieved_at_watts: float | None = None
+    """Power limit at which the achieved rates were measured, if not the same: see :attr:`power_frac`."""
+    peak_tflops: dict[str, float] = {}
+    achieved_tflops: dict[str, float] = {}
+    attention_tflops: float | None = None
+    attention_backward_frac: float = 0.87
+    """Backward over forward rate of flash attention: FlashAttention-3, figures 5 and 6."""
+    host_link_gb_per_s: float = 25.0
+    """Pinned copies between host and device: PCIe 4 x16 as measured."""
+    kernel_floor_ns: int = 2000
+    """An empty kernel with its gap to the next one."""
     source: str = ""
 
     @classmethod
     def parse(cls, text: str) -> HardwareSpec:
-        """Look up a name, or take a memory size such as ``80GiB`` alone. Raises ``ModelError``."""
-        known = HARDWARE.get(text.lower())
-        if known is not None:
-            return known
+        """Look up a name, take a memory size such as ``80GiB`` alone, or read a YAML or JSON file.
+
+        Raises ``ModelError``.
+        """
+        if text.lower().endswith((".yaml", ".yml", ".json")):
+            return _of_file(Path(text))
         if re.match(r"^\s*[0-9.]+\s*[kmgtKMGT]", text):
             try:
-                return cls(
-                    name=text.strip(), memory_bytes=parse_bytes(text), source="given by its memory size"
-                )
+                size = parse_bytes(text)
             except UsageError as error:
                 raise ModelError(f"hardware: {error}") from None
-        close = difflib.get_close_matches(text.lower(), HARDWARE, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(HARDWARE)}"
-        raise ModelError(f"unknown hardware {text!r}: {hint} (or give a memory size: 80GiB)")
+            return cls(name=text.strip(), memory_mib=size / _MIB, source="given by its memory size")
+        return _named(text, known_hardware(), "hardware", " (or give a memory size: 80GiB, or a file)")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in total."""
+        return round(self.memory_mib * _MIB)
+
+    @property
+    def link_bytes_per_s(self) -> int | None:
+        """Peak bandwidth to peers inside a node."""
+        return None if self.link_gb_per_s is None else round(self.link_gb_per_s * _GIGA)
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Torch dtype name -> peak operations per second; a dtype without hardware is absent."""
+        return {_DTYPES[name]: round(value * _TERA) for name, value in self.peak_tflops.items()}
+
+    @property
+    def host_link_bytes_per_s(self) -> float:
+        """Pinned copies between host and device."""
+        return self.host_link_gb_per_s * _GIGA
+
+    @property
+    def achieved_memory_bytes_per_s(self) -> float:
+        """Bandwidth that a large copy reaches, read and written bytes counted. Raises ``ModelError``."""
+        if self.achieved_memory_gb_per_s is not None:
+            return self.achieved_memory_gb_per_s * _GIGA
+        return self._stated("memory_gb_per_s", self.memory_gb_per_s) * _ACHIEVED_MEMORY * _GIGA
+
+    def achieved_flops(self, dtype: str) -> float:
+        """Operations per second of large matrix products of a torch dtype. Raises ``ModelError``."""
+        names = [short for short, name in _DTYPES.items() if name == dtype]
+        if dtype == "float32" and "tf32" not in names:
+            names.append("fp32")
+        for name in names:
+            if name in self.achieved_tflops:
+                return self.achieved_tflops[name] * _TERA * self.power_frac
+            if name in self.peak_tflops:
+                return self.peak_tflops[name] * _ACHIEVED_MATMUL * _TERA
+        raise ModelError(f"hardware {self.name} states no matrix rate for {dtype}")
+
+    def attention_flops(self, dtype: str, head_dim: int, seq_len: int) -> float:
+        """Operations per second of causal flash attention forward. Raises ``ModelError``."""
+        plateau = self.attention_tflops
+        if plateau is None:
+            plateau = self._stated(
+                "peak_tflops", self.peak_tflops.get("bf16") or self.peak_tflops.get("fp16")
+            )
+            plateau *= _ATTENTION
+        if dtype == "float32":  # no tensor cores for it
+            plateau = min(plateau, self.peak_tflops.get("fp32", plateau))
+        depth = _ATTENTION_DEPTH[min(_ATTENTION_DEPTH, key=lambda known: abs(known - head_dim))]
+        return plateau * _TERA * self.power_frac * depth * _interpolated(_ATTENTION_CURVE, seq_len)
+
+    @property
+    def power_frac(self) -> float:
+        """Share of the measured matrix and attention rates that a part with a lower power limit keeps.
+
+        Dynamic power grows with frequency times voltage squared, and voltage with frequency: a rate that is
+        bound by power falls with the cube root of the limit.
+        """
+        if self.watts is None or self.achieved_at_watts is None:
+            return 1.0
+        return float(min(1.0, (self.watts / self.achieved_at_watts) ** (1 / 3)))
+
+    @property
+    def units(self) -> int:
+        """Multiprocessors. Raises ``ModelError``."""
+        return int(self._stated("multiprocessors", self.multiprocessors))
+
+    def node_bus_bytes_per_s(self, ranks: int) -> float:
+        """Bus bandwidth of a large collective over some ranks of one node. Raises ``ModelError``."""
+        if self.bus_gb_per_s:
+            curve = tuple(sorted((count, rate) for count, rate in self.bus_gb_per_s.items()))
+            return _interpolated(curve, ranks) * _GIGA
+        if self.link_gb_per_s is None:  # no links of their own: PCIe, one direction, shared by the ring
+            return 0.8 * self.host_link_gb_per_s * _GIGA
+        return self.link_gb_per_s * _ACHIEVED_LINK * _GIGA
+
+    def assumed(self) -> list[str]:
+        """Sentences about what is a stated share of a peak and not a published measurement."""
+        notes = []
+        if not self.achieved_tflops:
+            notes.append(f"large matrix products reach {_ACHIEVED_MATMUL:.0%} of the peak of {self.name}")
+        if self.achieved_memory_gb_per_s is None:
+            notes.append(f"memory traffic reaches {_ACHIEVED_MEMORY:.0%} of the bandwidth of {self.name}")
+        if self.attention_tflops is None:
+            notes.append(f"flash attention reaches {_ATTENTION:.0%} of the matrix peak of {self.name}")
+        return notes
+
+    def _stated(self, name: str, value: float | None) -> float:
+        if value is None:
+            raise ModelError(f"hardware {self.name}: {name} is not stated, and a step's time needs it")
+        return value
 
 
-def _gpu(
-    name: str,
-    memory_mib: int,
-    memory_gb_per_s: float,
-    link_gb_per_s: float | None,
-    source: str,
-    **tera_flops: float,
-) -> HardwareSpec:
-    names = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "fp32": "float32"}
-    return HardwareSpec(
-        name=name,
-        memory_bytes=memory_mib * _MIB,
-        flops={names[dtype]: round(value * _TERA) for dtype, value in tera_flops.items()},
-        memory_bytes_per_s=round(memory_gb_per_s * _GIGA),
-        link_bytes_per_s=None if link_gb_per_s is None else round(link_gb_per_s * _GIGA),
-        source=f"{source}; memory as the driver reports it",
-    )
+_Spec = TypeVar("_Spec", NetworkSpec, HardwareSpec)
 
 
-_ALL = (
-    _gpu("v100-16gb", 16_160, 900, 150, "NVIDIA V100 data sheet", fp16=125, fp32=15.7),
-    _gpu("v100-32gb", 32_510, 900, 150, "NVIDIA V100 data sheet", fp16=125, fp32=15.7),
-    _gpu("a100-40gb", 40_536, 1555, 300, "NVIDIA A100 data sheet", bf16=312, fp16=312, fp32=19.5),
-    _gpu("a100-80gb", 81_251, 2039, 300, "NVIDIA A100 data sheet", bf16=312, fp16=312, fp32=19.5),
-    _gpu(
-        "h100-sxm", 81_559, 3350, 450, "NVIDIA H100 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67
-    ),
-    _gpu(
-        "h100-sxm-96gb",
-        97_871,
-        3350,
-        450,
-        "NVIDIA H100 data sheet",
-        bf16=989.4,
-        fp16=989.4,
-        fp8=1978.9,
-        fp32=67,
-    ),
-    _gpu("h100-pcie", 81_559, 2000, 300, "NVIDIA H100 data sheet", bf16=756, fp16=756, fp8=1513, fp32=51),
-    _gpu("h200", 143_771, 4800, 450, "NVIDIA H200 data sheet", bf16=989.4, fp16=989.4, fp8=1978.9, fp32=67),
-    _gpu("b200", 183_359, 8000, 900, "NVIDIA DGX B200 data sheet", bf16=2250, fp16=2250, fp8=4500, fp32=75),
-    _gpu("l4", 23_034, 300, None, "NVIDIA L4 data sheet", bf16=121, fp16=121, fp8=242.5, fp32=30.3),
-    _gpu("l40s", 46_068, 864, None, "NVIDIA L40S data sheet", bf16=362, fp16=362, fp8=733, fp32=91.6),
-    _gpu("a10g", 23_028, 600, None, "NVIDIA A10G specification", bf16=70, fp16=70, fp32=35),
-    _gpu("rtx3090", 24_576, 936, None, "NVIDIA GA102 white paper", bf16=71, fp16=71, fp32=35.6),
-    _gpu(
-        "rtx4090", 24_564, 1008, None, "NVIDIA Ada white paper", bf16=165.2, fp16=165.2, fp8=330.3, fp32=82.6
-    ),
-    _gpu(
-        "mi250x-gcd",
-        65_520,
-        1638,
-        None,
-        "AMD MI250X data sheet, one of two dies",
-        bf16=191.5,
-        fp16=191.5,
-        fp32=23.9,
-    ),
-    _gpu(
-        "mi300x",
-        196_592,
-        5300,
-        448,
-        "AMD MI300X data sheet",
-        bf16=1307.4,
-        fp16=1307.4,
-        fp8=2614.9,
-        fp32=163.4,
-    ),
-)
+@lru_cache(maxsize=1)
+def _builtin() -> _File:
+    text = files("fsdp2prof.estimators.spec").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    return _parsed(text, "hardware.yaml")
 
-HARDWARE: dict[str, HardwareSpec] = {spec.name: spec for spec in _ALL}
-"""Accelerators by name."""
+
+@lru_cache(maxsize=1)
+def known_hardware() -> dict[str, HardwareSpec]:
+    """Every accelerator by its name and by its aliases."""
+    specs = [_hardware(name, entry, name) for name, entry in _builtin().accelerators.items()]
+    return {name: spec for spec in specs for name in (spec.name, *spec.aliases)}
+
+
+@lru_cache(maxsize=1)
+def known_networks() -> dict[str, NetworkSpec]:
+    """Every network by its name."""
+    return {
+        name: msgspec.convert({**entry, "name": name}, NetworkSpec)
+        for name, entry in _builtin().networks.items()
+    }
+
+
+def _of_file(path: Path) -> HardwareSpec:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"hardware {path}: cannot be read ({error})") from None
+    found = list(_parsed(text, str(path)).accelerators.items())
+    if len(found) != 1:
+        raise ModelError(
+            f"hardware {path}: it describes {len(found)} accelerators under `accelerators`, not one"
+        )
+    return _hardware(*found[0], str(path))
+
+
+def _parsed(text: str, where: str) -> _File:
+    import yaml
+
+    try:
+        return msgspec.convert(yaml.safe_load(text), _File)
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ModelError(f"hardware {where}: {' '.join(str(error).split())}") from None
+
+
+def _hardware(name: str, entry: Any, where: str) -> HardwareSpec:
+    if not isinstance(entry, dict):
+        raise ModelError(f"hardware {where}: {name} is not a table")
+    try:
+        spec = msgspec.convert({**entry, "name": name}, HardwareSpec, strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"hardware {where}: {name}: {error}") from None
+    unknown = sorted({*spec.peak_tflops, *spec.achieved_tflops} - set(_DTYPES))
+    if unknown:
+        raise ModelError(
+            f"hardware {where}: {name}: unknown dtype {unknown[0]!r}; known: {', '.join(_DTYPES)}"
+        )
+    return spec
+
+
+def _named(text: str, known: dict[str, _Spec], what: str, more: str = "") -> _Spec:
+    found = known.get(text.lower())
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(close)}?" if close else f"there are {', '.join(known)}"
+    raise ModelError(f"unknown {what} {text!r}: {hint}{more}")
+
+
+def _interpolated(curve: tuple[tuple[int, float], ...], at: float) -> float:
+    """Piecewise linear, flat beyond its ends."""
+    if at <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    return curve[-1][1]

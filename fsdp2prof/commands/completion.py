@@ -21,9 +21,9 @@ def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[Co
 
 def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
     """Offer accelerators."""
-    from fsdp2prof.estimators.spec.hardware import HARDWARE
+    from fsdp2prof.estimators.spec.hardware import known_hardware
 
-    return _names(HARDWARE, begun)
+    return _names(known_hardware(), begun)
 
 
 def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:

@@ -77,22 +77,17 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         from fsdp2prof.analyzers.findings.find import parse_thresholds
-        from fsdp2prof.analyzers.trace.analysis import References
-        from fsdp2prof.estimators.spec.hardware import HardwareSpec
+        from fsdp2prof.workflows.references import references
 
         if window == "trace" and steps is not None:
             raise UsageError("--window trace takes the whole trace as one step: leave out --steps")
-        device = HardwareSpec.parse(hardware) if hardware else None
         options: TraceOptions = {
             "window": window,
             "steps": steps,
             "workers": workers,
             "cache": cache,
-            "references": References(
-                tokens_per_step=tokens,
-                peak_flops_per_s=device.flops if device else {},
-                peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
-                thresholds=parse_thresholds(thresholds),
+            "references": references(
+                tokens_per_step=tokens, hardware=hardware, thresholds=parse_thresholds(thresholds)
             ),
         }
         command(*args, options=options, **rest)

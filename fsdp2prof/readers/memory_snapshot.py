@@ -105,7 +105,7 @@ def _recording(
             device_free=events.device_free[oom],
             stream=events.stream[oom],
             stack=events.stack[oom],
-            op=stacks.operators().select(events.stack[oom]),
+            op=stacks.operators().lookup(events.stack[oom]),
         ),
         events=len(events),
         end_ns=int(events.time_ns[-1]) if len(events) else -1,

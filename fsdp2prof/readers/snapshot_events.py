@@ -121,7 +121,7 @@ def build_allocations(
         fqn=Strings.full(rows, None),
         activity=Strings.full(rows, None),
         category=Strings.full(rows, "unattributed"),
-        op=stacks.operators().select(stack),
+        op=stacks.operators().lookup(stack),
         stack=stack,
         tag=Strings(np.concatenate([np.full(before, -1), tag.codes]).astype(np.int32), tag.values),
         release_order=np.concatenate([np.full(len(staying), NEVER), old_released, completed]),

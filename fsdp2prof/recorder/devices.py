@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from fsdp2prof import __version__
 from fsdp2prof.manifest import DeviceInfo
 
 __all__ = ["allocator_stats", "device_info", "package_versions"]
@@ -28,7 +28,7 @@ def package_versions() -> dict[str, str]:
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "fsdp2prof": _package("fsdp2prof"),
+        "fsdp2prof": __version__,
     }
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -60,10 +60,3 @@ def allocator_stats(device_type: str) -> dict[str, int]:
         return {}
     stats = torch.cuda.memory_stats()
     return {name: int(stats[name]) for name in _STATS if name in stats}
-
-
-def _package(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

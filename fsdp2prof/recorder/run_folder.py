@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from fsdp2prof import __version__
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankRecord, RecordOptions, RunInfo, node_file
@@ -45,7 +46,7 @@ def prepare_run(
         versions={
             "python": platform.python_version(),
             "torch": version("torch"),
-            "fsdp2prof": version("fsdp2prof"),
+            "fsdp2prof": __version__,
         },
         environment=relevant_environment(),
         options=options,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
+from fsdp2prof.analyzers.memory.wording import where
 from fsdp2prof.reporters.grid import Cell, Col, Grid
-from fsdp2prof.reporters.memory_grids import own_frame
-from fsdp2prof.results import RankMemory
+from fsdp2prof.results import BlockBytes, RankMemory
 from fsdp2prof.units import format_bytes
-from fsdp2prof.vocabulary import layer_name
+from fsdp2prof.vocabulary import remedy_label
 
 __all__ = ["fragmentation_grid", "oom_lines", "remedy_grid"]
 
+_ENOUGH = {True: "yes", False: "no", None: "unknown"}
 _POOL_COLUMNS = {
     "reserved_bytes": "reserved",
     "allocated_bytes": "allocated",
@@ -28,28 +26,23 @@ def oom_lines(rank: RankMemory) -> list[str]:
     oom = rank.oom
     if oom is None:
         return []
-    layer = oom.get("fqn")
-    where = f"{oom.get('phase') or 'other'} of " + ("no layer" if layer is None else layer_name(layer))
-    place = own_frame(oom.get("stack") or [])
-    by = " ".join(part for part in (oom.get("op") or "", f"at {place}" if place else "") if part)
+    by = " ".join(part for part in (oom.op or "", f"at {oom.place}" if oom.place else "") if part)
     sizes = {
-        "allocated": oom.get("allocated_bytes"),
-        "reserved": oom.get("reserved_bytes"),
-        "free on the device": oom.get("device_free_bytes"),
-        "largest free block": oom.get("largest_free_block_bytes"),
-        "missing": oom.get("missing_bytes"),
+        "allocated": oom.allocated_bytes,
+        "reserved": oom.reserved_bytes,
+        "free on the device": oom.device_free_bytes,
+        "largest free block": oom.largest_free_block_bytes,
+        "missing": oom.missing_bytes,
     }
-    known = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
-    requested = format_bytes(oom["requested_bytes"])
-    return [
-        f"A request for {requested} failed in {where}{', by ' + by if by else ''}.",
-        f"At that moment: {', '.join(known)}.",
-    ]
+    known = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None)
+    unknown = "" if oom.device_free_bytes is not None else ", free on the device unknown"
+    failed = f"A request for {format_bytes(oom.requested_bytes)} failed {where(oom.phase, oom.fqn)}"
+    return [f"{failed}{', by ' + by if by else ''}.", f"At that moment: {known}{unknown}."]
 
 
 def remedy_grid(rank: RankMemory) -> Grid | None:
     """Return what would have let the request fit, most bytes first; None where nothing ran out."""
-    remedies: Sequence[Mapping[str, Any]] = (rank.oom or {}).get("remedies") or []
+    remedies = rank.oom.remedies if rank.oom else []
     if not remedies:
         return None
     return Grid(
@@ -58,10 +51,10 @@ def remedy_grid(rank: RankMemory) -> Grid | None:
         columns=[Col("change"), Col("saves", "number"), Col("enough"), Col("how", "name")],
         rows=[
             [
-                str(remedy["action"]).replace("_", " "),
-                format_bytes(remedy["saves_bytes"]),
-                "yes" if remedy["enough"] else "no",
-                str(remedy["how"]),
+                remedy_label(remedy.action),
+                format_bytes(remedy.saves_bytes),
+                _ENOUGH[remedy.enough],
+                remedy.how,
             ]
             for remedy in remedies
         ],
@@ -71,34 +64,29 @@ def remedy_grid(rank: RankMemory) -> Grid | None:
 def fragmentation_grid(rank: RankMemory) -> Grid | None:
     """Return reserved against allocated memory by pool and stream, and its sum; None without an allocator."""
     found = rank.fragmentation
-    if not found:
+    if found is None:
         return None
-    pools: Sequence[Mapping[str, Any]] = found.get("by_pool") or []
-    names = [name for name in _POOL_COLUMNS if name in found]
     return Grid(
         title=f"Reserved and not allocated on rank {rank.rank}",
-        note="expandable segments" if found.get("expandable_segments") else "at the end of the recording",
+        note="expandable segments" if found.expandable_segments else "at the end of the recording",
         columns=[
             Col("pool"),
             Col("stream", "number"),
             Col("segments", "number"),
-            *(Col(_POOL_COLUMNS[name], "number") for name in names),
+            *(Col(_POOL_COLUMNS[name], "number") for name in _POOL_COLUMNS),
         ],
         rows=[
             [
-                str(pool["pool"]),
-                str(pool["stream"]),
-                str(pool["segments"]),
-                *(_size(pool, name) for name in names),
+                str(pool.pool),
+                str(pool.stream),
+                str(pool.segments),
+                *(_size(pool, name) for name in _POOL_COLUMNS),
             ]
-            for pool in pools
+            for pool in found.by_pool
         ],
-        totals=[
-            ["all", "", str(sum(pool["segments"] for pool in pools)), *(_size(found, name) for name in names)]
-        ],
+        totals=[["all", "", str(found.segments), *(_size(found, name) for name in _POOL_COLUMNS)]],
     )
 
 
-def _size(sizes: Mapping[str, Any], name: str) -> Cell:
-    value = sizes.get(name)
-    return "-" if value is None else format_bytes(value)
+def _size(sizes: BlockBytes, name: str) -> Cell:
+    return format_bytes(getattr(sizes, name))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.reporters.grid import Cell, Col, Grid, plural
-from fsdp2prof.reporters.memory_grids import own_frame
 from fsdp2prof.results import MemoryComparison, MemoryDelta
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import category_label, layer_name
@@ -102,5 +101,5 @@ def _layer(row: MemoryDelta) -> str:
 
 
 def _place(row: MemoryDelta) -> str:
-    place = own_frame(row.stack)
+    place = row.place
     return " at ".join(part for part in (row.op, place) if part) or "(unknown)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -19,16 +18,12 @@ __all__ = [
     "layer_cells",
     "layer_peak_grid",
     "matrix_grid",
-    "own_frame",
     "peak_grid",
 ]
 
 _RANK_ROWS = 8
 _LAYER_ROWS = 12
 _BLOCK_ROWS = 5
-_PATH_PARTS = 2
-
-_TORCH_FRAME = re.compile(r"[/\\]torch[/\\]")
 
 _SOURCES = {
     "cuda_snapshot": "allocator snapshot",
@@ -200,20 +195,12 @@ def block_grid(rank: RankMemory, *, every: bool = False) -> Grid | None:
                 "-" if block.step is None else str(block.step),
                 "-" if block.age_ns is None else format_ns(block.age_ns),
                 block.op or "-",
-                *([own_frame(block.stack) or "-"] if with_place else []),
+                *([block.place or "-"] if with_place else []),
             ]
             for block in shown
         ],
         more=f"and {plural(rest, 'more block')}" if rest else "",
     )
-
-
-def own_frame(stack: Sequence[str]) -> str | None:
-    """Return the innermost Python frame outside torch: the line of the model or script that did it."""
-    python = [frame for frame in stack if ".py" in frame]
-    own = (frame for frame in python if not _TORCH_FRAME.search(frame))
-    frame = next(own, python[0] if python else None)
-    return None if frame is None else "/".join(re.split(r"[/\\]", frame)[-_PATH_PARTS:])
 
 
 def _layer(fqn: str | None) -> str:

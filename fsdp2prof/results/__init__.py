@@ -5,6 +5,14 @@ renamed; ``tests/golden`` freezes them. Times are nanoseconds, sizes bytes, rate
 0..1; ``None`` means unknown or undefined, never zero.
 """
 
+from fsdp2prof.results.allocator import (
+    BlockBytes,
+    Fragmentation,
+    OutOfMemory,
+    PoolBytes,
+    Remedy,
+    SegmentBytes,
+)
 from fsdp2prof.results.communication import (
     Attribution,
     BandwidthRow,
@@ -64,20 +72,21 @@ from fsdp2prof.results.hta import (
     TraceDiff,
 )
 from fsdp2prof.results.memory import (
-    MEMORY_COMPARISON_SCHEMA,
     MEMORY_SCHEMA,
     AtPeak,
-    LayerBytes,
     LayerPeak,
-    LiveBlock,
     MemoryAnalysis,
-    MemoryComparison,
-    MemoryDelta,
-    OtherPeak,
-    Peak,
+    MemoryFigures,
     PhaseSpan,
     RankMemory,
 )
+from fsdp2prof.results.memory_comparison import (
+    MEMORY_COMPARISON_SCHEMA,
+    LayerMemoryDelta,
+    MemoryComparison,
+    MemoryDelta,
+)
+from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
     RunAnalysis,
@@ -96,6 +105,7 @@ from fsdp2prof.results.step import (
     TraceTotals,
     UnrecordedStep,
 )
+from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -110,13 +120,16 @@ __all__ = [
     "MEMORY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
+    "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",
     "BandwidthRow",
+    "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
+    "CategoryBytes",
     "CheckpointEstimate",
     "CommChange",
     "CommEstimate",
@@ -134,7 +147,9 @@ __all__ = [
     "EvidenceValue",
     "Finding",
     "Fit",
+    "Fragmentation",
     "GroupRow",
+    "HardwareUse",
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
@@ -144,6 +159,8 @@ __all__ = [
     "LaunchStatistics",
     "LaunchedWork",
     "LayerBytes",
+    "LayerMemory",
+    "LayerMemoryDelta",
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
@@ -152,12 +169,15 @@ __all__ = [
     "MemoryComparison",
     "MemoryDelta",
     "MemoryEstimate",
+    "MemoryFigures",
     "NameChange",
     "OtherPeak",
+    "OutOfMemory",
     "OutsideAllocator",
     "PathSegment",
     "Peak",
     "PhaseSpan",
+    "PoolBytes",
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
@@ -166,17 +186,21 @@ __all__ = [
     "RankPeakChange",
     "RankTrace",
     "RankWait",
+    "Remedy",
     "RunAnalysis",
     "RunComparison",
     "RunRank",
     "RunSummary",
     "Scalar",
+    "SegmentBytes",
     "SettingChange",
     "Severity",
     "ShardFamily",
     "ShardGroup",
     "Shown",
     "StepBreakdown",
+    "StepEstimate",
+    "StepRange",
     "StepSpread",
     "StepTime",
     "Straggler",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp2prof.results.memory import MemoryComparison
+from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.shown import Shown
 
 __all__ = [

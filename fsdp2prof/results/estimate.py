@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp2prof.results.memory import LayerBytes, LayerPeak
+from fsdp2prof.results.allocator import Remedy
+from fsdp2prof.results.memory import LayerPeak
+from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory
 from fsdp2prof.results.shown import Shown
 
 __all__ = [
@@ -218,6 +220,10 @@ class PredictedPeak:
     """Sums exactly to ``active_bytes``."""
     streams: dict[str, int]
     """Reserved bytes of each stream's pool when the reserved peak is reached; sums to ``reserved_bytes``."""
+    by_category: list[CategoryBytes] = field(default_factory=list)
+    """As in :class:`Peak`, like the next two."""
+    layers: list[LayerMemory] = field(default_factory=list)
+    layers_folded: list[LayerMemory] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,3 +267,5 @@ class MemoryEstimate(Shown):
     """Null unless the hardware was given."""
     headroom_high_bytes: int | None = None
     """As ``headroom_bytes``, above the low end outside of the allocator."""
+    remedies: list[Remedy] = field(default_factory=list)
+    """What each change that is left to make takes off the peak at most, most bytes first."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    pass
 
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
 from fsdp2prof.tables.steps import LabelTable, StepTable

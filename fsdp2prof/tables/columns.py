@@ -60,10 +60,6 @@ class Strings:
         """Select rows by index; -1 gives null (as from a join that found nothing)."""
         return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
 
-    def select(self, rows: npt.NDArray[Any]) -> Strings:
-        """Select rows by index, null where the index is -1."""
-        return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
-
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
         """Mask of the rows whose string satisfies ``predicate``, evaluated once per distinct value."""
         hits = [code for code, value in enumerate(self.values) if predicate(value)]

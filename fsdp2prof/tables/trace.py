@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
-
-if TYPE_CHECKING:
-    pass
-
 from fsdp2prof.tables.columns import CompactArray, IntArray, Strings, Table
 from fsdp2prof.tables.steps import LabelTable
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from fsdp2prof.analyzers.memory import analysis as memory_analysis
-from fsdp2prof.analyzers.memory.analysis import RankRecording
+from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_recording
+from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
 from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
@@ -160,8 +160,6 @@ def _summary(job: JobFiles) -> RunSummary:
 class _Fullest:
     """The recording with the highest peak, to be looked up in its rank's trace; picklable."""
 
-    index: int
-    """In the result's ranks."""
     rank: int
     recording: MemoryRecording
     manifest: RankManifest | None
@@ -180,9 +178,8 @@ class _MemoryPart:
         """Return the result with what the trace says of the highest peak."""
         if at_peak is None:
             return self.result
-        ranks = list(self.result.ranks)
-        ranks[self.fullest.index] = replace(ranks[self.fullest.index], at_peak=at_peak)
-        return replace(self.result, ranks=ranks)
+        looked_up = replace(self.result.ranks[0], at_peak=at_peak)
+        return replace(self.result, ranks=[looked_up, *self.result.ranks[1:]])
 
     def trace_of_fullest(self, job: JobFiles) -> RankFile | None:
         """Return the trace of the fullest rank; none where the recording came from the trace itself."""
@@ -206,12 +203,14 @@ def _analyze_recordings(job: JobFiles) -> _MemoryPart:
             unreadable.append(str(error))
     if not recordings:
         raise SnapshotError(unreadable[0])
-    result = memory_analysis.analyze_memory(recordings)
-    index = max(range(len(result.ranks)), key=lambda at: result.ranks[at].peak.allocated_bytes)
-    rank, recording, manifest = recordings[index]
+    analyses = [analyze_recording(*one) for one in recordings]
+    # the first of the highest, as in the result
+    fullest = max(range(len(analyses)), key=lambda at: analyses[at].rank.peak.allocated_bytes)
+    rank, recording, manifest = recordings[fullest]
+    result = merge_memory(analyses)
     return _MemoryPart(
         result=replace(result, warnings=[*found.warnings, *unreadable, *result.warnings]),
-        fullest=_Fullest(index=index, rank=rank, recording=recording, manifest=manifest),
+        fullest=_Fullest(rank=rank, recording=recording, manifest=manifest),
         from_traces=found is job.traces,
     )
 

@@ -23,13 +23,20 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+def record(folder: Path, world_size: int) -> str:
+    """Record 8 steps of one rank into ``folder/run``; returns what the script printed."""
+    config = folder / "run.json"
+    values = {"model": "gpt2", "layers": 4, "mesh": {"dp_shard": world_size}}
+    config.write_text(json.dumps({**values, "policy": {"batch_size": 4, "seq_len": 512}}))
+    command = ["-m", "fsdp2prof", "record", "-o", folder / "run", "--", sys.executable, SCRIPT]
+    return run(*command, "--config", config)
+
+
 @pytest.mark.parametrize("world_size", [8, 64, 512])
 def test_peak_equals_the_allocators_own(tmp_path, world_size):
-    target = tmp_path / "run"
-    command = ["-m", "fsdp2prof", "record", "-o", target, "--", sys.executable, SCRIPT]
-    printed = run(*command, "--world-size", world_size)
+    printed = record(tmp_path, world_size)
     peaks = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "memory", target, "--format", "json"))
+    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "memory", tmp_path / "run", "--format", "json"))
     (rank,) = analysis["ranks"]
     assert rank["source"] == "cuda_snapshot"
     peak = rank["peak"]
@@ -39,9 +46,8 @@ def test_peak_equals_the_allocators_own(tmp_path, world_size):
 
 
 def test_trace_of_a_gpu_run_is_attributed(tmp_path):
-    target = tmp_path / "run"
-    run("-m", "fsdp2prof", "record", "-o", target, "--", sys.executable, SCRIPT)
-    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "trace", target, "--format", "json"))
+    record(tmp_path, 8)
+    analysis = json.loads(run("-m", "fsdp2prof", "analyze", "trace", tmp_path / "run", "--format", "json"))
     (rank,) = analysis["ranks"]
     assert rank["device_type"] == "cuda"
     assert len(rank["steps"]) == 3

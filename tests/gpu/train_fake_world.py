@@ -1,78 +1,84 @@
-"""One rank of a large FSDP2 world on one GPU: real allocator and streams, no communication.
+"""One rank of a large FSDP2 world, alone: real tensors, allocator and streams, no communication.
 
-Prints one JSON line per step with the allocator's own peaks.
+    python tests/gpu/train_fake_world.py --config run.yaml
+
+The file is what `fsdp2prof estimate memory --config` reads (model, mesh, policy), so that the two can be set
+side by side: the same modules, `fully_shard` calls and loop, once on fake tensors and once on a GPU (or,
+without one, on the CPU). Prints one JSON line per step with the allocator's own peaks.
 """
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp2prof.estimators.execution.host_offload import HostMemory
+from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, shard
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.spec.inputs import load_config, make_spec
 
-class Block(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+PEAKS = ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes")
 
 
-class Model(nn.Module):
-    def __init__(self, vocabulary, dim, layers):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
-        self.head = nn.Linear(dim, vocabulary, bias=False)
+def make_mesh(device_type, mesh):
+    if mesh.dp_replicate == 1:
+        return init_device_mesh(device_type, (mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+    shape = mesh.dp_replicate, mesh.dp_shard
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+
+def peaks_of_step():
+    """The allocator's peaks since its last reset, and how it works; empty on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    statistics = torch.cuda.memory_stats()
+    segments = torch.cuda.memory_snapshot()
+    return {
+        **{name: statistics[f"{name}.all.peak"] for name in PEAKS},
+        "retries": statistics["num_alloc_retries"],
+        "expandable": any(segment.get("is_expandable", False) for segment in segments),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
-    dist.init_process_group("fake", rank=0, world_size=arguments.world_size, store=FakeStore())
-    torch.cuda.set_device(0)
-    mesh = init_device_mesh("cuda", (arguments.world_size,), mesh_dim_names=("dp_shard",))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with torch.device("meta"):
-        model = Model(32768, arguments.dim, arguments.layers)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device="cuda")
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    spec = make_spec(load_config(arguments.config))
+    mesh, policy = spec.mesh, spec.policy
+    assert mesh.world_size == mesh.dp_replicate * mesh.dp_shard, "only dp_replicate and dp_shard"
+    assert not any([policy.offload, policy.compile, policy.extra_model]), "not in this loop"
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", rank=0, world_size=mesh.world_size, store=FakeStore())
+    model = build_model(spec.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    shard(model, policy, make_mesh(device.type, mesh), None)
+    model.module.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.to_local().normal_(std=0.02)
+    loop = TrainingLoop(
+        model=model,
+        extra=None,
+        policy=policy,
+        optimizer=build_optimizer(model.module, policy),
+        host=HostMemory(offloads=False),
+        device=device,
+        loss_is_parallel=False,
+    )
     for step in range(arguments.steps):
-        torch.cuda.reset_peak_memory_stats()
-        tokens = torch.randint(0, 32768, (4, 512), device="cuda")
-        loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        statistics = torch.cuda.memory_stats()
-        peaks = {
-            "step": step,
-            "requested_bytes": statistics["requested_bytes.all.peak"],
-            "reserved_bytes": statistics["reserved_bytes.all.peak"],
-        }
-        print(json.dumps(peaks), flush=True)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        loop.forward_backward()
+        loop.update()
+        print(json.dumps({"step": step, **peaks_of_step()}), flush=True)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
+from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.wording import comparison_verdict, memory_advice, memory_verdict
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import shard_families
 from fsdp2prof.analyzers.trace.summary import summarise
@@ -14,17 +16,23 @@ from fsdp2prof.results import (
     Communication,
     CrossRank,
     Finding,
+    Fragmentation,
     GroupRow,
     LayerBytes,
+    LayerMemoryDelta,
     LayerPeak,
     LiveBlock,
     MemoryAnalysis,
     MemoryComparison,
     MemoryDelta,
+    MemoryFigures,
+    OutOfMemory,
     Peak,
     PhaseSpan,
+    PoolBytes,
     RankMemory,
     RankTrace,
+    Remedy,
     RunAnalysis,
     RunComparison,
     RunRank,
@@ -172,6 +180,13 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         "activation": [0, 10 * MIB, 20 * MIB, 0],
         "unsharded_parameter": [0, 10 * MIB, 10 * MIB, 0],
     }
+    categories = {
+        "sharded_parameter": 40 * MIB,
+        "optimizer_state": 30 * MIB,
+        "activation": 20 * MIB,
+        "unsharded_parameter": 10 * MIB,
+    }
+    layers = layer_rows(by_layer)
     ranks = [
         RankMemory(
             rank=rank,
@@ -184,13 +199,11 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 phase="backward",
                 fqn=layer,
                 time_ns=2 * MS,
-                categories={
-                    "sharded_parameter": 40 * MIB,
-                    "optimizer_state": 30 * MIB,
-                    "activation": 20 * MIB,
-                    "unsharded_parameter": 10 * MIB,
-                },
+                categories=categories,
                 by_layer=by_layer,
+                by_category=category_shares(categories.items()),
+                layers=layers,
+                layers_folded=fold_layers(layers),
                 largest_blocks=[
                     LiveBlock(
                         bytes=18 * MIB,
@@ -201,6 +214,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                         op="aten::mm",
                         age_ns=2 * MS,
                         stack=["/site-packages/torch/nn/functional.py:12 linear", "train.py:40 forward"],
+                        place="train.py:40 forward",
                     )
                 ],
             ),
@@ -208,7 +222,7 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 LayerPeak(fqn=layer, phase="forward", peak_bytes=90 * MIB, delta_bytes=18 * MIB),
                 LayerPeak(fqn=layer, phase="backward", peak_bytes=100 * MIB, delta_bytes=-18 * MIB),
             ],
-            fragmentation={},
+            fragmentation=None,
             oom=None,
             truncated=False,
             timeline=timeline,
@@ -219,7 +233,54 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         )
         for rank in (0, 1)
     ]
-    return MemoryAnalysis(ranks=ranks, findings=[], warnings=[])
+    figures = MemoryFigures(
+        rank=0,
+        allocated_bytes=100 * MIB,
+        reserved_bytes=None,
+        device_total_bytes=None,
+        device_frac=None,
+        unattributed_frac=0.0,
+    )
+    return MemoryAnalysis(
+        ranks=ranks,
+        findings=[],
+        warnings=[],
+        key_figures=figures,
+        verdict=memory_verdict(ranks, figures),
+        advice=memory_advice(ranks),
+    )
+
+
+def out_of_memory() -> OutOfMemory:
+    """A loss that asks for 6 MiB where 2 MiB are missing; a chunked one would fit."""
+    stack = ["torch::unwind()", "/x/torch/nn/functional.py:1:f", "/home/me/train.py:7:loss"]
+    return OutOfMemory(
+        requested_bytes=6 * MIB,
+        op="aten::empty",
+        phase="forward",
+        fqn="",
+        allocated_bytes=100 * MIB,
+        reserved_bytes=None,
+        device_free_bytes=4 * MIB,
+        missing_bytes=2 * MIB,
+        largest_free_block_bytes=None,
+        stack=stack,
+        place="me/train.py:7:loss",
+        categories={"activation": 100 * MIB},
+        by_layer=[LayerBytes(fqn="", category="activation", bytes=100 * MIB)],
+        largest_blocks=[],
+        remedies=[
+            Remedy(action="chunked_loss", saves_bytes=5 * MIB, enough=True, how="in chunks"),
+            Remedy(action="smaller_batch", saves_bytes=MIB, enough=None, how="halve it"),
+        ],
+    )
+
+
+def fragmentation() -> Fragmentation:
+    """100 of 120 MiB are allocated, in one pool of three segments."""
+    sizes = {"reserved_bytes": 120 * MIB, "allocated_bytes": 100 * MIB, "releasable_bytes": 20 * MIB}
+    pool = PoolBytes(pool="large", stream=0, expandable=False, segments=3, **sizes)
+    return Fragmentation(gap_at_peak_bytes=20 * MIB, segments=3, by_pool=[pool], **sizes)
 
 
 def memory_comparison() -> MemoryComparison:
@@ -227,14 +288,25 @@ def memory_comparison() -> MemoryComparison:
     after = memory_analysis().ranks[0].peak
     changes = [("activation", 8, 20), ("temporary", 2, 0), ("sharded_parameter", 80, 80)]
     places = [("aten::mm", 5, 14), ("aten::mm", 3, 6), ("aten::empty", 82, 80)]
-    return MemoryComparison(
+    comparison = MemoryComparison(
         before=replace(after, allocated_bytes=90 * MIB),
         after=after,
         delta_bytes=10 * MIB,
         by_category=[_delta(before, now, category=name) for name, before, now in changes],
         by_layer=[_delta(90, 100, fqn="")],
         by_stack=[_delta(before, now, op=op) for op, before, now in places],
+        by_place=[_delta(8, 20, op="aten::mm"), _delta(82, 80, op="aten::empty")],
+        by_layer_folded=[
+            LayerMemoryDelta(
+                name="(root)",
+                fqns=[""],
+                before_bytes=90 * MIB,
+                after_bytes=100 * MIB,
+                delta_bytes=10 * MIB,
+            )
+        ],
     )
+    return replace(comparison, verdict=comparison_verdict(comparison))
 
 
 def run_comparison() -> RunComparison:

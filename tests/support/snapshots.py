@@ -6,6 +6,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.tables import MemoryRecording
+
 
 class SnapshotBuilder:
     """Writes one device's history; times advance by one microsecond an event."""
@@ -81,3 +84,88 @@ class SnapshotBuilder:
         """Pickle the snapshot."""
         path.write_bytes(pickle.dumps(self.snapshot(), protocol=protocol))
         return path
+
+
+class Training(SnapshotBuilder):
+    """A history with FSDP's labels: allocates by name, frees by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[str, tuple[int, int]] = {}
+        self._next = 1 << 30
+
+    def get(self, name: str, size: int, **more: object) -> Training:
+        self._at[name] = self._next, size
+        self._next += (size + 511) // 512 * 512
+        self.alloc(*self._at[name], **more)
+        return self
+
+    def drop(self, *names: str) -> Training:
+        for name in names:
+            self.free(*self._at.pop(name))
+        return self
+
+    def within(self, label: str, *actions: tuple[str, str, int] | str) -> Training:
+        """A label around gets ``("get", name, size)`` and drops ``name``."""
+        self.label("START", label)
+        for action in actions:
+            if isinstance(action, str):
+                self.drop(action)
+            else:
+                self.get(*action[1:])
+        self.label("END", label)
+        return self
+
+    def read(self, folder: Path) -> MemoryRecording:
+        blocks = [(self._next - (1 << 30), 0, "inactive")]
+        if not self.segments:
+            self.segment(1 << 40, blocks)
+        for address, size in self._at.values():
+            self.segment(address, [((size + 511) // 512 * 512, size, "active_allocated")])
+        (recording,) = read_memory(self.write(folder / "snapshot.pickle"))
+        return recording
+
+
+def let_go(snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Free at the end of the first device's history what it made, like a program that fails and unwinds."""
+    trace: list[dict[str, Any]] = next(filter(None, snapshot["device_traces"]))
+    alive: dict[int, dict[str, Any]] = {}
+    for event in trace:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] in ("free_requested", "free_completed"):
+            alive.pop(event["addr"], None)
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["address"] in alive:
+            block.update(state="inactive", frames=[])
+    for event in alive.values():
+        for action in ("free_requested", "free_completed"):
+            trace.append({**event, "action": action, "frames": [], "time_us": trace[-1].get("time_us", -1)})
+    return snapshot
+
+
+def fail_at(
+    snapshot: dict[str, Any], event: int, requested: int, *, device_free: int | None = None
+) -> dict[str, Any]:
+    """Cut the first device's history after some events, where a request fails like the next allocation.
+
+    ``device_free`` of None is a driver that does not say what it has left. What was there before the history
+    and freed in the rest of it is freed at its end.
+    """
+    trace: list[dict[str, Any]] = next(filter(None, snapshot["device_traces"]))
+    rest = trace[event:]
+    del trace[event:]
+    asking = next(one for one in rest if one["action"] == "alloc")
+    oom = {**asking, "action": "oom", "addr": 0, "size": requested}
+    trace.append(oom if device_free is None else {**oom, "device_free": device_free})
+    born = {one["addr"] for one in trace if one["action"] == "alloc"}
+    made_later: set[int] = set()
+    for one in rest:
+        if one["action"] == "alloc":
+            made_later.add(one["addr"])
+        elif one["action"].startswith("free") and one["addr"] not in born | made_later:
+            trace.append({**one, "time_us": asking.get("time_us", -1)})
+    for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
+        if block["address"] in made_later:
+            block.update(state="inactive", frames=[])
+    return snapshot

@@ -107,4 +107,4 @@ def test_the_peak_is_looked_up_in_the_trace_that_is_analysed(runs: tuple[Path, P
     together, alone = analyze.analyze_run(job).memory, analyze.analyze_memory(job)
     assert together is not None
     assert together.ranks == alone.ranks
-    assert [rank.at_peak is not None for rank in together.ranks] == [False, True]
+    assert [(rank.rank, rank.at_peak is not None) for rank in together.ranks] == [(1, True), (0, False)]

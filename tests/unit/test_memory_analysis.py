@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.snapshots import SnapshotBuilder
+from support.snapshots import Training
 
 from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
 from fsdp2prof.analyzers.memory import findings as memory_findings
@@ -19,50 +20,10 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.results import MemoryAnalysis, RankMemory
+from fsdp2prof.results import Fragmentation, MemoryAnalysis, RankMemory
 from fsdp2prof.tables import NEVER, MemoryRecording
 
 MIB = 1 << 20
-
-
-class Training(SnapshotBuilder):
-    """A history with FSDP's labels: allocates by name, frees by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._at: dict[str, tuple[int, int]] = {}
-        self._next = 1 << 30
-
-    def get(self, name: str, size: int, **more: object) -> Training:
-        self._at[name] = self._next, size
-        self._next += (size + 511) // 512 * 512
-        self.alloc(*self._at[name], **more)
-        return self
-
-    def drop(self, *names: str) -> Training:
-        for name in names:
-            self.free(*self._at.pop(name))
-        return self
-
-    def within(self, label: str, *actions: tuple[str, str, int] | str) -> Training:
-        """A label around gets ``("get", name, size)`` and drops ``name``."""
-        self.label("START", label)
-        for action in actions:
-            if isinstance(action, str):
-                self.drop(action)
-            else:
-                self.get(*action[1:])
-        self.label("END", label)
-        return self
-
-    def read(self, folder: Path) -> MemoryRecording:
-        blocks = [(self._next - (1 << 30), 0, "inactive")]
-        if not self.segments:
-            self.segment(1 << 40, blocks)
-        for address, size in self._at.values():
-            self.segment(address, [((size + 511) // 512 * 512, size, "active_allocated")])
-        (recording,) = read_memory(self.write(folder / "snapshot.pickle"))
-        return recording
 
 
 def one_step(tail: bool = True) -> Training:
@@ -316,15 +277,17 @@ def test_out_of_memory_by_hand(tmp_path: Path):
     )
     t.get("bf16", 2 * MIB).within("FSDP::post_forward (head)").get("fp32", 4 * MIB, frames=cast)
     t.event("oom", 0, 4 * MIB, device_free=3 * MIB, frames=loss)
-    rank = analyze(t.read(tmp_path))
+    analysis = analyze_memory([(0, t.read(tmp_path), None)])
+    rank = analysis.ranks[0]
     oom = rank.oom
     assert oom is not None
-    assert (oom["requested_bytes"], oom["op"], oom["phase"]) == (4 * MIB, "aten::log_softmax_int", "forward")
-    assert oom["allocated_bytes"] == rank.peak.allocated_bytes == 26 * MIB
-    assert oom["device_free_bytes"] == 3 * MIB
-    assert oom["missing_bytes"] == 17 * MIB  # a segment of 20 MiB is taken for it
-    assert oom["largest_free_block_bytes"] == 2 * MIB  # the 20 MiB are another stream's
-    saves = {remedy["action"]: (remedy["saves_bytes"], remedy["enough"]) for remedy in oom["remedies"]}
+    assert (oom.requested_bytes, oom.op, oom.phase) == (4 * MIB, "aten::log_softmax_int", "forward")
+    assert oom.place == "train.py:9:cross_entropy"
+    assert oom.allocated_bytes == rank.peak.allocated_bytes == 26 * MIB
+    assert oom.device_free_bytes == 3 * MIB
+    assert oom.missing_bytes == 17 * MIB  # a segment of 20 MiB is taken for it
+    assert oom.largest_free_block_bytes == 2 * MIB  # the 20 MiB are another stream's
+    saves = {remedy.action: (remedy.saves_bytes, remedy.enough) for remedy in oom.remedies}
     assert saves == {
         "expandable_segments": (22 * MIB, True),
         "smaller_batch": ((6 + 5 + 1 + 2 + 4 + 4) * MIB // 2, False),
@@ -336,13 +299,15 @@ def test_out_of_memory_by_hand(tmp_path: Path):
             False,
         ),  # of 5 + 4 MiB above the smallest, one block's at a time
     }
-    ranked = [remedy["saves_bytes"] for remedy in oom["remedies"]]
+    ranked = [remedy.saves_bytes for remedy in oom.remedies]
     assert ranked == sorted(ranked, reverse=True)
-    (finding,) = [
-        f for f in analyze_memory([(0, t.read(tmp_path), None)]).findings if f.id == "out_of_memory"
-    ]
+    (finding,) = [one for one in analysis.findings if one.id == "out_of_memory"]
     assert finding.severity == "high"
-    assert "asked for 4.00 MiB, 17.0 MiB more than was free" in finding.message
+    assert finding.message == (
+        "Rank 0 ran out of memory in forward: aten::log_softmax_int asked for 4.00 MiB with 26.0 MiB "
+        "allocated and 3.00 MiB left on the device, 17.0 MiB too little. "
+        "This alone would have let it fit: expandable segments (22.0 MiB)."
+    )
 
 
 def test_fragmentation_by_hand(tmp_path: Path):
@@ -356,26 +321,27 @@ def test_fragmentation_by_hand(tmp_path: Path):
     )
     (recording,) = read_memory(t.write(tmp_path / "snapshot.pickle"))
     found = analyze(recording).fragmentation
-    large, small = found.pop("by_pool")
-    segments = found.pop("by_segment")
-    assert [(one["address"], one["inactive_split_bytes"]) for one in segments] == [
+    assert found is not None
+    large, small = found.by_pool
+    assert [(one.address, one.inactive_split_bytes) for one in found.by_segment] == [
         (1 << 41, 1536),
         (1 << 43, 1024),
     ]
-    assert found == {
-        "gap_at_peak_bytes": 4096 + 8192 + 1536 - 500 - 512,
-        "reserved_bytes": 4096 + 8192 + 1536,
-        "allocated_bytes": 1024,
-        "rounding_bytes": 12,
-        "pending_free_bytes": 2048,
-        "inactive_split_bytes": 1536 + 1024,
-        "inactive_split_blocks": 2,
-        "releasable_bytes": 8192,
-        "largest_free_block_bytes": 8192,
-        "expandable_segments": False,
-    }
-    assert (large["pool"], large["stream"], large["segments"]) == ("large", 0, 2)
-    assert (small["pool"], small["stream"], small["largest_free_block_bytes"]) == ("small", 3, 1024)
+    assert replace(found, by_pool=[], by_segment=[]) == Fragmentation(
+        gap_at_peak_bytes=4096 + 8192 + 1536 - 500 - 512,
+        reserved_bytes=4096 + 8192 + 1536,
+        allocated_bytes=1024,
+        rounding_bytes=12,
+        pending_free_bytes=2048,
+        inactive_split_bytes=1536 + 1024,
+        inactive_split_blocks=2,
+        releasable_bytes=8192,
+        largest_free_block_bytes=8192,
+        expandable_segments=False,
+        segments=3,
+    )
+    assert (large.pool, large.stream, large.segments) == ("large", 0, 2)
+    assert (small.pool, small.stream, small.largest_free_block_bytes) == ("small", 3, 1024)
 
 
 def finding_ids(analysis: MemoryAnalysis) -> set[str]:
@@ -526,23 +492,28 @@ def test_real_fsdp2_out_of_memory(real_data: Path):
         result = analyze(recording)
         oom, peak = result.oom, result.peak
         assert oom is not None
-        assert oom["requested_bytes"] == 4 * 2048 * 128256 * 4  # fp32 logits
-        assert oom["op"] == "aten::cross_entropy_loss"
-        assert (oom["phase"], peak.phase) == ("forward", "forward")
-        assert oom["allocated_bytes"] // MIB == 34549
-        assert oom["reserved_bytes"] == 35356 * MIB
-        assert oom["missing_bytes"] == 4 * 2048 * 128256 * 4 - oom["device_free_bytes"]
+        assert oom.requested_bytes == 4 * 2048 * 128256 * 4  # fp32 logits
+        assert (oom.op, oom.place) == (
+            "aten::cross_entropy_loss",
+            "components/loss.py:21:cross_entropy_loss",
+        )
+        assert (oom.phase, peak.phase) == ("forward", "forward")
+        assert oom.allocated_bytes // MIB == 34549
+        assert oom.reserved_bytes == 35356 * MIB
+        assert oom.device_free_bytes is not None
+        assert oom.missing_bytes == 4 * 2048 * 128256 * 4 - oom.device_free_bytes
         assert peak.categories["sharded_parameter"] == 8030261248 * 2 // 4
         assert peak.categories["unattributed"] == MIB
-        assert result.fragmentation["reserved_bytes"] == 35356 * MIB
-        assert result.fragmentation["rounding_bytes"] == 16128
+        assert result.fragmentation is not None
+        assert result.fragmentation.reserved_bytes == 35356 * MIB
+        assert result.fragmentation.rounding_bytes == 16128
         unsharded = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
         assert unsharded == {"norm, output": 2 * (4096 * 128256 + 4096)}
         block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
         for layer in range(32):
             mine = gathered & rows.fqn.equals(f"layers.{layer}")
             assert int(rows.size[mine].sum()) == block
-        enough = [remedy["action"] for remedy in oom["remedies"] if remedy["enough"]]
+        enough = [remedy.action for remedy in oom.remedies if remedy.enough]
         assert enough[:4] == [
             "activation_checkpointing",
             "smaller_batch",

@@ -41,26 +41,26 @@ def at(phases: PhaseTable, time: int, thread: int = 0) -> tuple[str | None, str,
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "fqn", "size"),
+    ("name", "kind", "fqn"),
     [
-        ("FSDP::all_gather (layers.0)", "all_gather", "layers.0", None),
-        ("FSDP::all_gather", "all_gather", "", None),
-        ("FSDP::all_gather (layers.0) [pg=4]", "all_gather", "layers.0", 4),
-        ("FSDP::all_gather [pg=8]", "all_gather", "", 8),
-        ("FSDP::pre_forward (norm, head)", "pre_forward", "norm, head", None),
-        ("FSDP::backward_prefetch for layers.3", "backward_prefetch", "layers.3", None),
-        ("FSDP::backward_prefetch for ", "backward_prefetch", "", None),
-        ("FSDP::forward_prefetch for norm, head", "forward_prefetch", "norm, head", None),
-        ("FSDP::post_backward_rs_wait ()", "post_backward_rs_wait", "", None),
-        ("FSDP::cast_forward_inputs", "cast_forward_inputs", None, None),
-        ("FSDP::root_post_backward_callback", "root_post_backward_callback", "", None),
-        ("Optimizer.step#AdamW.step", "optimizer", None, None),
+        ("FSDP::all_gather (layers.0)", "all_gather", "layers.0"),
+        ("FSDP::all_gather", "all_gather", ""),
+        ("FSDP::all_gather (layers.0) [pg=4]", "all_gather", "layers.0"),
+        ("FSDP::all_gather [pg=8]", "all_gather", ""),
+        ("FSDP::pre_forward (norm, head)", "pre_forward", "norm, head"),
+        ("FSDP::backward_prefetch for layers.3", "backward_prefetch", "layers.3"),
+        ("FSDP::backward_prefetch for ", "backward_prefetch", ""),
+        ("FSDP::forward_prefetch for norm, head", "forward_prefetch", "norm, head"),
+        ("FSDP::post_backward_rs_wait ()", "post_backward_rs_wait", ""),
+        ("FSDP::cast_forward_inputs", "cast_forward_inputs", None),
+        ("FSDP::root_post_backward_callback", "root_post_backward_callback", ""),
+        ("Optimizer.step#AdamW.step", "optimizer", None),
     ],
 )
-def test_labels_are_parsed(name: str, kind: str, fqn: str | None, size: int | None) -> None:
+def test_labels_are_parsed(name: str, kind: str, fqn: str | None) -> None:
     label = parse_label(name)
     assert label is not None
-    assert (label.kind, label.fqn, label.shard_size) == (kind, fqn, size)
+    assert (label.kind, label.fqn) == (kind, fqn)
 
 
 @pytest.mark.parametrize("name", ["gloo:all_gather", "ProfilerStep#3", "my range", "FSDP", "aten::mm"])

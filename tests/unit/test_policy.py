@@ -6,7 +6,7 @@ import pytest
 
 from fsdp2prof.commands.estimate import estimate
 from fsdp2prof.errors import InputError, ModelError
-from fsdp2prof.estimators.spec.hardware import HARDWARE, HardwareSpec
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, known_hardware
 from fsdp2prof.estimators.spec.inputs import load_config, make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -122,7 +122,7 @@ def test_configuration_files_say_the_same(name, text, tmp_path):
     assert spec.model == ModelSpec(source="llama3-8b", layers=4)
     assert spec.mesh == MeshSpec(dp_replicate=2, dp_shard=8)
     assert spec.policy == PolicySpec(batch_size=2, reshard=4, wrap=("block", "norm+output"))
-    assert spec.hardware == HARDWARE["h100-sxm"]
+    assert spec.hardware == known_hardware()["h100-sxm"]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from importlib.metadata import Distribution, PackageNotFoundError
 
 import msgspec
 import pytest
 
+import fsdp2prof
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, RecordOptions, node_file, rank_folder
 from fsdp2prof.recorder.run_folder import is_alone, prepare_run, records_of_node
@@ -25,6 +27,17 @@ def make_rank(run, rank, node, **manifest):
 
 def names(run):
     return sorted(entry.name for entry in run.iterdir())
+
+
+def test_a_checkout_that_is_not_installed_records_too(tmp_path, monkeypatch):
+    def not_found(name):
+        if name == "fsdp2prof":
+            raise PackageNotFoundError(name)
+        return found(name)
+
+    found = Distribution.from_name
+    monkeypatch.setattr(Distribution, "from_name", not_found)
+    assert prepare(tmp_path / "run").versions["fsdp2prof"] == fsdp2prof.__version__
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

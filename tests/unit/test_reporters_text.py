@@ -6,7 +6,16 @@ import os
 from dataclasses import replace
 from unittest import mock
 
-from support.results import HOSTILE, MIB, memory_analysis, memory_comparison, run_analysis, trace_analysis
+from support.results import (
+    HOSTILE,
+    MIB,
+    fragmentation,
+    memory_analysis,
+    memory_comparison,
+    out_of_memory,
+    run_analysis,
+    trace_analysis,
+)
 
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
 from fsdp2prof.reporters.comparison_grids import comparison_grids
@@ -106,28 +115,14 @@ def test_a_flat_or_unknown_course_is_left_out() -> None:
 
 def test_out_of_memory_comes_first_with_what_would_help() -> None:
     analysis = memory_analysis()
-    oom = {
-        "requested_bytes": 6 * MIB,
-        "op": "aten::empty",
-        "phase": "forward",
-        "fqn": "",
-        "allocated_bytes": 100 * MIB,
-        "device_free_bytes": None,
-        "missing_bytes": 2 * MIB,
-        "stack": ["torch::unwind()", "/x/torch/nn/functional.py:1:f", "/home/me/train.py:7:loss"],
-        "remedies": [{"action": "chunked_loss", "saves_bytes": 5 * MIB, "enough": True, "how": "in chunks"}],
-    }
-    fragmentation = {
-        "reserved_bytes": 120 * MIB,
-        "allocated_bytes": 100 * MIB,
-        "by_pool": [{"pool": "large", "stream": 0, "segments": 3, "reserved_bytes": 120 * MIB}],
-    }
-    rank = replace(analysis.ranks[0], oom=oom, fragmentation=fragmentation)
+    rank = replace(analysis.ranks[0], oom=out_of_memory(), fragmentation=fragmentation())
     text = plain(memory_view(replace(analysis, ranks=[rank])))
     assert "A request for 6.00 MiB failed in forward of (root), by aten::empty at me/train.py:7:loss." in text
-    assert "At that moment: allocated 100.0 MiB, missing 2.00 MiB." in text
+    assert "At that moment: allocated 100.0 MiB, free on the device 4.00 MiB, missing 2.00 MiB." in text
+    assert row_of(text, "smaller batch") == ["smaller", "batch", "1.00", "MiB", "unknown", "halve", "it"]
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
-    assert row_of(text, "large") == ["large", "0", "3", "120.0", "MiB", "-"]
+    sizes = " ".join(row_of(text, "large "))
+    assert sizes == "large 0 3 120.0 MiB 100.0 MiB 0 B 20.0 MiB 0 B 0 B"
     assert text.index("Out of memory") < text.index("What fills rank")
 
 

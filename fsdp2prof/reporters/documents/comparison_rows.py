@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from fsdp2prof.reporters.document import Column, Table, Value
-from fsdp2prof.results import CommFigures, RunComparison
+from fsdp2prof.results import CommFigures, MemoryDelta, RunComparison
 
 __all__ = ["changes_table"]
 
 _NAMES = ("table", "fqn", "phase", "op", "measure", "before", "after", "delta")
 """``fqn`` holds the layer, the memory category, the rank or the setting."""
+
+_NO_PLACE = (None, None)
+"""Phase and op of what has neither."""
 
 _MEASURES = tuple(field.name for field in fields(CommFigures))
 
@@ -28,13 +31,13 @@ def changes_table(comparison: RunComparison) -> Table:
 
 def _settings(comparison: RunComparison) -> Iterator[list[Value]]:
     for setting in comparison.settings:
-        yield ["settings", setting.name, None, None, "value", setting.before, setting.after, None]
+        yield ["settings", setting.name, *_NO_PLACE, "value", setting.before, setting.after, None]
 
 
 def _times(comparison: RunComparison) -> Iterator[list[Value]]:
     for time in (comparison.step, comparison.unrecorded_step, *comparison.breakdown):
         if time is not None:
-            yield ["step", time.part, None, None, "ns", time.before_ns, time.after_ns, time.delta_ns]
+            yield ["step", time.part, *_NO_PLACE, "ns", time.before_ns, time.after_ns, time.delta_ns]
 
 
 def _communication(comparison: RunComparison) -> Iterator[list[Value]]:
@@ -48,11 +51,15 @@ def _memory(comparison: RunComparison) -> Iterator[list[Value]]:
     for peak in comparison.peaks:
         for name in ("allocated_bytes", "reserved_bytes"):
             values = [getattr(peak, f"{when}_{name}") for when in ("before", "after", "delta")]
-            yield ["peak", str(peak.after_rank), None, None, name, *values]
+            yield ["peak", str(peak.after_rank), *_NO_PLACE, name, *values]
     memory = comparison.memory
     if memory is None:
         return
-    parts = [("memory_category", row.category, row) for row in memory.by_category]
-    parts += [("memory_layer", row.fqn, row) for row in memory.by_layer]
-    for table, name, row in parts:
-        yield [table, name, None, None, "bytes", row.before_bytes, row.after_bytes, row.delta_bytes]
+    for kind in memory.by_category:
+        yield ["memory_category", kind.category, *_NO_PLACE, *_sizes(kind)]
+    for layer in memory.by_layer:
+        yield ["memory_layer", layer.fqn, *_NO_PLACE, *_sizes(layer)]
+
+
+def _sizes(delta: MemoryDelta) -> list[Value]:
+    return ["bytes", delta.before_bytes, delta.after_bytes, delta.delta_bytes]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp2prof.reporters.document import Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
 from fsdp2prof.reporters.formats import (
     bar_column,
+    byte_unit,
     bytes_column,
+    decimals,
+    largest,
     layer_column,
+    name_column,
     number_column,
     show_category,
     show_frac,
+    show_in,
     text_column,
 )
 from fsdp2prof.results import (
     MemoryEstimate,
 )
 from fsdp2prof.units import format_bytes
-from fsdp2prof.vocabulary import FITS
+from fsdp2prof.vocabulary import CATEGORIES, FITS
 
 __all__ = ["memory_estimate_document"]
 
@@ -42,7 +49,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 anchor="peak",
                 title="What fills the peak",
                 lead="Categories and layers sum exactly to the bytes in use at the peak.",
-                blocks=[_category_table(estimate), _stream_table(estimate)],
+                blocks=[_category_table(estimate), _matrix_table(estimate), _stream_table(estimate)],
             ),
             Section(
                 anchor="steps", title="Step by step", blocks=[_step_table(estimate), _layer_table(estimate)]
@@ -85,6 +92,30 @@ def _category_table(estimate: MemoryEstimate) -> Table:
         rows=[[row.category, row.bytes, row.frac, row.frac] for row in held],
         totals=[["all", estimate.peak.active_bytes, None, None]],
     )
+
+
+def _matrix_table(estimate: MemoryEstimate) -> Table:
+    categories = [row.category for row in estimate.peak.by_category]
+    sizes = [row.bytes for row in estimate.peak.layers_folded]
+    unit, scale = byte_unit(largest(sizes))
+    show = show_in(scale, decimals(largest(sizes) / scale))
+
+    def laid(rows: Sequence[LayerMemory], unabridged: Table | None = None) -> Table:
+        return Table(
+            name="by_layer",
+            title="By layer",
+            note=f"{unit}; layers that hold the same share a row, summed",
+            columns=[
+                name_column("layer", "layer"),
+                number_column("bytes", "all", show),
+                *(number_column(f"{name}_bytes", CATEGORIES[name].header, show) for name in categories),
+            ],
+            rows=[[row.name, row.bytes, *(row.categories.get(name) for name in categories)] for row in rows],
+            limit=_LAYER_ROWS,
+            unabridged=unabridged,
+        )
+
+    return laid(estimate.peak.layers_folded, laid(estimate.peak.layers))
 
 
 def _stream_table(estimate: MemoryEstimate) -> Table:

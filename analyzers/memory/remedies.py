@@ -1,0 +1,172 @@
+"""What would make it fit: what each change saves at one instant, most bytes first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.stacks import CHECKPOINT, LOSS, StackKinds
+from fsdp2prof.results import Remedy
+from fsdp2prof.tables import AllocationTable, BoolArray, Stacks
+
+__all__ = ["Request", "in_loss", "remedies_at"]
+
+_CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")
+_NUMBERED = re.compile(r"(.*?)\d+$")
+_CHECKPOINTED = 2
+"""Activations that a checkpointed block holds at most."""
+_LITTLE = 0.01
+"""Part of what is allocated up to which a saving is not worth naming, unless it is enough."""
+_CHUNKS = 8
+"""Pieces a chunked loss is counted with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A request that failed."""
+
+    bytes: int
+    in_loss: bool
+    missing_bytes: int | None
+    """What the driver lacked for it; null unknown."""
+
+
+def in_loss(allocations: AllocationTable, stacks: Stacks) -> BoolArray:
+    """Mask of the allocations that a cross-entropy loss made, by operator or stack."""
+    made = allocations.op.matches(lambda name: LOSS.search(name) is not None)
+    return made | StackKinds(stacks).matching(allocations.stack, LOSS)
+
+
+def remedies_at(
+    view: PreparedRecording, order: int, fqn: str | None, request: Request | None = None
+) -> list[Remedy]:
+    """Return what each change would save right after event ``order``, while layer ``fqn`` ran.
+
+    Savings are upper bounds of one change alone. With the request that failed there, its own bytes count,
+    and ``enough`` says whether a change would have let it fit.
+    """
+    live = view.live(order)
+    requested, missing = (request.bytes, request.missing_bytes) if request else (0, None)
+    loss = in_loss(live, view.recording.stacks)
+    loss_bytes = _size(live, loss) + (requested if request and request.in_loss else 0)
+    casts = loss & live.op.matches(lambda name: _CAST.match(name) is not None)
+    others = live.category.equals("unsharded_parameter") & ~live.fqn.equals(fqn) & ~live.fqn.equals(None)
+    states = _held(live, "sharded_parameter", "sharded_gradient", "optimizer_state")
+    recomputed = _recomputable(view, live, loss)
+    options = [
+        (
+            "chunked_loss",
+            loss_bytes * (_CHUNKS - 1) // _CHUNKS,
+            f"compute head and loss in {_CHUNKS} chunks of the tokens, or with a fused linear cross-entropy",
+        ),
+        (
+            "low_precision_logits",
+            _size(live, casts),
+            "do not copy the logits to fp32 before the loss; a fused cross-entropy casts inside its kernel",
+        ),
+        (
+            "activation_checkpointing",
+            recomputed[1],
+            "checkpoint every block: keep its input, recompute the rest in backward",
+        ),
+        (
+            "smaller_batch",
+            (_held(live, "activation", "input", "temporary") + requested) // 2,
+            "halve the micro-batch and accumulate gradients over two of them",
+        ),
+        (
+            "reshard_after_forward",
+            _size(live, others),
+            "reshard the groups that stay unsharded while another layer runs",
+        ),
+        ("wider_sharding", states // 2, "shard over twice as many ranks: each holds half of the states"),
+        (
+            "expandable_segments",
+            _unused(view, order) if request else 0,
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused reserved memory becomes usable",
+        ),
+    ]
+    found = [
+        Remedy(
+            action=action,
+            saves_bytes=saves,
+            enough=_enough(saves, recomputed[0] if action == "activation_checkpointing" else saves, missing),
+            how=how,
+        )
+        for action, saves, how in sorted(options, key=lambda option: -option[1])
+        if saves > 0
+    ]
+    little = _LITTLE * int(view.totals[order])
+    return [remedy for remedy in found if remedy.enough or remedy.saves_bytes > little]
+
+
+def _enough(most: int, least: int, missing: int | None) -> bool | None:
+    """Whether savings between two bounds let a request fit; ``None`` if that depends, or nobody can tell."""
+    if missing is None or least < missing <= most:
+        return None
+    return least >= missing
+
+
+def _size(live: AllocationTable, rows: BoolArray) -> int:
+    return int(live.size[rows].sum())
+
+
+def _held(live: AllocationTable, *categories: str) -> int:
+    return _size(live, live.category.matches(lambda name: name in categories))
+
+
+def _unused(view: PreparedRecording, order: int) -> int:
+    """Reserved and not allocated, where expandable segments would let it be used."""
+    if view.reserved is None or view.recording.segments.expandable.any():
+        return 0
+    return int(view.reserved[order] - view.totals[order])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """Activations of one numbered block."""
+
+    bytes: int
+    allocations: int
+    largest: int
+
+
+def _recomputable(view: PreparedRecording, live: AllocationTable, loss: BoolArray) -> tuple[int, int]:
+    """Activations that checkpointing of the blocks drops, at least and at most.
+
+    Of a block it keeps the input, and one block is recomputed at a time. Where no numbered blocks
+    (``layers.0``, ...) are known, all but the loss's may go, or none; nothing if stacks show that
+    checkpointing is on already.
+    """
+    kept = live.category.equals("activation")
+    families = _blocks(live.take(kept))
+    if families:
+        bounds = [_dropped(blocks) for blocks in families]
+        return sum(low for low, _ in bounds), sum(high for _, high in bounds)
+    if StackKinds(view.recording.stacks).matching(view.allocations.stack, CHECKPOINT).any():
+        return 0, 0
+    return 0, _size(live, kept & ~loss)
+
+
+def _blocks(activations: AllocationTable) -> list[list[_Block]]:
+    """Activations of the numbered blocks, a list for each kind of them."""
+    families: dict[str, list[_Block]] = {}
+    for fqn in activations.fqn.values:
+        rows = activations.size[activations.fqn.equals(fqn)]
+        if len(rows) and (match := _NUMBERED.match(fqn)):
+            block = _Block(bytes=int(rows.sum()), allocations=len(rows), largest=int(rows.max()))
+            families.setdefault(match[1], []).append(block)
+    return list(families.values())
+
+
+def _dropped(blocks: list[_Block]) -> tuple[int, int]:
+    """What checkpointing drops of like blocks, at least and at most.
+
+    One that holds hardly any allocations is checkpointed already and shows what an input takes; without one,
+    an input takes no more than the block's largest allocation.
+    """
+    inputs = [block.bytes for block in blocks if block.allocations <= _CHECKPOINTED]
+    least = [max(0, block.bytes - (min(inputs) if inputs else block.largest)) for block in blocks]
+    most = [max(0, block.bytes - min(inputs, default=0)) for block in blocks]
+    return sum(least) - max(least), sum(most) - max(most)

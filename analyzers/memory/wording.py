@@ -1,0 +1,169 @@
+"""The sentences of a memory analysis: the verdict, what to look at next, a failed request told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2prof.results import MemoryComparison, MemoryFigures, OutOfMemory, Peak, RankMemory, Remedy
+from fsdp2prof.units import format_bytes, format_frac
+from fsdp2prof.vocabulary import category_label, layer_name, remedy_label
+
+__all__ = [
+    "comparison_verdict",
+    "memory_advice",
+    "memory_verdict",
+    "request_story",
+    "what_would_fit",
+    "where",
+]
+
+_NAMED = 3
+"""Things that a sentence names."""
+_WORTH_NAMING = 0.05
+"""Part of the peak from which a category or a saving is worth naming."""
+_UNKNOWN = 0.5
+"""Unattributed part of the peak from which nothing can be advised but to record more."""
+_CLOSE = 0.95
+"""Of the peak: another place that comes this near limits what lowering the peak gains."""
+
+
+def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[str]:
+    """Say of the fullest rank how high its peak is, where it is and what fills it, and what to try."""
+    rank = ranks[0]
+    height = _failure(rank, rank.oom) if rank.oom else _height(figures, len({one.rank for one in ranks}))
+    return [height, _place_and_filling(rank.peak), *_what_to_try(rank, figures)]
+
+
+def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
+    """Say what else to look at on the fullest rank."""
+    peak = ranks[0].peak
+    lines = []
+    held = [row for row in peak.layers if row.categories.get("unsharded_parameter")]
+    if held:
+        held.sort(key=lambda row: -row.categories["unsharded_parameter"])
+        lines.append(f"Layers unsharded at the peak: {_some([row.name for row in held])}.")
+    near = [other for other in peak.others if other.allocated_bytes >= _CLOSE * peak.allocated_bytes]
+    if near:
+        gained = format_bytes(peak.allocated_bytes - near[0].allocated_bytes)
+        places = _some([where(other.phase, other.fqn) for other in near])
+        lines.append(f"Memory is almost as high {places}: lowering the peak alone gains {gained}.")
+    return lines
+
+
+def comparison_verdict(comparison: MemoryComparison) -> list[str]:
+    """Say how much the peak changed, and which categories and layers changed most."""
+    before, after = comparison.before.allocated_bytes, comparison.after.allocated_bytes
+    change = comparison.delta_bytes
+    if not change:
+        whole = f"The peak is the same: {format_bytes(after)}."
+    else:
+        part = f" ({100 * change / before:+.1f}%)" if before else ""
+        direction = "higher" if change > 0 else "lower"
+        whole = (
+            f"The peak is {format_bytes(abs(change))} {direction}{part}: "
+            f"{format_bytes(before)} before, {format_bytes(after)} after."
+        )
+    kinds = [
+        f"{category_label(row.category or 'unattributed')} ({_signed(row.delta_bytes)})"
+        for row in comparison.by_category
+        if row.delta_bytes
+    ]
+    layers = [
+        f"{row.name} ({_signed(row.delta_bytes)})" for row in comparison.by_layer_folded if row.delta_bytes
+    ]
+    lines = [whole]
+    if kinds:
+        lines.append(f"What changed most: {_some(kinds)}.")
+    if layers and any(fqn is not None for row in comparison.by_layer_folded for fqn in row.fqns):
+        lines.append(f"Where: {_some(layers)}.")
+    return lines
+
+
+def where(phase: str, fqn: str | None = None) -> str:
+    """``in forward of layers.3``, ``in the optimizer``, ``outside of every known phase``."""
+    named = {"optimizer": "in the optimizer", "other": "outside of every known phase"}
+    place = named.get(phase, f"in {phase}")
+    return place if fqn is None else f"{place} of {layer_name(fqn)}"
+
+
+def request_story(oom: OutOfMemory) -> str:
+    """Say which request failed, and how much was missing."""
+    by, size, held = oom.op or "a request", oom.requested_bytes, oom.allocated_bytes
+    asked = f"{by} asked for {format_bytes(size)} with {format_bytes(held)} allocated"
+    if oom.device_free_bytes is None:
+        return f"{asked}; how much the device had left is unknown"
+    left = format_bytes(oom.device_free_bytes)
+    if oom.missing_bytes is None:
+        return (
+            f"{asked}, although the device had {left} left: something else stood in the way, "
+            "such as a limit of the process (set_per_process_memory_fraction)"
+        )
+    return f"{asked} and {left} left on the device, {format_bytes(oom.missing_bytes)} too little"
+
+
+def what_would_fit(oom: OutOfMemory) -> str:
+    """Say which changes would have let a failed request fit, as far as that is known."""
+    enough = [remedy for remedy in oom.remedies if remedy.enough]
+    open_ones = [remedy for remedy in oom.remedies if remedy.enough is None]
+    if len(enough) == 1:
+        return f"This alone would have let it fit: {_savings(enough)}."
+    if enough:
+        return f"Each of these alone would have let it fit: {_savings(enough)}."
+    if open_ones:
+        return f"What is enough is unknown; most would be saved by {_savings(open_ones)}."
+    if oom.remedies:
+        return f"No single change is enough; most would be saved by {_savings(oom.remedies)}."
+    return "No change that would save memory was found."
+
+
+def _failure(rank: RankMemory, oom: OutOfMemory) -> str:
+    return f"Rank {rank.rank} ran out of memory {where(oom.phase, oom.fqn)}: {request_story(oom)}."
+
+
+def _height(figures: MemoryFigures, ranks: int) -> str:
+    who = f"Rank {figures.rank}" if ranks == 1 else f"The fullest of {ranks} ranks, rank {figures.rank},"
+    parts = [f"{who} peaks at {format_bytes(figures.allocated_bytes)}"]
+    if figures.reserved_bytes is not None:
+        parts.append(f"with {format_bytes(figures.reserved_bytes)} reserved")
+    if figures.device_total_bytes is not None:
+        device = format_bytes(figures.device_total_bytes)
+        parts.append(f"{format_frac(figures.device_frac)} of its {device} device")
+    return ", ".join(parts) + "."
+
+
+def _place_and_filling(peak: Peak) -> str:
+    step = "" if peak.step is None else f", step {peak.step}"
+    large = [row for row in peak.by_category if row.frac >= _WORTH_NAMING][:_NAMED]
+    filling = ", ".join(
+        f"{category_label(row.category)} {format_bytes(row.bytes)} ({format_frac(row.frac)})" for row in large
+    )
+    return f"The peak is {where(peak.phase, peak.fqn)}{step}" + (f"; it holds {filling}." if filling else ".")
+
+
+def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
+    if rank.oom is not None:
+        return [what_would_fit(rank.oom)]
+    if figures.unattributed_frac >= _UNKNOWN:
+        return [
+            "What most of it is nobody said: fsdp2prof record notes every parameter, gradient and "
+            "optimizer state."
+        ]
+    worth = _WORTH_NAMING * rank.peak.allocated_bytes
+    large = [remedy for remedy in rank.remedies if remedy.saves_bytes >= worth]
+    return [f"Most would come off it by {_savings(large)}, each at most."] if large else []
+
+
+def _savings(remedies: Sequence[Remedy]) -> str:
+    return _some([f"{remedy_label(one.action)} ({format_bytes(one.saves_bytes)})" for one in remedies])
+
+
+def _some(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b, c and 4 more``."""
+    shown, rest = list(names[:_NAMED]), len(names) - _NAMED
+    if rest > 0:
+        shown.append(f"{rest} more")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else ''}{format_bytes(change)}"

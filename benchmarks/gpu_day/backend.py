@@ -1,0 +1,76 @@
+"""Which process group several ranks can have here."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from benchmarks.gpu_day.day import Day, Failed, Skipped
+
+__all__ = ["Backend", "choose_backend", "torchrun"]
+
+EXAMPLE = "examples/train_tiny_fsdp2.py"
+_PROBE_S = 90.0
+_SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""Lets ranks share a GPU."""
+_SHARING_NCCL = (2, 30)
+"""The first version of NCCL that knows it; earlier ones refuse such ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """A process group that was seen to work."""
+
+    name: str
+    most_ranks: int | None
+    """``None``: any number."""
+    environment: dict[str, str] = field(default_factory=dict)
+    why: str
+    """How it was chosen."""
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a command line of a local torchrun."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", str(ranks)),
+    ]
+
+
+def choose_backend(day: Day) -> Backend:
+    """Try two ranks with NCCL, then with gloo on CUDA tensors; one rank alone where neither works."""
+    devices = len(day.machine.devices)
+    if not devices:
+        return Backend(name="gloo", most_ranks=None, why="gloo on CPU tensors: no CUDA device")
+    shared = "ranks share the GPU, NCCL_MULTI_RANK_GPU_ENABLE=1" if devices == 1 else f"{devices} GPUs"
+    candidates = [
+        Backend(
+            name="nccl",
+            most_ranks=None if devices == 1 else devices,
+            environment=_SHARED_GPU if devices == 1 else {},
+            why=f"NCCL {day.machine.nccl}; {shared}",
+        ),
+        Backend(name="gloo", most_ranks=None, why="gloo on CUDA tensors"),
+    ]
+    refused = []
+    if devices == 1 and _version(day.machine.nccl) < _SHARING_NCCL:
+        candidates = candidates[1:]
+        refused = [f"NCCL {day.machine.nccl} lets no two ranks share a GPU, 2.30 does"]
+    for backend in candidates:
+        command = [*torchrun(2), EXAMPLE, "--steps", "2", "--backend", backend.name]
+        try:
+            day.run(f"backend-{backend.name}", command, limit_s=_PROBE_S, environment=backend.environment)
+        except (Failed, Skipped) as failure:
+            refused.append(f"no {backend.name}: {failure}")
+            continue
+        return Backend(
+            name=backend.name,
+            most_ranks=backend.most_ranks,
+            environment=backend.environment,
+            why="; ".join([backend.why, *refused]),
+        )
+    return Backend(name="nccl", most_ranks=1, why="; ".join(["one rank alone", *refused]))
+
+
+def _version(text: str | None) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")[:2])) if text else ()

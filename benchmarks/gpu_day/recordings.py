@@ -1,0 +1,107 @@
+"""Real FSDP2 runs, recorded: trace, memory and manifests of every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_day.backend import EXAMPLE, Backend, torchrun
+from benchmarks.gpu_day.day import Day, Failed, Job, Outcome, Skipped
+from benchmarks.gpu_day.packing import pack
+
+__all__ = ["run"]
+
+_LIMIT_S = 120.0
+_GPU_SIZE = ("--dim", "512", "--heads", "8", "--vocab", "8192", "--length", "256")
+"""Of the model; on a CPU the example's own, smaller one."""
+_SHORT = ("--wait", "1", "--warmup", "1", "--active", "2", "--memory-steps", "1")
+_UNTIL_THE_END = ("--wait", "0", "--warmup", "1", "--active", "1", "--memory-steps", "40")
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """One recorded run of the example."""
+
+    name: str
+    ranks: int
+    arguments: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = _SHORT
+    out_of_memory: bool = False
+    """It is meant to end so."""
+
+
+_VARIANTS = (
+    _Variant("plain", 2),
+    _Variant("checkpointing", 2, ("--checkpoint",)),
+    _Variant("hsdp", 4, ("--replicas", "2")),
+    _Variant("out-of-memory", 2, ("--growth", "2", "--steps", "40"), _UNTIL_THE_END, out_of_memory=True),
+)
+
+
+def run(day: Day, backend: Backend) -> list[Outcome]:
+    """Record every variant; what each is, is in ``recordings.json``."""
+    jobs = [Job(one.name, partial(_record, day, backend, one)) for one in _VARIANTS]
+    return day.perform("recordings", jobs)
+
+
+def _record(day: Day, backend: Backend, variant: _Variant) -> tuple[str, dict[str, Any]]:
+    ranks = variant.ranks
+    if variant.out_of_memory and not day.machine.has_gpu:
+        raise Skipped("no CUDA device: a CPU has no allocator that runs out of memory")
+    if backend.most_ranks is not None and ranks > backend.most_ranks:
+        if variant.name == "hsdp":
+            raise Skipped(f"needs {ranks} ranks: {backend.why}")
+        ranks = backend.most_ranks
+    size = _GPU_SIZE if day.machine.has_gpu else ()
+    training = [*torchrun(ranks), EXAMPLE, *size, *variant.arguments, "--backend", backend.name]
+    folder = day.folder / "recordings" / variant.name
+    record = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", folder, *variant.schedule, "--"]
+    try:
+        day.run(
+            f"record-{variant.name}",
+            [*record, *training],
+            limit_s=_LIMIT_S,
+            environment=backend.environment,
+            may_fail=variant.out_of_memory,
+        )
+        analysis = _analyze(day, variant.name, folder)
+    finally:
+        pack(folder)
+    row = {
+        "name": variant.name,
+        "ranks": ranks,
+        "backend": backend.name,
+        "device": "cuda" if day.machine.has_gpu else "cpu",
+        "out_of_memory": variant.out_of_memory,
+        "command": " ".join(training[training.index(EXAMPLE) :]),
+    }
+    return _check(analysis, variant), row
+
+
+def _analyze(day: Day, name: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "fsdp2prof", "analyze", "run", folder, "--format", "json", "--no-cache"]
+    analysis: dict[str, Any] = json.loads(day.run(f"analyze-{name}", command, limit_s=_LIMIT_S))
+    return analysis
+
+
+def _check(analysis: dict[str, Any], variant: _Variant) -> str:
+    """Say in one line what was recorded. Raises ``Failed`` if it is not what was meant."""
+    ranks: Sequence[dict[str, Any]] = analysis["memory"]["ranks"] if analysis["memory"] else ()
+    if not ranks:
+        raise Failed("no memory was recorded")
+    if variant.out_of_memory:
+        ends = [rank["oom"] for rank in ranks if rank["oom"]]
+        if not ends:
+            raise Failed("no rank ran out of memory")
+        return f"out of memory at {ends[0]['allocated_bytes'] / 2**30:.1f} GiB allocated"
+    attribution = analysis["trace"]["attribution"]
+    peak = max(rank["peak"]["allocated_bytes"] for rank in ranks)
+    return (
+        f"{attribution['attributed']} of {attribution['collectives']} collectives on a layer, "
+        f"peak {peak / 2**20:.1f} MiB"
+    )

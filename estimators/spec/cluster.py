@@ -1,0 +1,99 @@
+"""Where ranks sit: nodes, what connects them, and the ranks of each mesh dimension."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+
+__all__ = ["Cluster", "Placement"]
+
+_DIMENSIONS = ("tp", "fsdp", "dp_replicate", "pp")
+"""From the innermost, whose ranks are neighbours, outwards; fsdp is dp_shard x cp."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The ranks of one process group."""
+
+    ranks: int
+    nodes: int
+    """Nodes that they are on."""
+    per_node: int
+    """Its ranks on one node."""
+    groups_per_node: int
+    """Groups of the same dimension that use one node's network at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Equal nodes of one kind of accelerator.
+
+    Raises ``ModelError`` if several nodes are needed and no network is given.
+    """
+
+    hardware: HardwareSpec
+    gpus_per_node: int = 8
+    network: NetworkSpec | None = None
+    nics_per_node: int | None = None
+    """One a GPU by default."""
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
+            raise ModelError("gpus_per_node and nics_per_node must be at least 1")
+
+    @property
+    def node_link(self) -> str:
+        """``nvlink`` or ``pcie``."""
+        return "pcie" if self.hardware.link_gb_per_s is None else "nvlink"
+
+    @property
+    def nvls_bytes_per_s(self) -> float | None:
+        """Bus bandwidth of an all-reduce in the switch; None without."""
+        rate = self.hardware.nvls_gb_per_s
+        return None if rate is None else rate * 1e9
+
+    def placement(self, mesh: MeshSpec, dimension: str) -> Placement:
+        """Where the groups of a mesh dimension are: ranks are numbered with tp innermost, then fsdp."""
+        sizes = {"tp": mesh.tp, "fsdp": mesh.fsdp_size, "dp_replicate": mesh.dp_replicate, "pp": mesh.pp}
+        stride = 1
+        for name in _DIMENSIONS:
+            if name == dimension:
+                break
+            stride *= sizes[name]
+        return self.place(sizes[dimension], stride)
+
+    def place(self, ranks: int, stride: int) -> Placement:
+        """Where groups are whose ranks are ``stride`` apart."""
+        span = ranks * stride
+        if span <= self.gpus_per_node:
+            return Placement(ranks=ranks, nodes=1, per_node=ranks, groups_per_node=1)
+        if self.network is None:
+            raise ModelError(
+                f"{ranks} ranks {stride} apart need more than one node of {self.gpus_per_node} GPUs: "
+                "name what connects them with --network"
+            )
+        per_node = max(1, self.gpus_per_node // stride)
+        return Placement(
+            ranks=ranks,
+            nodes=ceil(ranks / per_node),
+            per_node=min(per_node, ranks),
+            groups_per_node=min(stride, self.gpus_per_node),
+        )
+
+    def bus_bytes_per_s(self, placement: Placement) -> float:
+        """Bus bandwidth of a large collective: the slower of the node's links and its network share."""
+        inside = (
+            self.hardware.node_bus_bytes_per_s(min(placement.per_node, placement.ranks))
+            if placement.per_node > 1
+            else float("inf")
+        )
+        if placement.nodes == 1:
+            return inside
+        assert self.network is not None
+        nics = self.nics_per_node or self.gpus_per_node
+        network = nics * self.network.gb_per_s * self.network.achieved_frac * 1e9
+        return min(inside, network / placement.groups_per_node)

@@ -1,0 +1,301 @@
+"""``estimate step``: how long a training step takes that has not happened.
+
+The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed for
+the cluster, and run through a simulation of the streams; the simulated step is a trace, and the analyses of
+recorded traces say where it goes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+
+from fsdp2prof.analyzers.trace.analysis import analyze_trace
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.commands import Collective, Enter, Kernel, Leave, Program
+from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
+from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.program import capture_step
+from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.results import BreakdownNs, TraceAnalysis
+from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
+from fsdp2prof.tables import Trace
+from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.vocabulary import layer_name, op_label
+
+__all__ = ["StepPrediction", "estimate_step", "predict_step", "program_of", "simulate_program"]
+
+_CONTENTION = (0.05, 0.19, 0.40)
+_HOST_NS = (3_000, 5_000, 10_000)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPrediction:
+    """An estimate with the trace behind it, which every trace analysis reads like a recorded rank's."""
+
+    estimate: StepEstimate
+    trace: Trace
+    analysis: TraceAnalysis
+
+
+def estimate_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepEstimate:
+    """Predict the training step of rank 0 on a cluster.
+
+    Raises ``ModelError`` for what cannot be built or is not modelled, and for hardware that does not state
+    what a step's time needs.
+    """
+    return predict_step(model, mesh, policy, cluster).estimate
+
+
+def predict_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepPrediction:
+    """As :func:`estimate_step`, and keep the predicted trace."""
+    return simulate_program(program_of(model, mesh, policy), model, mesh, policy, cluster)
+
+
+def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
+    """Capture the commands of a step; they do not depend on the cluster.
+
+    Raises ``ModelError`` for what cannot be built or is not modelled.
+    """
+    built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    check_parallelism(built, mesh, policy)
+    if policy.extra_model is not None:
+        raise ModelError("the step time with a second model (extra_model) is not modelled")
+    program = capture_step(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp))
+    if mesh.cp > 1 and built.config is not None:
+        kv_heads = built.config.kv_heads // mesh.tp
+        elements = 2 * policy.batch_size * policy.seq_len * kv_heads * built.config.head_dim
+        program = with_context_parallel(program, mesh.cp, elements)
+    if policy.float8 is not None:
+        program = in_float8(program, built.blocks)
+    return compiled(program, built.blocks) if policy.compile else program
+
+
+def simulate_program(
+    program: Program, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster
+) -> StepPrediction:
+    """Run a captured step on a cluster."""
+    costs = ClusterCosts(cluster=cluster, mesh=mesh)
+    timeline = simulate(program, costs)
+    trace = trace_of(
+        program,
+        timeline,
+        source=f"estimate of {model.source}",
+        world_size=mesh.world_size,
+        device_name=cluster.hardware.name,
+    )
+    analysis = analyze_trace([(trace, None)])
+    estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
+    return StepPrediction(estimate=estimate, trace=trace, analysis=analysis)
+
+
+def _estimate(
+    program: Program,
+    timeline: Timeline,
+    analysis: TraceAnalysis,
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    costs: ClusterCosts,
+) -> StepEstimate:
+    step = analysis.ranks[0].steps[0]
+    kernels = _kernels(program, timeline, costs)
+    hardware = costs.cluster.hardware
+    peak = hardware.flops.get(policy.compute_dtype)
+    bubble = _bubble_ns(program, timeline, mesh, policy)
+    tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.pp)
+    executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
+    seconds = (step.duration_ns + bubble) / 1e9
+    made = StepEstimate(
+        verdict=[],
+        model={"name": model.source, "parameters": program.parameters},
+        mesh={**asdict(mesh), "world_size": mesh.world_size},
+        policy=asdict(policy),
+        hardware=_hardware_use(mesh, costs, peak),
+        step_ns=step.duration_ns + bubble,
+        tokens_per_step=tokens,
+        tokens_per_s_per_gpu=tokens / mesh.world_size / seconds,
+        mfu=None if peak is None else program.model_flops / seconds / peak,
+        hfu=None if peak is None else executed / seconds / peak,
+        breakdown_ns=step.breakdown_ns,
+        bubble_ns=bubble,
+        kernels_ns=kernels,
+        bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
+        by_layer=analysis.by_layer,
+        by_layer_folded=analysis.by_layer_folded,
+        late=analysis.late,
+        late_folded=analysis.late_folded,
+        range=_range(program, costs, bubble),
+        assumptions=_assumptions(mesh, policy, costs),
+    )
+    return replace(made, verdict=_verdict(made))
+
+
+_BOUNDS = {
+    "compute": "Matrix products and attention",
+    "memory_bandwidth": "Memory bandwidth",
+    "nvlink": "The links inside a node",
+    "pcie": "PCIe",
+    "network": "The network between nodes",
+    "host": "The host, which issues too slowly,",
+}
+"""What bounds a step, at the beginning of a sentence."""
+
+
+def _verdict(estimate: StepEstimate) -> list[str]:
+    """Say how long the step takes, what bounds it, and where communication shows most."""
+    low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
+    mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
+    lines = [
+        f"A step takes {format_ns(estimate.step_ns)} ({low} to {high}): "
+        f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s on each GPU{mfu}."
+    ]
+    parts = estimate.breakdown_ns
+    exposed = parts.exposed_all_gather + parts.exposed_reduce_scatter + parts.exposed_all_reduce
+    lines.append(
+        f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it; "
+        f"{format_frac(exposed / estimate.step_ns)} of it is exposed communication."
+    )
+    worst = estimate.by_layer[0] if estimate.by_layer else None
+    if worst is not None and worst.exposed_ns:
+        lines.append(
+            f"The most exposed is the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
+            f"{format_ns(worst.exposed_ns)} of {format_ns(worst.total_ns)}."
+        )
+    return lines
+
+
+def _bubble_ns(program: Program, timeline: Timeline, mesh: MeshSpec, policy: PolicySpec) -> int:
+    """What 1F1B adds to a stage's own work: the other stages' micro-batches before and after its own."""
+    if mesh.pp == 1:
+        return 0
+    backwards = [
+        position
+        for position, command in enumerate(program.commands)
+        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
+    ]
+    end = int(timeline.end_ns[: _matching_leave(program, backwards[-1])].max())
+    started = timeline.start_ns[timeline.start_ns >= 0]
+    return (mesh.pp - 1) * (end - int(started.min())) // policy.grad_accum
+
+
+def _matching_leave(program: Program, enter: int) -> int:
+    depth = 0
+    for position in range(enter, len(program.commands)):
+        command = program.commands[position]
+        depth += isinstance(command, Enter) - isinstance(command, Leave)
+        if depth == 0:
+            return position
+    return len(program.commands)
+
+
+def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> HardwareUse:
+    cluster = costs.cluster
+    nodes = -(-mesh.world_size // cluster.gpus_per_node)
+    return HardwareUse(
+        name=cluster.hardware.name,
+        gpus_per_node=cluster.gpus_per_node,
+        nodes=nodes,
+        network=cluster.network.name if cluster.network is not None and nodes > 1 else None,
+        peak_flops_per_s=peak,
+    )
+
+
+def _kernels(program: Program, timeline: Timeline, costs: ClusterCosts) -> dict[str, int]:
+    """Device time of the compute stream's kernels by what bounds them."""
+    floor = costs.cluster.hardware.kernel_floor_ns
+    sums = dict.fromkeys(("matmul", "attention", "memory", "launch"), 0)
+    spans = (timeline.end_ns - timeline.start_ns).tolist()
+    for command, span in zip(program.commands, spans, strict=True):
+        if isinstance(command, Kernel) and command.work is not None and command.stream == 0:
+            kind = command.work.kind
+            bound = kind if kind in ("matmul", "attention") else "memory"
+            sums[bound] += max(0, span - floor)
+            sums["launch"] += min(span, floor)
+    return sums
+
+
+def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program, costs: ClusterCosts) -> str:
+    """Name the largest part of the step by the resource that it waits for."""
+    parts = {
+        "compute": kernels["matmul"] + kernels["attention"],
+        "memory_bandwidth": kernels["memory"],
+        "host": breakdown.idle + kernels["launch"],
+    }
+    exposed = {
+        "all_gather": breakdown.exposed_all_gather,
+        "reduce_scatter": breakdown.exposed_reduce_scatter,
+        "all_reduce": breakdown.exposed_all_reduce,
+    }
+    links: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for command in program.commands:
+        if isinstance(command, Collective):
+            made = costs.transfer(command)
+            links[command.op][made.link] += made.ns
+    for op, time in exposed.items():
+        if links[op]:
+            link = max(links[op], key=lambda name: links[op][name])
+            parts[link] = parts.get(link, 0) + time
+    return max(parts, key=lambda name: parts[name])
+
+
+def _range(program: Program, costs: ClusterCosts, bubble_ns: int) -> StepRange:
+    """Simulate the kindest and the harshest of what is not known."""
+    ends = []
+    for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
+        varied = replace(costs, contention_frac=contention, host=HostPace(operator_ns=operator_ns))
+        timeline = simulate(program, varied)
+        busy = timeline.end_ns[timeline.end_ns >= 0]
+        first = timeline.start_ns[timeline.start_ns >= 0]
+        ends.append(int(busy.max() - first.min()) if len(busy) else 0)
+    low, high = (f"{share:.0%}" for share in _CONTENTION[::2])
+    return StepRange(
+        low_ns=min(ends) + bubble_ns,
+        high_ns=max(ends) + bubble_ns,
+        unknown=[
+            f"kernels beside a collective take {low} to {high} longer ({_CONTENTION[1]:.0%} in the estimate)",
+            f"the host issues an operator in {_HOST_NS[0] / 1000:g} to {_HOST_NS[2] / 1000:g} us "
+            f"({_HOST_NS[1] / 1000:g} us in the estimate)",
+        ],
+    )
+
+
+def _assumptions(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
+    hardware = costs.cluster.hardware
+    notes = [
+        "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
+        f"{hardware.name}: {hardware.source}",
+        *hardware.assumed(),
+        "every rank is as fast as every other; data loading, logging and checkpoints cost nothing",
+        "collectives by NCCL's own latencies and protocols, at the bandwidth that large ones reach",
+    ]
+    if hardware.power_frac < 1:
+        notes.append(
+            f"matrix rates at {hardware.power_frac:.0%} of those measured at "
+            f"{hardware.achieved_at_watts:g} W: the part is limited to {hardware.watts:g} W"
+        )
+    if costs.cluster.network is not None:
+        notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
+    if mesh.cp > 1:
+        notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")
+    if mesh.pp > 1:
+        notes.append(
+            f"pipeline stage {policy.pp_stage} stands for all {mesh.pp}; 1F1B's bubble is {mesh.pp - 1} "
+            "micro-batches, and what stages send each other is hidden"
+        )
+    if policy.compile:
+        notes.append(
+            "compile: pointwise work between two products of a block is one kernel that reads and writes once"
+        )
+    if policy.float8 is not None:
+        notes.append("float8: products of the blocks at the float8 rate, both factors scaled and cast before")
+    return notes

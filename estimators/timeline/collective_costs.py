@@ -1,0 +1,64 @@
+"""How long collectives take on a topology: NCCL's own model of latency and bandwidth by protocol and size.
+
+A ring of n ranks passes n-1 steps for an all-gather or a reduce-scatter and twice as many for an all-reduce.
+Its time is a base latency, a latency per step that depends on the link the step crosses, and the bytes over
+the bandwidth that the protocol leaves: LL half, LL128 120/128, Simple all of it. NCCL takes the fastest; so
+does this. Where NVLink SHARP reduces in the switch, an all-reduce may beat the ring. Source of the constants:
+NCCL's tuning model, src/graph/tuning.cc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp2prof.estimators.spec.cluster import Cluster, Placement
+
+__all__ = ["Transfer", "transfer"]
+
+_BASE_US = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}
+_STEP_US = {
+    "nvlink": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4},
+    "pcie": {"LL": 1.0, "LL128": 1.9, "Simple": 5.7},
+    "network": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
+}
+_SHARE = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
+_LL_BYTES_PER_S = 39e9
+"""LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
+
+_NVLS_BASE_US = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective's time, and what it fills."""
+
+    ns: int
+    link: str
+    """``nvlink``, ``pcie`` or ``network``: the slowest it crosses."""
+    bytes_per_s: float
+    """Bus bandwidth once under way."""
+
+
+def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster) -> Transfer:
+    """Return the time of one collective over ``placement``'s ranks. One rank takes none."""
+    n = placement.ranks
+    if n == 1:
+        return Transfer(0, "", 0.0)
+    passes = 2 if op == "all_reduce" else 1
+    moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
+    link = "network" if placement.nodes > 1 else cluster.node_link
+    bandwidth = cluster.bus_bytes_per_s(placement)
+    steps = 1 if op in ("send_recv",) else passes * (n - 1)
+    across = 0 if placement.nodes == 1 else min(steps, passes * placement.nodes)
+    times = {}
+    for protocol, base in _BASE_US.items():
+        share = bandwidth * _SHARE[protocol]
+        if protocol == "LL":
+            share = min(share, _LL_BYTES_PER_S)
+        latency = base + (steps - across) * _STEP_US[cluster.node_link][protocol]
+        latency += across * _STEP_US["network"][protocol]
+        times[protocol] = latency * 1e-6 + moved / share
+    seconds = min(times.values())
+    if op == "all_reduce" and cluster.nvls_bytes_per_s and placement.nodes == 1:
+        seconds = min(seconds, _NVLS_BASE_US * 1e-6 + moved / cluster.nvls_bytes_per_s)
+    return Transfer(round(1e9 * seconds), link, bandwidth)

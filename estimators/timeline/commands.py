@@ -1,0 +1,126 @@
+"""What a rank tells its device in a step, in host order: the input of the simulation.
+
+A program is captured from a fake execution (:mod:`fsdp2prof.estimators.timeline.capture`), so its order, its
+streams and its waits are those of FSDP2, autograd and the optimizer themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = [
+    "Collective",
+    "Command",
+    "Enter",
+    "HostWait",
+    "Kernel",
+    "Leave",
+    "Program",
+    "Record",
+    "Shape",
+    "Wait",
+    "Work",
+]
+
+Shape: TypeAlias = "tuple[int, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one operator does, whatever it runs on."""
+
+    kind: Literal["matmul", "attention", "pointwise", "copy", "host_to_device", "device_to_host"]
+    """``pointwise`` is everything that memory bandwidth bounds; ``copy`` moves without computing."""
+    dtype: str
+    """torch name of the widest operand's element type, without the module."""
+    bytes: int
+    """Read and written."""
+    flops: int = 0
+    """A multiplication and an addition are two; causal attention counts half of its square."""
+    shape: Shape = ()
+    """matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, head dimension)."""
+    backward: bool = False
+    """Of attention: its backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Work queued on a stream; no work is an operator that only the host runs (a view, an allocation)."""
+
+    stream: int
+    op: str
+    work: Work | None
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective queued on a stream."""
+
+    stream: int
+    op: str
+    """One of :data:`~fsdp2prof.vocabulary.OPS`."""
+    group: str
+    """Communicator: what shares one runs in order."""
+    mesh_dim: str
+    group_size: int
+    dtype: str
+    nelems_in: int
+    nelems_out: int
+    payload_bytes: int
+    event: int = -1
+    """Recorded when it ends, if it runs on the communicator's own stream; -1: it occupies ``stream``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event recorded on a stream."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A stream waits for an event."""
+
+    stream: int
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host waits for an event (-1: for everything queued on ``stream``)."""
+
+    stream: int
+    event: int = -1
+    call: str = "cudaEventSynchronize"
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """A labelled range begins on the host."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The innermost labelled range ends."""
+
+
+Command: TypeAlias = "Kernel | Collective | Record | Wait | HostWait | Enter | Leave"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """One training step of one rank."""
+
+    commands: list[Command]
+    streams: int
+    """Stream 0 is the compute stream."""
+    parameters: int
+    tokens: int
+    """Tokens that this rank trains on in a step, before tensor and context parallelism divide the work."""
+    model_flops: int
+    """Of the matrix products and attention of one forward and backward, recomputation left out."""

@@ -1,0 +1,219 @@
+"""What an operator does, from its arguments: floating-point operations, bytes moved, collectives.
+
+Bytes are those that must move once between device memory and the processor: every operand read, every result
+written, of what the operator really touches (an embedding reads the rows it looks up, not its table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2prof.estimators.timeline.commands import Work
+
+__all__ = ["CollectiveSizes", "collective_of", "group_of", "is_on_host", "work_of"]
+
+_ON_HOST = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_local_scalar_dense", "_unsafe_view", "alias", "as_strided", "detach", "detach_", "diagonal",
+        "empty", "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh", "new_empty",
+        "new_empty_strided", "permute", "resize_", "select", "set_", "slice", "split", "split_with_sizes",
+        "squeeze", "squeeze_", "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as_complex",
+        "view_as_real", "_reshape_alias", "_to_copy_meta", "resize_as_", "unsafe_split", "view_dtype",
+        "chunk", "narrow", "record_stream", "is_pinned", "_pin_memory", "_conj", "conj", "real", "imag",
+        "movedim", "swapaxes", "sym_size",
+    )
+)  # fmt: skip
+"""Operators that make views or memory and launch nothing."""
+
+_MATMULS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
+"""Matrix product -> positions of its factors."""
+
+_GATHERS = frozenset(
+    f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "nll_loss_forward")
+)
+"""Operators that read of their first argument only what they return."""
+
+_COPIES = frozenset(
+    {
+        "aten::clone", "aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::split_with_sizes_copy",
+        "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chunk_cat", "aten::_chunk_cat",
+        "aten::zero_", "aten::fill_", "aten::_foreach_zero_", "aten::zeros_like", "aten::ones_like",
+    }
+)  # fmt: skip
+
+_FILLS = frozenset(
+    f"aten::{name}" for name in ("zero_", "fill_", "_foreach_zero_", "zeros_like", "ones_like")
+)
+"""Operators that write and read nothing."""
+
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+_C10D = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "send": "send_recv",
+    "recv_": "send_recv",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSizes:
+    """What a collective carries."""
+
+    op: str
+    dtype: str
+    nelems_in: int
+    nelems_out: int
+    payload_bytes: int
+
+
+def is_on_host(name: str) -> bool:
+    """Whether an operator launches nothing on the device."""
+    return name in _ON_HOST
+
+
+def group_of(name: str, args: tuple[Any, ...]) -> tuple[str, int] | None:
+    """Return name and size of the process group of a collective; None for every other operator."""
+    namespace, _, op = name.partition("::")
+    if namespace == "_c10d_functional" and op in _FUNCTIONAL:
+        name_of_group: Any = next(a for a in reversed(args) if isinstance(a, str))
+        group: Any = torch._C._distributed_c10d._resolve_process_group(name_of_group)
+    elif namespace == "c10d" and op in _C10D:
+        boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+        group = torch.distributed.ProcessGroup.unbox(boxed)
+    else:
+        return None
+    return str(group.group_name), int(group.size())
+
+
+def collective_of(name: str, args: tuple[Any, ...], result: Any) -> CollectiveSizes | None:
+    """Return what a collective carries; None for one without tensors."""
+    namespace, _, word = name.partition("::")
+    op = (_FUNCTIONAL if namespace == "_c10d_functional" else _C10D)[word]
+    tensors = list(_tensors(args))
+    if not tensors:
+        return None
+    if namespace == "_c10d_functional":
+        inputs, outputs = tensors, list(_tensors(result))
+    elif op in ("all_gather", "reduce_scatter", "all_to_all"):
+        half = len(tensors) // 2
+        outputs, inputs = tensors[:half], tensors[half:]
+    else:
+        inputs = outputs = tensors
+    sent, got = sum(t.numel() for t in inputs), sum(t.numel() for t in outputs)
+    size = inputs[0].element_size()
+    payload = size * (got if op == "all_gather" else sent)
+    return CollectiveSizes(op, _dtype(inputs[0]), sent, got, payload)
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work | None:
+    """Return what one operator does; None if it touches no memory."""
+    name = func._schema.name if hasattr(func, "_schema") else str(func)
+    inputs = [*_tensors(args), *_tensors(kwargs)]
+    outputs = list(_tensors(result))
+    if not inputs and not outputs:
+        return None
+    if name in _MATMULS:
+        return _matmul(name, args, inputs, outputs)
+    if "attention" in name and "scaled_dot_product" in name:
+        return _attention(name, args, inputs, outputs)
+    if name == "fsdp::all_gather_copy_in":
+        touched = 2 * sum(map(_bytes, _tensors(args[0])))
+    elif name in _GATHERS:
+        touched = 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, inputs[1:]))
+    else:
+        written = outputs or ([*_tensors(kwargs.get("out", ()))] or list(_mutated(func, args)))
+        fills = name in (
+            "aten::zero_",
+            "aten::fill_",
+            "aten::_foreach_zero_",
+            "aten::zeros_like",
+            "aten::ones_like",
+        )
+        touched = sum(map(_bytes, written)) + (0 if fills else sum(map(_bytes, _distinct(inputs))))
+    largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel())
+    kind = "copy" if name in _COPIES else "pointwise"
+    return Work(kind, _dtype(largest), touched)  # type: ignore[arg-type]
+
+
+def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    left, right = (args[position] for position in _MATMULS[name])
+    batch = left.shape[0] if left.dim() == 3 else 1
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    return Work(
+        "matmul",
+        _dtype(left),
+        sum(map(_bytes, [*inputs, *outputs])),
+        2 * batch * m * n * k,
+        (batch, m, n, k),
+    )
+
+
+def _attention(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    backward = "backward" in name
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, queries, depth = query.shape
+    keys = key.shape[-2]
+    causal = any(value is True for value in args)
+    flops = 4 * batch * heads * queries * keys * depth // (2 if causal else 1)
+    return Work(
+        "attention",
+        _dtype(query),
+        sum(map(_bytes, [*inputs, *outputs])),
+        flops * 5 // 2 if backward else flops,  # five products instead of two
+        (batch, heads, queries, keys, depth),
+        backward,
+    )
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from _tensors(value)
+    elif isinstance(item, dict):
+        yield from _tensors(list(item.values()))
+
+
+def _mutated(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield the arguments that an operator writes to."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(value)
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of the elements that are there: an expanded dimension is read once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 0]
+    return prod(sizes) * tensor.element_size()
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

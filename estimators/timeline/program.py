@@ -1,0 +1,75 @@
+"""A rank's training step, captured: the program that the simulation runs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
+from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.timeline.capture import Capture
+from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
+from fsdp2prof.labels import AUTOGRAD_NODE
+
+__all__ = ["capture_step"]
+
+
+def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
+    """Train two steps as rank 0 of ``mesh`` on fake tensors and return the second one's commands.
+
+    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    """
+    with ExitStack() as stack:
+        device_mesh = stack.enter_context(fake_process_group(mesh))
+        stack.enter_context(fake_tensors())
+        model = sharded_model(spec, mesh, policy, device_mesh)
+        host = stack.enter_context(host_memory(offloads=policy.offload))
+        materialize(model.module, stand_in_device(), host)
+        loop = TrainingLoop(
+            model=model,
+            extra=None,
+            policy=policy,
+            optimizer=build_optimizer(model.module, policy),
+            host=host,
+            loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+            stage=PipelineStage(model, mesh, policy) if mesh.pp > 1 else None,
+        )
+        with naming_the_culprit(spec):
+            loop.forward_backward()
+            loop.update()
+            with Capture(_mesh_dims(device_mesh)) as capture:
+                loop.forward_backward()
+                loop.update()
+        parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    return Program(
+        commands=capture.commands,
+        streams=capture.streams,
+        parameters=parameters,
+        tokens=policy.batch_size * policy.seq_len * policy.grad_accum,
+        model_flops=3 * _forward_flops(capture.commands),
+    )
+
+
+def _mesh_dims(mesh: DeviceMesh) -> dict[str, str]:
+    assert mesh.mesh_dim_names is not None
+    return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+
+
+def _forward_flops(commands: list[Command]) -> int:
+    """Operations outside of backward: each product of forward has two of its size in backward."""
+    flops, inside = 0, 0
+    for command in commands:
+        if isinstance(command, Enter):
+            inside += bool(inside) or command.name.startswith(AUTOGRAD_NODE)
+        elif isinstance(command, Leave):
+            inside -= bool(inside)
+        elif isinstance(command, Kernel) and command.work is not None and not inside:
+            flops += command.work.flops
+    return flops

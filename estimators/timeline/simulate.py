@@ -1,0 +1,295 @@
+"""The streams of one rank, simulated: when every command of a program starts and ends.
+
+The host issues commands in order, each after the time it takes; a stream runs what is queued on it in order,
+no sooner than it was launched and than the events it was told to wait for; collectives of one communicator
+run one after the other. While a collective transfers, computing kernels go slower by the share of the device
+that it takes, and transfers that use the same link share it. Time is integer nanoseconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fsdp2prof.estimators.timeline.commands import (
+    Collective,
+    Command,
+    Enter,
+    HostWait,
+    Kernel,
+    Leave,
+    Program,
+    Record,
+    Wait,
+)
+from fsdp2prof.tables import IntArray
+
+__all__ = ["Costs", "Timeline", "simulate"]
+
+_FULL = 1_000_000
+"""Speed of an undisturbed activity, in units of work per nanosecond."""
+
+
+class Costs(Protocol):
+    """What commands cost on some hardware."""
+
+    launch_latency_ns: int
+    """From a launch to the earliest start."""
+
+    def kernel_ns(self, kernel: Kernel) -> int:
+        """Time of a kernel that nothing disturbs; 0 for what launches nothing."""
+
+    def collective_ns(self, collective: Collective) -> int:
+        """Time of a collective that nothing disturbs and for which no rank is late."""
+
+    def link(self, collective: Collective) -> str:
+        """Name of the link a collective fills: those that share one share its bandwidth."""
+
+    def slowdown(self, kernel: Kernel) -> float:
+        """How much longer a kernel takes while a collective is in flight, as a fraction of its time."""
+
+    def host_ns(self, command: Command) -> int:
+        """Time the host needs to issue a command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """When each command happened, by its position in the program; -1 for what runs only on the host."""
+
+    host_ns: IntArray
+    """The host begins to issue it."""
+    host_end_ns: IntArray
+    start_ns: IntArray
+    """On the device."""
+    end_ns: IntArray
+
+
+def simulate(program: Program, costs: Costs, *, repeats: int = 2) -> Timeline:
+    """Run a program ``repeats`` times in a row and return the last run's times, from its first host time.
+
+    The runs before bring host and streams into the state of a steady step.
+    """
+    state = _Simulation(program, costs, repeats)
+    state.run()
+    size = len(program.commands)
+    begin = state.host[-size] if size else 0
+    return Timeline(
+        host_ns=_shifted(state.host[-size:], begin),
+        host_end_ns=_shifted(state.host_end[-size:], begin),
+        start_ns=_shifted(state.start[-size:], begin),
+        end_ns=_shifted(state.end[-size:], begin),
+    )
+
+
+def _shifted(times: Sequence[int], begin: int) -> IntArray:
+    array = np.array(times, dtype=np.int64)
+    return np.where(array < 0, -1, array - begin)
+
+
+@dataclass(slots=True)
+class _Running:
+    """An activity in flight."""
+
+    position: int
+    left: int
+    """Work left, in units of which an undisturbed activity does :data:`_FULL` a nanosecond."""
+    speed: int
+    until: int
+    """When it will end at this speed."""
+
+
+class _Simulation:
+    """The host and the streams; ``now`` is the device's time, and the host may be ahead of it.
+
+    Positions count through all repeats. A negative entry of a queue, ``~position``, is the point in the
+    issuing stream after which a collective on its communicator's own stream may start.
+    """
+
+    def __init__(self, program: Program, costs: Costs, repeats: int) -> None:
+        self._program = program.commands
+        self._size = len(program.commands)
+        self._repeats = repeats
+        self._latency = costs.launch_latency_ns
+        self._issue_ns = [costs.host_ns(command) for command in self._program]
+        self._length = [_length(command, costs) for command in self._program]
+        self._slowed = [_slowed(command, costs) for command in self._program]
+        self._link = [costs.link(c) if isinstance(c, Collective) else "" for c in self._program]
+        self._queues: list[deque[int]] = [deque() for _ in range(program.streams)]
+        self._own_queues: dict[str, int] = {}
+        self._communicators: dict[str, deque[int]] = {}
+        """Collectives of each communicator in the order of issue, the running one first."""
+        self._running: dict[int, _Running] = {}
+        self._events: dict[tuple[int, int], int] = {}
+        """(repeat, event) -> when it happened; -1 not yet. What was never recorded is over."""
+        self._gates: dict[int, bool] = {}
+        self._links: dict[str, int] = {}
+        self._in_flight = 0
+        self._now = 0
+        total = self._size * repeats
+        self.host, self.host_end = [0] * total, [0] * total
+        self.start, self.end = [-1] * total, [-1] * total
+
+    def run(self) -> None:
+        """Issue every command and wait until the device is done."""
+        host = 0
+        for position in range(self._size * self._repeats):
+            command = self._program[position % self._size]
+            self.host[position] = host
+            if isinstance(command, HostWait):
+                host = max(host, self._wait_on_host(position, command))
+            host += self._issue_ns[position % self._size]
+            self.host_end[position] = host
+            self._issue(position, command)
+        self._advance(lambda: False)
+
+    def _issue(self, position: int, command: Command) -> None:
+        if isinstance(command, (Enter, Leave, HostWait)):
+            return
+        if isinstance(command, Kernel) and not self._length[position % self._size]:
+            return
+        stream = command.stream
+        if isinstance(command, Record):
+            self._events[position // self._size, command.event] = -1
+        elif isinstance(command, Collective):
+            self._communicators.setdefault(command.group, deque()).append(position)
+            if command.event >= 0:
+                self._events[position // self._size, command.event] = -1
+                self._gates[position] = False
+                self._queues[stream].append(~position)
+                stream = self._own_queues.setdefault(command.group, len(self._queues))
+                if stream == len(self._queues):
+                    self._queues.append(deque())
+        self._queues[stream].append(position)
+
+    def _wait_on_host(self, position: int, command: HostWait) -> int:
+        """Let the device go on until what the host waits for is done; return when."""
+        if command.event >= 0:
+            key = position // self._size, command.event
+            self._advance(lambda: self._events.get(key, 0) >= 0)
+            return self._events.get(key, 0)
+        queue = self._queues[command.stream]
+        self._advance(lambda: not queue and command.stream not in self._running)
+        return self._now
+
+    def _advance(self, done: Callable[[], bool]) -> None:
+        """Run the device until ``done()`` or until nothing is left to run."""
+        while True:
+            self._start_what_can()
+            if done():
+                return
+            times = [running.until for running in self._running.values()]
+            times += self._launches_to_come()
+            if not times:
+                return
+            self._step_to(min(times))
+
+    def _launches_to_come(self) -> list[int]:
+        """When the heads of idle streams are launched that wait for nothing else."""
+        heads = [
+            queue[0] for stream, queue in enumerate(self._queues) if queue and stream not in self._running
+        ]
+        times = [self._ready(position) for position in heads if position >= 0]
+        return [time for time in times if time is not None and time > self._now]
+
+    def _ready(self, position: int) -> int | None:
+        """When the head of a stream may start by what is known now; None if it waits for something."""
+        command = self._program[position % self._size]
+        if isinstance(command, Wait):
+            happened = self._events.get((position // self._size, command.event), 0) >= 0
+            return self._now if happened else None
+        if isinstance(command, Record):
+            return self._now
+        if isinstance(command, Collective) and (
+            self._communicators[command.group][0] != position or not self._gates.get(position, True)
+        ):
+            return None
+        return self.host_end[position] + self._latency
+
+    def _start_what_can(self) -> None:
+        """Pass records and waits, and start every activity that is due, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for stream, queue in enumerate(self._queues):
+                while queue and stream not in self._running:
+                    position = queue[0]
+                    ready = self._now if position < 0 else self._ready(position)
+                    if ready is None or ready > self._now:
+                        break
+                    queue.popleft()
+                    changed = True
+                    self._pass(stream, position)
+
+    def _pass(self, stream: int, position: int) -> None:
+        """Let the head of a stream happen."""
+        if position < 0:
+            self._gates[~position] = True
+            return
+        command = self._program[position % self._size]
+        if isinstance(command, Record):
+            self._events[position // self._size, command.event] = self._now
+        elif not isinstance(command, Wait):
+            self._begin(stream, position)
+
+    def _begin(self, stream: int, position: int) -> None:
+        link = self._link[position % self._size]
+        if link:
+            self._links[link] = self._links.get(link, 0) + 1
+            self._in_flight += 1
+        self.start[position] = self._now
+        self._running[stream] = running = _Running(
+            position, self._length[position % self._size] * _FULL, _FULL, 0
+        )
+        self._set_speeds() if link else self._set_speed(running)
+
+    def _set_speeds(self) -> None:
+        for running in self._running.values():
+            self._set_speed(running)
+
+    def _set_speed(self, running: _Running) -> None:
+        link = self._link[running.position % self._size]
+        if link:
+            running.speed = _FULL // self._links[link]
+        else:
+            running.speed = self._slowed[running.position % self._size] if self._in_flight else _FULL
+        running.until = self._now - (-running.left // running.speed)
+
+    def _step_to(self, time: int) -> None:
+        passed = time - self._now
+        self._now = time
+        for running in self._running.values():
+            running.left -= passed * running.speed
+        transfers = False
+        for stream in [stream for stream, running in self._running.items() if running.left <= 0]:
+            transfers |= self._finish(self._running.pop(stream).position)
+        if transfers:
+            self._set_speeds()
+
+    def _finish(self, position: int) -> bool:
+        """Note the end of an activity; whether it was a collective."""
+        self.end[position] = self._now
+        command = self._program[position % self._size]
+        if not isinstance(command, Collective):
+            return False
+        self._communicators[command.group].popleft()
+        self._links[self._link[position % self._size]] -= 1
+        self._in_flight -= 1
+        if command.event >= 0:
+            self._events[position // self._size, command.event] = self._now
+        return True
+
+
+def _length(command: Command, costs: Costs) -> int:
+    """Nanoseconds of an activity on its own; 0 for what the device does not run."""
+    if isinstance(command, Collective):
+        return max(1, costs.collective_ns(command))
+    return costs.kernel_ns(command) if isinstance(command, Kernel) else 0
+
+
+def _slowed(command: Command, costs: Costs) -> int:
+    """Speed of a kernel beside a collective in flight."""
+    return round(_FULL / (1 + costs.slowdown(command))) if isinstance(command, Kernel) else _FULL

@@ -1,0 +1,114 @@
+"""From Python: a path to a result, and a recording in hand.
+
+Everything here is offered as ``fsdp2prof.NAME``. A result is what ``--format json`` writes; it shows itself
+in a notebook, and as data frames and figures (:class:`~fsdp2prof.results.Shown`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp2prof.analyzers.run_summary import summarize_run
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, RunComparison, RunSummary, TraceAnalysis
+from fsdp2prof.workflows import analyze
+from fsdp2prof.workflows import compare as comparing
+from fsdp2prof.workflows.analyze import TraceOptions
+from fsdp2prof.workflows.compare import Chosen
+from fsdp2prof.workflows.job_files import JobFiles, open_job
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Recording", "analyze_memory", "analyze_run", "analyze_trace", "compare", "load"]
+
+
+def analyze_trace(
+    path: str | Path,
+    *,
+    ranks: Collection[int] | None = None,
+    iteration: int | None = None,
+    **options: Unpack[TraceOptions],
+) -> TraceAnalysis:
+    """Say where the step goes and which communication of which layer is exposed.
+
+    ``path`` is a run directory, a Kineto trace, or a folder of traces. ``ranks`` and ``steps`` choose some,
+    ``iteration`` one of several profiling cycles; :func:`~fsdp2prof.references` says what speeds are
+    measured against. Raises ``InputError`` or one of its kinds for what is not there or cannot be read.
+    """
+    return analyze.analyze_trace(open_job(path, ranks=ranks, iteration=iteration), **options)
+
+
+def analyze_memory(
+    path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
+) -> MemoryAnalysis:
+    """Say what fills the device at the peak, by layer, phase and kind of tensor.
+
+    ``path`` is a run directory, a memory snapshot, or a folder of snapshots. Raises as
+    :func:`analyze_trace`.
+    """
+    return analyze.analyze_memory(open_job(path, ranks=ranks, iteration=iteration))
+
+
+def analyze_run(
+    path: str | Path,
+    *,
+    ranks: Collection[int] | None = None,
+    iteration: int | None = None,
+    **options: Unpack[TraceOptions],
+) -> RunAnalysis:
+    """Say what was run and how it ended, then analyse its traces and its memory.
+
+    Raises as :func:`analyze_trace`.
+    """
+    return analyze.analyze_run(open_job(path, ranks=ranks, iteration=iteration), **options)
+
+
+def compare(before: str | Path, after: str | Path, **chosen: Unpack[Chosen]) -> RunComparison:
+    """Say what changed between two runs, traces, recordings, estimates, or saved JSON of any of them.
+
+    Raises as :func:`analyze_trace`, and if the two share nothing.
+    """
+    return comparing.compare(Path(before), Path(after), **chosen)
+
+
+def load(
+    path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
+) -> Recording:
+    """Open a run, traces or memory recordings; each part is read when it is first asked for.
+
+    Raises ``InputError`` for what is not there, ``RunDirectoryError`` for a run that cannot be read.
+    """
+    return Recording(open_job(path, ranks=ranks, iteration=iteration))
+
+
+class Recording:
+    """What a job left, opened by :func:`load`."""
+
+    def __init__(self, job: JobFiles) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"fsdp2prof.load({str(self._job.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._job.path
+
+    @cached_property
+    def run(self) -> RunSummary | None:
+        """What was run and how it ended; None where no recorder of ours was there."""
+        return None if self._job.run is None else summarize_run(self._job.run)
+
+    @cached_property
+    def trace(self) -> TraceAnalysis | None:
+        """The analysis of its traces; None where it has none. Raises ``TraceError`` if unreadable."""
+        return analyze.analyze_trace(self._job) if self._job.traces.files else None
+
+    @cached_property
+    def memory(self) -> MemoryAnalysis | None:
+        """The analysis of its memory; None where it has none. Raises ``SnapshotError`` if unreadable."""
+        return analyze.analyze_memory(self._job) if self._job.recordings.files else None

@@ -1,0 +1,77 @@
+"""Result of ``estimate step``: how long a training step will take, where it goes, and what bounds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2prof.results.communication import LateRow, LayerRow
+from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.step import BreakdownNs
+
+__all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepRange"]
+
+STEP_ESTIMATE_SCHEMA = "fsdp2prof.estimate.step/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareUse:
+    """The accelerators and what connects them."""
+
+    name: str
+    gpus_per_node: int
+    nodes: int
+    network: str | None
+    """Null on one node."""
+    peak_flops_per_s: int | None
+    """Of one accelerator, in the dtype that the model computes in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRange:
+    """The step under the kindest and the harshest of the inputs that are not known."""
+
+    low_ns: int
+    high_ns: int
+    unknown: list[str]
+    """What is varied, and between what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEstimate(Shown):
+    """What one rank's step will take."""
+
+    schema: str = STEP_ESTIMATE_SCHEMA
+    model: dict[str, Any]
+    mesh: dict[str, Any]
+    policy: dict[str, Any]
+    hardware: HardwareUse
+    verdict: list[str]
+    """At most three sentences: how long, what bounds it, where communication shows most."""
+    step_ns: int
+    tokens_per_step: int
+    """All ranks together."""
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    """Matrix products and attention of one forward and backward, causal attention counted once, over the
+    peak."""
+    hfu: float | None
+    """The same with what is recomputed."""
+    breakdown_ns: BreakdownNs
+    """Sums to the step of the simulated stage; the pipeline's bubble comes on top."""
+    bubble_ns: int
+    """Waiting of a pipeline stage for the others; 0 without a pipeline."""
+    kernels_ns: dict[str, int]
+    """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
+    bound_by: str
+    """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``network`` or ``host``: the largest part."""
+    by_layer: list[LayerRow]
+    """Worst exposed first."""
+    by_layer_folded: list[LayerRow]
+    """The same with alike layers folded."""
+    late: list[LateRow]
+    """Was each there when it was needed? Longest wait first, those in time last."""
+    late_folded: list[LateRow]
+    """The same with alike layers folded."""
+    range: StepRange
+    assumptions: list[str]

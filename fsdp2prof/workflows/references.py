@@ -1,0 +1,30 @@
+"""What a trace does not know, from what people know: a number of tokens, the name of an accelerator."""
+
+from __future__ import annotations
+
+from fsdp2prof.analyzers.findings.find import FindingThresholds
+from fsdp2prof.analyzers.trace.analysis import References
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+
+__all__ = ["references"]
+
+
+def references(
+    *,
+    tokens_per_step: int | None = None,
+    hardware: str | HardwareSpec | None = None,
+    thresholds: FindingThresholds | None = None,
+) -> References:
+    """Return what the speed of a step and of its collectives is measured against.
+
+    ``tokens_per_step`` is of all ranks together; ``hardware`` the accelerator (``h100-sxm``), for MFU and
+    bandwidth against its peak; ``thresholds`` when a finding is worth reporting. Raises ``ModelError`` for
+    unknown hardware.
+    """
+    device = HardwareSpec.parse(hardware) if isinstance(hardware, str) else hardware
+    return References(
+        tokens_per_step=tokens_per_step,
+        peak_flops_per_s=device.flops if device else {},
+        peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
+        thresholds=thresholds or FindingThresholds(),
+    )

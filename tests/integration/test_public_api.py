@@ -1,0 +1,59 @@
+"""A recorded run from Python, and that it says what the command says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.cli import call
+
+import fsdp2prof
+from fsdp2prof.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def run(recorded: Callable[..., object]) -> Path:
+    made = recorded("train_tiny_fsdp2", 2)
+    path = made.run  # type: ignore[attr-defined]
+    assert isinstance(path, Path)
+    return path
+
+
+def test_a_run_is_opened_at_once_and_read_when_asked(run: Path) -> None:
+    opened = fsdp2prof.load(run)
+    assert repr(opened) == f"fsdp2prof.load({str(run)!r})"
+    assert not {"run", "trace", "memory"} & set(vars(opened))
+    assert opened.run is not None
+    assert opened.run.world_size == 2
+    assert set(vars(opened)) >= {"run"}
+    assert not {"trace", "memory"} & set(vars(opened))
+    assert opened.trace is not None
+    assert [rank.rank for rank in opened.trace.ranks] == [0, 1]
+    assert opened.trace is opened.trace
+    assert opened.memory is not None
+    assert opened.memory.ranks[0].peak.allocated_bytes > 0
+
+
+def test_a_choice_of_ranks_and_a_single_file(run: Path) -> None:
+    assert [rank.rank for rank in fsdp2prof.analyze_memory(run, ranks=[1]).ranks] == [1]
+    trace = next(run.rglob("trace.json.gz"))
+    opened = fsdp2prof.load(trace)
+    assert opened.run is None
+    assert opened.trace is not None
+    with pytest.raises(InputError, match="no such file"):
+        fsdp2prof.load(run / "nowhere")
+
+
+def test_python_and_the_command_say_the_same(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(call(capfd, "analyze", "run", run, "--no-cache", "--format", "json").out)
+    assert json.loads(msgspec.json.encode(fsdp2prof.analyze_run(run))) == said
+
+
+def test_nothing_changed_from_a_run_to_itself(run: Path) -> None:
+    compared = fsdp2prof.compare(run, run)
+    assert compared.communication_equal
+    assert compared.step is not None
+    assert compared.step.delta_ns == 0

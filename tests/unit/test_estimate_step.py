@@ -1,0 +1,153 @@
+"""A step's commands captured from FSDP2, and what the simulation of them says."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.analyzers.trace.analysis import analyze_trace
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import estimate_step, program_of, simulate_program
+from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.workflows.trace_file import write_trace
+
+MODEL = ModelSpec(source="llama3-8b", layers=3)
+POLICY = PolicySpec(seq_len=256)
+H100 = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
+
+POLICIES = {
+    "default": (MeshSpec(dp_shard=8), POLICY),
+    "never": (MeshSpec(dp_shard=8), replace(POLICY, reshard="never")),
+    "int": (MeshSpec(dp_shard=8), replace(POLICY, reshard=4)),
+    "hsdp": (MeshSpec(dp_replicate=2, dp_shard=4), POLICY),
+    "accumulation": (MeshSpec(dp_shard=4), replace(POLICY, grad_accum=3)),
+    "checkpointing": (MeshSpec(dp_shard=4), replace(POLICY, ac="full")),
+    "prefetch": (MeshSpec(dp_shard=4), replace(POLICY, forward_prefetch=2, backward_prefetch=2)),
+    "tp": (MeshSpec(dp_shard=4, tp=2), POLICY),
+}
+
+
+def sums_of(program: Program) -> Counter[tuple[str, str]]:
+    """Payload by operation and mesh dimension, of what FSDP does."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for command in program.commands:
+        if isinstance(command, Collective) and command.mesh_dim != "tp":
+            sums[command.op, "dp_replicate" if command.mesh_dim == "dp_replicate" else "shard"] += (
+                command.payload_bytes
+            )
+    return sums
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_captured_collectives_are_those_of_the_communication_estimate(name: str) -> None:
+    mesh, policy = POLICIES[name]
+    expected: Counter[tuple[str, str]] = Counter()
+    for row in estimate_comm(MODEL, mesh, policy).groups:
+        if row.mesh_dim != "tp":
+            expected[row.op, "dp_replicate" if row.mesh_dim == "dp_replicate" else "shard"] += (
+                row.payload_bytes
+            )
+    assert sums_of(program_of(MODEL, mesh, policy)) == expected
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return program_of(MODEL, MeshSpec(dp_shard=8), POLICY)
+
+
+def test_the_products_are_those_of_the_model(program: Program) -> None:
+    """2 x parameters of the blocks and the head x tokens, and causal attention; backward is twice forward."""
+    tokens, dim, ffn, heads, head_dim, kv = 256, 4096, 14336, 32, 128, 1024
+    block = dim * dim * 2 + dim * kv * 2 + 3 * dim * ffn
+    attention = 4 * heads * head_dim * tokens * tokens // 2
+    forward = 2 * tokens * (3 * block + dim * 128_256) + 3 * attention
+    assert program.model_flops == 3 * forward
+    executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
+    assert executed == 3 * forward + 3 * attention // 2  # flash attention's backward repeats a product
+
+
+def test_the_parts_sum_to_the_step_and_every_layer_is_named(program: Program) -> None:
+    made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
+    estimate = made.estimate
+    parts = estimate.breakdown_ns
+    assert sum(getattr(parts, name) for name in parts.__slots__) == estimate.step_ns
+    layers = {row.fqn for row in estimate.by_layer if row.op != "all_reduce"}
+    assert layers == {"", "layers.0", "layers.1", "layers.2"}
+    assert sum(row.exposed_ns for row in estimate.by_layer) == (
+        parts.exposed_all_gather + parts.exposed_reduce_scatter + parts.exposed_all_reduce
+    )
+    assert estimate.range.low_ns <= estimate.range.high_ns
+    assert estimate.tokens_per_s_per_gpu == pytest.approx(256e9 / estimate.step_ns)
+
+
+def test_a_slower_network_exposes_communication(program: Program) -> None:
+    mesh = MeshSpec(dp_shard=8)
+    ends = {}
+    for name in ("400gb-ib", "100gb-eth"):
+        cluster = replace(H100, gpus_per_node=1, network=NetworkSpec.parse(name))
+        ends[name] = simulate_program(program, MODEL, mesh, POLICY, cluster).estimate
+    assert ends["100gb-eth"].step_ns > 2 * ends["400gb-ib"].step_ns
+    assert ends["100gb-eth"].bound_by == "network"
+
+
+def test_compiling_and_float8_make_it_faster() -> None:
+    mesh, long = MeshSpec(dp_shard=8), replace(POLICY, seq_len=2048)
+    times = [
+        estimate_step(MODEL, mesh, policy, H100).step_ns
+        for policy in (
+            long,
+            replace(long, compile=True),
+            replace(long, compile=True, float8="tensorwise"),
+        )
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[2] < times[0]
+
+
+def test_several_nodes_need_a_network() -> None:
+    alone = Cluster(hardware=HardwareSpec.parse("h100"))
+    with pytest.raises(ModelError, match="--network"):
+        estimate_step(MODEL, MeshSpec(dp_shard=16), POLICY, alone)
+
+
+def test_a_pipelines_bubble_is_the_other_stages_micro_batches() -> None:
+    policy = replace(POLICY, reshard="never", grad_accum=4, ac="full")
+    made = estimate_step(MODEL, MeshSpec(dp_shard=4, pp=3), policy, H100)
+    parts = made.breakdown_ns
+    own = sum(getattr(parts, name) for name in parts.__slots__)
+    assert made.step_ns == own + made.bubble_ns
+    assert 0 < made.bubble_ns <= 2 * own // 4  # two further micro-batches of four, the optimizer apart
+
+
+def test_context_parallelism_keeps_a_ranks_share_of_the_work() -> None:
+    """Twice the sequence on twice the ranks: the same tokens a rank, and attention over all of them."""
+    one = program_of(MODEL, MeshSpec(dp_shard=8), POLICY)
+    two = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512))
+    attention = 3 * 4 * 32 * 128 * 256 * 256 // 2
+    assert two.model_flops - one.model_flops == 3 * attention
+    made = estimate_step(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512), H100)
+    assert made.tokens_per_step == 4 * 512
+
+
+def test_a_memory_size_alone_has_no_speed(program: Program) -> None:
+    cluster = Cluster(hardware=HardwareSpec.parse("80GiB"))
+    with pytest.raises(ModelError, match="80GiB"):
+        simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, cluster)
+
+
+def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program, tmp_path: Path) -> None:
+    made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
+    write_trace(tmp_path / "trace.json.gz", made.trace)
+    again = analyze_trace([(read_trace(tmp_path / "trace.json.gz"), None)])
+    assert again.ranks[0].steps == made.analysis.ranks[0].steps
+    assert again.groups == made.analysis.groups
+    assert again.prefetch == made.analysis.prefetch
+    assert again.by_layer == made.estimate.by_layer
