@@ -38,6 +38,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
             policy=policy,
             optimizer=build_optimizer(model.module, policy),
             host=host,
+            device=stand_in_device(),
             loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
             stage=PipelineStage(model, mesh, policy) if mesh.pp > 1 else None,
         )

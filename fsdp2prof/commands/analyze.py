@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options, refuse_given
+from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
 from fsdp2prof.commands.trace_options import trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.errors import UsageError
@@ -46,15 +45,7 @@ def analyze() -> None:
 @trace_options
 @view_options
 @_fail_on
-@_verbose
-@output_options("text", "json", "csv", "html")
-@click.option(
-    "--table",
-    type=click.Choice(["groups", "steps"]),
-    default="groups",
-    show_default=True,
-    help="Which table CSV output holds: collectives by layer, or step breakdowns.",
-)
+@output_options()
 def trace(
     path: Path,
     *,
@@ -63,8 +54,6 @@ def trace(
     view: str | None,
     diff: Path | None,
     fail_on: Sequence[str],
-    verbose: bool,
-    table: str,
     output: Output,
 ) -> None:
     """Where the step goes, and which communication of which layer is exposed.
@@ -72,8 +61,6 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        refuse_given("--table", because=f"--{view or 'diff'} has its own")
-        output = replace(output, verbose=verbose)
         write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
         return
     conditions = _parse(fail_on)
@@ -81,19 +68,7 @@ def trace(
         from fsdp2prof.workflows.analyze import analyze_trace
 
         analysis = analyze_trace(choice.open(path), **options)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import trace_advice
-        from fsdp2prof.reporters.terminal import trace_view
-
-        return trace_view(analysis, advice=[*trace_advice(analysis), _hint(path)], every=verbose)
-
-    def csv() -> str:
-        from fsdp2prof.reporters.csvreport import render_trace
-
-        return render_trace(analysis, table)
-
-    _write(output, path, analysis, text=text, csv=csv)
+    output.render(analysis, source=path)
     _check(conditions, analysis)
 
 

@@ -18,7 +18,7 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
-from fsdp2prof.analyzers.steps import Window, host_steps
+from fsdp2prof.analyzers.steps import Window, host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import InputError, RunDirectoryError, SnapshotError, TraceError
@@ -277,8 +277,8 @@ def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
         return str(error)
     window, chosen = job.options.get("window", "steps"), job.options.get("steps")
     cut_short = _cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
-    if cut_short and job.manifest is not None:
-        chosen = job.manifest.traced_steps
+    if cut_short:
+        chosen = set(host_steps(trace.labels).step.tolist()) - set(cut_short)
     tables = rank_tables(trace, job.manifest, window, chosen)
     analysis = analyze_tables(tables, default_rank=job.file.rank)
     rank = job.file.rank
@@ -291,10 +291,14 @@ def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
 
 
 def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
-    """Steps whose label is in the trace and that the recorder did not see end; none if it saw no step end."""
-    if manifest is None or not manifest.traced_steps:
+    """Steps whose label is in the trace and that the recorder did not see end.
+
+    If it saw none end, those that no forward began in: the others are all there is to show.
+    """
+    if manifest is None:
         return []
-    return [step for step in host_steps(trace.labels).step.tolist() if step not in manifest.traced_steps]
+    worth_showing = set(manifest.traced_steps) or trained_steps(trace.labels)
+    return [step for step in host_steps(trace.labels).step.tolist() if step not in worth_showing]
 
 
 def _check_steps(path: Path, chosen: Collection[int] | None, analysed: Sequence[_RankOutcome]) -> None:

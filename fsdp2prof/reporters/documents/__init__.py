@@ -16,6 +16,7 @@ from fsdp2prof.reporters.documents.hta import (
     launch_document,
 )
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
     CheckpointEstimate,
     CommEstimate,
@@ -24,6 +25,7 @@ from fsdp2prof.results import (
     LaunchStatistics,
     MemoryEstimate,
     RunComparison,
+    TraceAnalysis,
     TraceDiff,
 )
 
@@ -32,11 +34,12 @@ __all__ = ["build"]
 _BUILDERS: dict[type, Callable[[Any], Document]] = {
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
-    MemoryEstimate: memory_estimate_document,
-    RunComparison: comparison_document,
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
+    MemoryEstimate: memory_estimate_document,
+    RunComparison: comparison_document,
+    TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }
 """Type of a result -> its builder."""

@@ -11,9 +11,7 @@ from fsdp2prof.reporters.formats import (
     show_gb_per_s,
     text_column,
 )
-from fsdp2prof.results import (
-    CheckpointEstimate,
-)
+from fsdp2prof.results import CheckpointEstimate
 
 __all__ = ["checkpoint_estimate_document"]
 

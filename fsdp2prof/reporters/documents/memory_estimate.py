@@ -20,9 +20,7 @@ from fsdp2prof.reporters.formats import (
     show_in,
     text_column,
 )
-from fsdp2prof.results import (
-    MemoryEstimate,
-)
+from fsdp2prof.results import LayerMemory, MemoryEstimate
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import CATEGORIES, FITS
 
