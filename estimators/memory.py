@@ -122,7 +122,7 @@ def _estimate(
         ),
         mesh=mesh_as_given(mesh),
         policy=policy_as_given(policy),
-        verdict=verdict(predicted, room),
+        verdict=verdict(predicted, room, options),
         peak=predicted,
         steps=_steps(recording),
         layers=rank.layers,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
-from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak
+from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label, layer_name
 
@@ -46,16 +47,17 @@ def room_on(hardware: HardwareSpec | None, peak: PredictedPeak, outside: Outside
     )
 
 
-def verdict(peak: PredictedPeak, room: Room | None) -> list[str]:
-    """Say how much a rank takes and where, whether that fits, and what fills it."""
+def verdict(peak: PredictedPeak, room: Room | None, options: Sequence[Remedy]) -> list[str]:
+    """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
     place = f"in {peak.phase} of {layer_name(peak.fqn)}, step {peak.step}"
     lines = [
         f"A rank reserves {format_bytes(peak.reserved_bytes)} at most; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
     ]
-    if room is not None:
-        lines.append(_fit(room))
-    return [*lines, _filling(peak)]
+    if room is None or room.fit == "fits" or not options:
+        return [*lines, *([] if room is None else [_fit(room)]), _filling(peak)]
+    best = options[0]
+    return [*lines, _fit(room), f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most."]
 
 
 def _fit(room: Room) -> str:

@@ -28,9 +28,8 @@ from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.reporters import jsonreport
-from fsdp2prof.reporters.compare_text import compare_view
-from fsdp2prof.reporters.csvreport import render_run_comparison
-from fsdp2prof.reporters.terminal import render
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import (
     CommEstimate,
     CommRow,
@@ -118,6 +117,12 @@ def peak(**layers: int) -> Peak:
         categories={"activation": total},
         by_layer=rows,
     )
+
+
+def rendered(comparison: RunComparison, form: str, **options) -> str:
+    text = RENDERERS[form].render(build(comparison), RenderOptions(**options))
+    assert isinstance(text, str)
+    return text
 
 
 def times(comparison: RunComparison) -> dict[str, tuple[float, float, float]]:
@@ -230,8 +235,10 @@ def test_a_run_against_its_estimate() -> None:
     assert comparison.step is None
     assert {row.delta.exposed_ns for row in comparison.communication} == {None}
     assert comparison.warnings == ["e has predicted collectives: times cannot be compared"]
-    text = render(compare_view(comparison), to_terminal=False)
-    assert "counts, payload and wire bytes of the collectives: all 5 rows" in text
+    assert comparison.equalities == [
+        "counts, payload and wire bytes of the collectives: all 5 rows (layer, phase, op)"
+    ]
+    assert comparison.equalities[0] in rendered(comparison, "text")
 
 
 def test_several_roots_of_an_estimate_are_named_as_a_trace_names_them() -> None:
@@ -328,7 +335,7 @@ def test_conditions_that_cannot_be_tested() -> None:
 
 
 def test_csv_holds_every_change_in_raw_units() -> None:
-    rows = list(csv.DictReader(io.StringIO(render_run_comparison(run_comparison()))))
+    rows = list(csv.DictReader(io.StringIO(rendered(run_comparison(), "csv"))))
     [step] = [row for row in rows if (row["table"], row["fqn"]) == ("step", "step")]
     assert (step["before"], step["after"], step["delta"]) == ("50000000", "50000000", "0")
     gone = {row["measure"]: row for row in rows if row["fqn"] == "layers.3"}
@@ -346,15 +353,16 @@ def test_csv_holds_every_change_in_raw_units() -> None:
 
 def test_untrusted_names_are_inert_in_text() -> None:
     comparison = compare(side("a", trace_analysis(hostile=HOSTILE)), side("b", trace_analysis()))
-    text = render(compare_view(comparison, every=True), to_terminal=False)
+    text = rendered(comparison, "text", verbose=True)
     assert "\x1b" not in text
     assert "\\x1b[31m" in text
 
 
 def test_repeated_layers_that_differ_alike_are_one_row() -> None:
     comparison = compare(side("a", trace_analysis(blocks=9)), side("b", trace_analysis(blocks=2)))
-    text = render(compare_view(comparison), to_terminal=False)
-    assert "layers.2-8" in text
+    [folded] = [row for row in comparison.communication_folded if row.fqn == "layers.2-8"]
+    assert (folded.layers, folded.delta.count, folded.delta.wire_bytes) == (7, -7, -7 * 4 * MIB)
+    assert "layers.2-8" in rendered(comparison, "text")
 
 
 @pytest.mark.parametrize(

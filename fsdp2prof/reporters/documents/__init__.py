@@ -29,9 +29,9 @@ from fsdp2prof.results import (
     TraceDiff,
 )
 
-__all__ = ["build"]
+__all__ = ["BUILDERS", "build"]
 
-_BUILDERS: dict[type, Callable[[Any], Document]] = {
+BUILDERS: dict[type, Callable[[Any], Document]] = {
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
     CriticalPath: critical_path_document,
@@ -47,4 +47,4 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
 
 def build(result: Any) -> Document:
     """Return a result's document. Raises ``KeyError`` for a type that has none."""
-    return _BUILDERS[type(result)](result)
+    return BUILDERS[type(result)](result)
