@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, Output, job_options, numbers_option, output_options
+from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["compare"]
 
@@ -17,12 +18,8 @@ __all__ = ["compare"]
 @click.argument("after", type=click.Path(path_type=Path), metavar="B")
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if this holds, for example 'step_time_frac>0.05'. May be repeated.",
-)
+@cache_option
+@fail_on_option("comparison", "step_time_frac>0.05")
 @output_options()
 def compare(
     before: Path,
@@ -30,7 +27,8 @@ def compare(
     *,
     choice: JobChoice,
     steps: frozenset[int] | None,
-    fail_on: Sequence[str],
+    cache: bool,
+    gate: Gate,
     output: Output,
 ) -> None:
     """What changed from A to B: step time, exposed communication by layer, bytes on the wire, peak memory.
@@ -39,15 +37,11 @@ def compare(
     that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
     compared; of a run against an estimate it is said what is exactly equal.
     """
-    from fsdp2prof.analyzers.fail_on import check, parse
-    from fsdp2prof.errors import ThresholdError
     from fsdp2prof.workflows import compare as comparing
 
-    conditions = [parse(text) for text in fail_on]
     with output.progress(f"comparing {before} with {after}"):
         comparison = comparing.compare(
-            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=True
+            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache
         )
     output.render(comparison)
-    if failures := check(conditions, comparison):
-        raise ThresholdError("; ".join(map(str, failures)))
+    gate.check(comparison)
