@@ -10,7 +10,7 @@ from fsdp2prof.analyzers.layers import family_name, fold_alike
 from fsdp2prof.analyzers.means import known_sum
 from fsdp2prof.results import CommChange, CommFigures
 
-__all__ = ["fold_changes"]
+__all__ = ["fold_changes", "fold_differing"]
 
 _MEASURES = tuple(field.name for field in fields(CommFigures))
 
@@ -20,9 +20,17 @@ def fold_changes(rows: Sequence[CommChange]) -> list[CommChange]:
 
     One whose exposed time changed much more than its siblings' keeps a row of its own.
     """
-    groups = fold_alike(
-        [(row.fqn, _sent(row)) for row in rows], [abs(row.delta.exposed_ns or 0) for row in rows]
-    )
+    return _folded(rows, [abs(row.delta.exposed_ns or 0) for row in rows])
+
+
+def fold_differing(rows: Sequence[CommChange]) -> list[CommChange]:
+    """Fold the rows whose counts or bytes differ, whatever their times."""
+    differing = [row for row in rows if not row.equal]
+    return _folded(differing, [0] * len(differing))
+
+
+def _folded(rows: Sequence[CommChange], costs: Sequence[float]) -> list[CommChange]:
+    groups = fold_alike([(row.fqn, _sent(row)) for row in rows], costs)
     return largest_first([_sum([rows[i] for i in members]) for members in groups])
 
 

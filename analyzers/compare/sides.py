@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp2prof.analyzers.compare.communication import communication_changes
-from fsdp2prof.analyzers.compare.folding import fold_changes
+from fsdp2prof.analyzers.compare.folding import fold_changes, fold_differing
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import fold_settings, setting_changes
 from fsdp2prof.analyzers.compare.times import (
@@ -83,6 +83,7 @@ def compare(before: Side, after: Side) -> RunComparison:
         beyond_spread=beyond_spread(*spreads),
         communication=communication or [],
         communication_folded=fold_changes(communication or []),
+        communication_differing=fold_differing(communication or []),
         communication_equal=None if communication is None else all(row.equal for row in communication),
         peaks=peaks,
         memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])

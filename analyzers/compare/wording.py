@@ -76,7 +76,7 @@ def _place(comparison: RunComparison) -> Iterator[str]:
         part = max(parts, key=lambda row: abs(row.delta_ns))
         yield f"Of the traced step, {_part(part)} changed most{_and(timed)}."
         return
-    sent = [row for row in comparison.communication_folded if not row.equal]
+    sent = comparison.communication_differing
     if sent:
         row = max(sent, key=lambda row: abs(row.delta.wire_bytes or row.delta.payload_bytes or 0))
         yield f"Communication differs most in the {_collective(row)}: {_sent(row)}."

@@ -159,6 +159,8 @@ class RunComparison(Shown):
     """Largest growth of exposed time first; where no times are known, largest change in bytes first."""
     communication_folded: list[CommChange] = field(default_factory=list)
     """The same, alike layers folded; one that changed much more than its siblings keeps a row of its own."""
+    communication_differing: list[CommChange] = field(default_factory=list)
+    """Rows whose counts or bytes differ, alike layers folded."""
     communication_equal: bool | None
     """Whether every row is; null unless both sides know their collectives."""
     peaks: list[RankPeakChange]

@@ -211,3 +211,24 @@ def test_what_people_see_stands_in_the_json(form: str) -> None:
     assert len(kept.verdict) == 3
     for path in ("runs/a", "runs/b"):
         assert path in shown
+
+
+def test_collectives_that_differ_are_folded_by_their_bytes_alone() -> None:
+    """One layer of six grew much slower: a row of its own by time, none by bytes."""
+    before, after = trace_analysis(blocks=6), trace_analysis(blocks=6)
+    doubled = [
+        replace(
+            row,
+            payload_bytes=2 * (row.payload_bytes or 0),
+            exposed_ns=row.exposed_ns + (40 * MS if row.fqn == "layers.3" else 0),
+        )
+        for row in after.groups
+    ]
+    comparison = compare(side("a", trace=before), side("b", trace=replace(after, groups=doubled)))
+    by_time = [(row.fqn, row.layers) for row in comparison.communication_folded]
+    by_bytes = [(row.fqn, row.layers) for row in comparison.communication_differing]
+    assert by_time == [("layers.3", 1), ("layers.0-2,4-5", 5), ("", 1)]
+    assert by_bytes == [("layers.0-5", 6), ("", 1)]
+    folded = comparison.communication_differing[0]
+    assert (folded.delta.payload_bytes, folded.delta.count) == (6 * 8 * MIB, 0)
+    assert sum(row.delta.exposed_ns or 0 for row in comparison.communication_folded) == 40 * MS

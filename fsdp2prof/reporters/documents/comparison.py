@@ -235,7 +235,7 @@ def _bytes_table(comparison: RunComparison) -> list[Table]:
             unabridged=unabridged,
         )
 
-    differing = [row for row in comparison.communication_folded if not row.equal]
+    differing = comparison.communication_differing
     if not differing:
         return []
     return [laid(differing, laid([row for row in comparison.communication if not row.equal]))]
