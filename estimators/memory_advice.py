@@ -83,7 +83,7 @@ def _of_policy(peak: PredictedPeak, policy: PolicySpec) -> Iterator[Remedy]:
         yield _remedy("fused_optimizer", held["temporary"], how)
     if policy.allocator == "classic":
         unused = peak.reserved_bytes - peak.active_bytes
-        yield _remedy("expandable_segments", unused, "set PYTORCH_ALLOC_CONF=expandable_segments:True")
+        yield _remedy("expandable_segments", unused, "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
 
 
 def _remedy(action: str, saves_bytes: int, how: str) -> Remedy:

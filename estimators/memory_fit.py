@@ -57,7 +57,9 @@ def verdict(peak: PredictedPeak, room: Room | None, options: Sequence[Remedy]) -
     if room is None or room.fit == "fits" or not options:
         return [*lines, *([] if room is None else [_fit(room)]), _filling(peak)]
     best = options[0]
-    return [*lines, _fit(room), f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most."]
+    alone = "; no single change is enough" if all(one.enough is False for one in options) else ""
+    least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
+    return [*lines, _fit(room), least]
 
 
 def _fit(room: Room) -> str:

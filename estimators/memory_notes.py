@@ -5,9 +5,9 @@ from __future__ import annotations
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
-from fsdp2prof.estimators.sharding import root_obeys_reshard
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import root_obeys_reshard
 from fsdp2prof.results import OutsideAllocator
 from fsdp2prof.units import format_bytes
 

@@ -145,16 +145,16 @@ def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
         return [what_would_fit(rank.oom)]
     if figures.unattributed_frac >= _UNKNOWN:
         return [
-            "What most of it is nobody said: fsdp2prof record notes every parameter, gradient and "
-            "optimizer state."
+            "Most of it has no known role; fsdp2prof record notes what every parameter, gradient and "
+            "optimizer state is."
         ]
     worth = _WORTH_NAMING * rank.peak.allocated_bytes
     large = [remedy for remedy in rank.remedies if remedy.saves_bytes >= worth]
-    return [f"Most would come off it by {_savings(large)}, each at most."] if large else []
+    return [f"What would bring it down most: {_savings(large)}."] if large else []
 
 
 def _savings(remedies: Sequence[Remedy]) -> str:
-    return _some([f"{remedy_label(one.action)} ({format_bytes(one.saves_bytes)})" for one in remedies])
+    return _some([f"{remedy_label(one.action)} (up to {format_bytes(one.saves_bytes)})" for one in remedies])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -225,6 +225,11 @@ class PredictedPeak:
     layers: list[LayerMemory] = field(default_factory=list)
     layers_folded: list[LayerMemory] = field(default_factory=list)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """``active_bytes``, as a recorded peak calls them."""
+        return self.active_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedStep:

@@ -58,7 +58,10 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
         finished_at=now,
         world_size=1,
         options=RecordOptions(active=0, ranks="0"),
-        messages=[f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all"],
+        messages=[
+            f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all",
+            *prediction.estimate.verdict[:2],
+        ],
     )
     folder = path / rank_folder(0)
     try:

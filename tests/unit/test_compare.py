@@ -28,7 +28,6 @@ from support.results import (
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.errors import InputError, UsageError
-from fsdp2prof.reporters import jsonreport
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import (
@@ -46,6 +45,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.workflows.compare import read_side
+from fsdp2prof.workflows.kept import cut
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:
@@ -120,7 +120,11 @@ def peak(**layers: int) -> Peak:
     )
 
 
-def rendered(comparison: RunComparison, form: str, **options) -> str:
+def as_json(result) -> str:
+    return rendered(result, "json")
+
+
+def rendered(comparison, form: str, **options) -> str:
     text = RENDERERS[form].render(build(comparison), RenderOptions(**options))
     assert isinstance(text, str)
     return text
@@ -372,7 +376,7 @@ def test_repeated_layers_that_differ_alike_are_one_row() -> None:
 )
 def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks) -> None:
     kept = tmp_path / "baseline.json"
-    kept.write_text(jsonreport.render(analysis))
+    kept.write_text(as_json(analysis))
     comparison = compare(read_side(kept), read_side(kept))
     assert comparison.communication_equal is (True if has_trace else None)
     assert (comparison.step is not None) == has_trace
@@ -380,15 +384,35 @@ def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks
     assert comparison.settings == []
 
 
+def test_a_memory_analysis_kept_before_it_said_more_is_a_side(tmp_path) -> None:
+    """Keys are only added: a document without the later ones reads as what it says."""
+    document = json.loads(as_json(memory_analysis()))
+    for key in ("verdict", "advice", "key_figures"):
+        del document[key]
+    for rank in document["ranks"]:
+        rank["fragmentation"] = {}
+        for key in ("remedies", "device_total_bytes"):
+            del rank[key]
+        for key in ("by_category", "layers", "layers_folded"):
+            del rank["peak"][key]
+    kept, now = tmp_path / "kept.json", tmp_path / "now.json"
+    kept.write_text(json.dumps(document))
+    now.write_text(as_json(memory_analysis()))
+    comparison = compare(read_side(kept), read_side(now))
+    assert comparison.memory is not None
+    assert (comparison.memory.delta_bytes, len(comparison.memory.by_category)) == (0, 4)
+
+
 def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     kept = tmp_path / "baseline.json"
-    kept.write_text(jsonreport.render(run_analysis()))
+    kept.write_text(as_json(run_analysis()))
     read = read_side(kept, ranks={1}, steps={4})
     assert read.trace is not None
     assert [(rank.rank, [one.step for one in rank.steps]) for rank in read.trace.ranks] == [(1, [4])]
     assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
     assert list(read.peaks) == [1]
-    kept.write_text(jsonreport.render(memory_analysis()))
+    assert cut(memory_analysis(), kept, {1}, None).verdict[0] == "Rank 1 peaks at 100.0 MiB."
+    kept.write_text(as_json(memory_analysis()))
     with pytest.raises(InputError, match="rank 9 is not here; it has rank"):
         read_side(kept, ranks={9})
 
@@ -414,7 +438,7 @@ def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> 
 
 def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
     kept = tmp_path / "estimate.json"
-    kept.write_text(jsonreport.render(estimate(trace_analysis())))
+    kept.write_text(as_json(estimate(trace_analysis())))
     read = read_side(kept)
     assert (read.kind, read.world_size) == ("estimate", 2)
     assert read.communication == estimate(trace_analysis())
@@ -422,7 +446,7 @@ def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
 
 def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
     kept = tmp_path / "old.json"
-    kept.write_text(jsonreport.render(run_comparison()))
+    kept.write_text(as_json(run_comparison()))
     call(capfd, "compare", kept, kept).refused("a fsdp2prof.compare/1 document cannot be compared")
     kept.write_text('{"schema": "fsdp2prof.trace/1", "ranks": 3}')
     call(capfd, "compare", kept, kept).refused("not a fsdp2prof.trace/1 document", "write it again")
@@ -432,7 +456,7 @@ def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
 
 def test_the_command_gates(tmp_path, capfd) -> None:
     for name, analysis in (("a", trace_analysis()), ("b", slower(trace_analysis(), 1, 4, 6 * MS))):
-        (tmp_path / f"{name}.json").write_text(jsonreport.render(analysis))
+        (tmp_path / f"{name}.json").write_text(as_json(analysis))
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     passed = call(capfd, "compare", a, b, "--fail-on", "step_time_frac>0.05", "--format", "json")
     assert (passed.code, passed.err) == (0, "")

@@ -15,7 +15,10 @@ from fsdp2prof.reporters.documents.hta import (
     idle_document,
     launch_document,
 )
+from fsdp2prof.reporters.documents.memory import memory_document
+from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
     CheckpointEstimate,
@@ -23,7 +26,10 @@ from fsdp2prof.results import (
     CriticalPath,
     IdleCauses,
     LaunchStatistics,
+    MemoryAnalysis,
+    MemoryComparison,
     MemoryEstimate,
+    RunAnalysis,
     RunComparison,
     TraceAnalysis,
     TraceDiff,
@@ -37,7 +43,10 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
+    MemoryAnalysis: memory_document,
+    MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    RunAnalysis: run_document,
     RunComparison: comparison_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2prof.reporters.document import Document, Facts, KeyFigure, Section, Sentences, Table, Value
+from fsdp2prof.reporters.document import Block, Document, Facts, KeyFigure, Section, Sentences, Table, Value
 from fsdp2prof.reporters.documents.comparison_rows import changes_table
+from fsdp2prof.reporters.documents.memory_comparison import comparison_charts, comparison_tables
 from fsdp2prof.reporters.formats import (
     MS,
     bytes_column,
@@ -56,7 +57,7 @@ def comparison_document(comparison: RunComparison) -> Document:
                 "Communication",
                 [*_exposed_table(comparison), *_bytes_table(comparison)],
             ),
-            *_sections("memory", "Memory", _peak_table(comparison)),
+            *_sections("memory", "Memory", _memory_blocks(comparison)),
             Section(
                 anchor="equal",
                 title="Exactly equal",
@@ -69,8 +70,8 @@ def comparison_document(comparison: RunComparison) -> Document:
     )
 
 
-def _sections(anchor: str, title: str, tables: Sequence[Table]) -> list[Section]:
-    return [Section(anchor=anchor, title=title, blocks=tables)] if tables else []
+def _sections(anchor: str, title: str, blocks: Sequence[Block]) -> list[Section]:
+    return [Section(anchor=anchor, title=title, blocks=blocks)] if blocks else []
 
 
 def _numbers(comparison: RunComparison) -> list[KeyFigure]:
@@ -268,6 +269,15 @@ def _kind(row: CommChange) -> str:
 
 
 # Memory.
+
+
+def _memory_blocks(comparison: RunComparison) -> list[Block]:
+    memory = comparison.memory
+    if memory is None:
+        return []
+    tables = comparison_tables(memory)
+    charts = comparison_charts(memory) if tables else []
+    return [*_peak_table(comparison), *charts, *tables]
 
 
 def _peak_table(comparison: RunComparison) -> list[Table]:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fsdp2prof.reporters.document import Document, KeyFigure, Section, Sentences, Table
+from fsdp2prof.reporters.charts.memory import memory_layer_chart
+from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
+from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
     bar_column,
-    byte_unit,
     bytes_column,
-    decimals,
-    largest,
     layer_column,
-    name_column,
     number_column,
     show_category,
     show_frac,
-    show_in,
     text_column,
 )
-from fsdp2prof.results import LayerMemory, MemoryEstimate
+from fsdp2prof.results import MemoryEstimate
 from fsdp2prof.units import format_bytes
-from fsdp2prof.vocabulary import CATEGORIES, FITS
+from fsdp2prof.vocabulary import FITS
 
 __all__ = ["memory_estimate_document"]
 
@@ -30,7 +25,8 @@ _LAYER_ROWS = 12
 
 
 def memory_estimate_document(estimate: MemoryEstimate) -> Document:
-    """Lay out a memory estimate: the peak, whether it fits, what fills it."""
+    """Lay out a memory estimate: the peak, whether it fits, what fills it, what would lower it."""
+    figure = memory_layer_chart(estimate.peak.layers)
     return Document(
         kind="memory_estimate",
         title=f"Memory of one rank of {estimate.model.name}",
@@ -39,18 +35,23 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
         numbers=_memory_numbers(estimate),
         sections=[
             Section(
-                anchor="advice",
-                title="What to change",
-                blocks=[Sentences(title="What to change", lines=estimate.advice, style="list")],
-            ),
-            Section(
                 anchor="peak",
                 title="What fills the peak",
                 lead="Categories and layers sum exactly to the bytes in use at the peak.",
-                blocks=[_category_table(estimate), _matrix_table(estimate), _stream_table(estimate)],
+                blocks=[
+                    _category_table(estimate),
+                    *([Chart(name="layers_at_peak", title="By layer", figure=figure)] if figure else []),
+                    layer_memory_table(estimate.peak),
+                    _stream_table(estimate),
+                ],
             ),
             Section(
                 anchor="steps", title="Step by step", blocks=[_step_table(estimate), _layer_table(estimate)]
+            ),
+            Section(
+                anchor="remedies",
+                title="What would lower it",
+                blocks=[remedy_table("What would lower it", estimate.remedies)],
             ),
             given_section(estimate.model, estimate.mesh, estimate.policy, estimate.assumptions),
         ],
@@ -90,30 +91,6 @@ def _category_table(estimate: MemoryEstimate) -> Table:
         rows=[[row.category, row.bytes, row.frac, row.frac] for row in held],
         totals=[["all", estimate.peak.active_bytes, None, None]],
     )
-
-
-def _matrix_table(estimate: MemoryEstimate) -> Table:
-    categories = [row.category for row in estimate.peak.by_category]
-    sizes = [row.bytes for row in estimate.peak.layers_folded]
-    unit, scale = byte_unit(largest(sizes))
-    show = show_in(scale, decimals(largest(sizes) / scale))
-
-    def laid(rows: Sequence[LayerMemory], unabridged: Table | None = None) -> Table:
-        return Table(
-            name="by_layer",
-            title="By layer",
-            note=f"{unit}; layers that hold the same share a row, summed",
-            columns=[
-                name_column("layer", "layer"),
-                number_column("bytes", "all", show),
-                *(number_column(f"{name}_bytes", CATEGORIES[name].header, show) for name in categories),
-            ],
-            rows=[[row.name, row.bytes, *(row.categories.get(name) for name in categories)] for row in rows],
-            limit=_LAYER_ROWS,
-            unabridged=unabridged,
-        )
-
-    return laid(estimate.peak.layers_folded, laid(estimate.peak.layers))
 
 
 def _stream_table(estimate: MemoryEstimate) -> Table:
