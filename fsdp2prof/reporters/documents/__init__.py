@@ -14,6 +14,7 @@ from fsdp2prof.reporters.documents.hta import (
 )
 from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
+from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
     CriticalPath,
@@ -21,6 +22,7 @@ from fsdp2prof.results import (
     LaunchStatistics,
     MemoryAnalysis,
     MemoryComparison,
+    RunAnalysis,
     TraceAnalysis,
     TraceDiff,
 )
@@ -33,6 +35,7 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
     LaunchStatistics: launch_document,
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
+    RunAnalysis: run_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }
