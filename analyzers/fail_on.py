@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.results import (
@@ -29,6 +30,8 @@ from fsdp2prof.results import (
 __all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
 
 Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis | RunComparison
+Kind: TypeAlias = Literal["trace", "memory", "run", "comparison"]
+"""Of results that a condition may test."""
 _PerRank = Mapping[int | None, float | None]
 """Rank -> value; null is the key of a value of all ranks together."""
 
@@ -105,14 +108,19 @@ class Failure:
         return f"{self.condition.text}: {self.condition.metric} is {self.value:.4g}{where}{others}"
 
 
-def parse(text: str) -> Condition:
-    """Parse one condition; raises ``UsageError`` for a bad form or an unknown metric."""
+def parse(text: str, of: Kind | None = None) -> Condition:
+    """Parse one condition on a result ``of`` some kind, by default of any.
+
+    Raises ``UsageError`` for a bad form and for a metric that such a result does not have.
+    """
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise UsageError(f"not a condition: {text!r}; write for example 'exposed_frac>0.2'")
     metric, symbol, number = match.groups()
-    if metric not in METRICS:
-        raise UsageError(f"unknown metric {metric!r} in {text!r}; known: {', '.join(METRICS)}")
+    known = [name for name, one in METRICS.items() if of is None or one.source in _SOURCES[of]]
+    if metric not in known:
+        of_others = f", which needs {_NEEDED[METRICS[metric].source]}" if metric in METRICS else ""
+        raise UsageError(f"no metric {metric!r} here (in {text!r}){of_others}; here are {', '.join(known)}")
     return Condition(metric, symbol, float(number), text.strip())
 
 
@@ -148,6 +156,12 @@ def _values(condition: Condition, analysis: Analysis) -> _PerRank:
     return metric.values(part)  # type: ignore[arg-type]
 
 
+_SOURCES: dict[Kind, tuple[str, ...]] = {
+    "trace": ("step", "trace"),
+    "memory": ("memory",),
+    "run": ("step", "trace", "memory"),
+    "comparison": ("comparison",),
+}
 _NEEDED = {
     "step": "a run or a trace analysis",
     "trace": "a trace analysis",

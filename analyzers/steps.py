@@ -10,10 +10,11 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
+from fsdp2prof.labels import parse_label
 from fsdp2prof.results import RankTrace
 from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
 
-__all__ = ["Window", "host_steps", "step_windows", "window_count"]
+__all__ = ["Window", "host_steps", "step_windows", "trained_steps", "window_count"]
 
 Window: TypeAlias = Literal["steps", "trace"]
 """What is analysed: every labelled step, or everything from the first to the last activity as one step."""
@@ -35,6 +36,16 @@ def host_steps(labels: LabelTable) -> StepTable:
     start, end = labels.start_ns[rows], labels.end_ns[rows]
     end[:-1] = np.minimum(end[:-1], start[1:])
     return StepTable(step=number[rows], start_ns=start, end_ns=end)
+
+
+def trained_steps(labels: LabelTable) -> set[int]:
+    """Return the steps in which a labelled forward or backward began."""
+    steps = host_steps(labels)
+    parsed = map(parse_label, labels.name.values)
+    trains = np.array([label is not None and label.kind != "optimizer" for label in parsed] + [False])
+    starts = labels.start_ns[trains[labels.name.codes]]
+    rows = intervals.containing(steps.start_ns, steps.end_ns, starts)
+    return set(steps.step[rows[rows >= 0]].tolist())
 
 
 def step_windows(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 __all__ = ["replacing", "scratch", "temporaries", "write_json"]
+
+_UNDECODED = re.compile("[\udc80-\udcff]")
+"""How Python keeps a byte that it could not decode."""
 
 
 @contextmanager
@@ -31,11 +36,26 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, document: msgspec.Struct) -> None:
-    """Write a struct as indented JSON."""
+    r"""Write a struct as indented JSON; bytes that are no text, of a command line say, appear as ``\xe9``."""
+    try:
+        text = msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        text = msgspec.json.encode(_readable(msgspec.to_builtins(document)))
     with replacing(path) as temporary:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+        temporary.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
 
 
 def temporaries(folder: Path) -> list[Path]:
     """Return what writers that were killed left behind under temporary names."""
     return [path for path in folder.glob(".*") if path.name.rpartition(".")[2].isdigit()]
+
+
+def _readable(item: Any) -> Any:
+    if isinstance(item, str):
+        escaped = _UNDECODED.sub(lambda match: f"\\x{ord(match[0]) - 0xDC00:02x}", item)
+        return escaped.encode(errors="backslashreplace").decode()
+    if isinstance(item, list):
+        return [_readable(value) for value in item]
+    if isinstance(item, dict):
+        return {_readable(key): _readable(value) for key, value in item.items()}
+    return item

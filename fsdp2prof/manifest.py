@@ -77,7 +77,7 @@ def node_file(node_rank: int) -> str:
 
 
 State = Literal["running", "complete", "partial", "crashed"]
-"""``running``: not ended, or killed unheard; ``partial``: ended before the schedule did."""
+"""``running``: not ended, or killed unheard; ``partial``: less was captured than asked for."""
 
 
 class _Record(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -232,6 +232,7 @@ class StepInfo(_Record):
     """``time.time_ns`` at the step's start."""
     duration_ns: int
     kind: Literal["plain", "warmup", "traced", "memory"] = "plain"
+    """How it was captured; ``traced``, too, where a profiler of the training's own was in it."""
 
 
 class TensorInfo(_Record):

@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.summary import RankSummary
+from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
 
@@ -202,7 +203,7 @@ def _excesses(
     found = [_Excess(host, gap, int(own.gap_end_ns[row]))]
     for fqn, duration, end, kernel in _layers(own, row):
         usual = _median([*durations[fqn], *[0] * (len(peers) - len(durations[fqn]))])
-        cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel}")
+        cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel_name(kernel or 'of unknown name')}")
         found.append(_Excess(cause, duration - usual, end))
     return sorted((one for one in found if one.amount_ns > 0), key=lambda one: one.end_ns)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.results import CrossRank, RankWait
-from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.units import format_frac, format_ns, plural
 
 __all__ = ["sum_up"]
 
@@ -27,12 +27,13 @@ def sum_up(cross: CrossRank, ranks: int) -> CrossRank:
 
 
 def _sentences(cross: CrossRank, rows: list[RankWait]) -> list[str]:
+    if not cross.matched and not cross.unmatched:
+        return []
     if cross.match_key is None:
         return ["Collectives could not be matched over the ranks."]
-    lines = [
-        f"{_collectives(cross.matched)} matched over the ranks by {cross.match_key.replace('_', ' ')}, "
-        f"{_number(cross.unmatched)} not."
-    ]
+    unmatched = f", {cross.unmatched:,} could not be" if cross.unmatched else ""
+    matched = plural(cross.matched, "collective")
+    lines = [f"{matched} matched over the ranks by {cross.match_key.replace('_', ' ')}{unmatched}."]
     total = sum(row.wait_caused_ns for row in rows)
     for row in rows[:_NAMED]:
         if row.wait_caused_ns < _NAMED_SHARE * total or not total:
@@ -51,11 +52,3 @@ def _mostly(cross: CrossRank, rank: int) -> str:
         return ""
     where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
     return f"; mostly: {worst.cause}{where}"
-
-
-def _collectives(count: int) -> str:
-    return "1 collective" if count == 1 else f"{count:,} collectives"
-
-
-def _number(count: int) -> str:
-    return "none" if not count else f"{count:,}"

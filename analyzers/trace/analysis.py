@@ -79,6 +79,11 @@ class References:
     thresholds: FindingThresholds = field(default_factory=FindingThresholds)
     """When a finding is worth reporting."""
 
+    @property
+    def of_accelerator(self) -> bool:
+        """Whether they are the peaks of a device that is no CPU."""
+        return bool(self.peak_flops_per_s) or self.peak_bus_bytes_per_s is not None
+
 
 def analyze_trace(
     traces: Iterable[tuple[Trace, RankManifest | None]],

@@ -104,15 +104,25 @@ def _bound(analysis: TraceAnalysis) -> str:
             f"; tracing accounts for {format_ns(min(added, host.time_ns))} of the {format_ns(host.time_ns)}"
             f"{host.detail}"
         )
-    verb = "bounds" if largest.time_ns >= _MOST * whole else "is the largest part of"
+    verb, then = "bounds", ""
+    if largest.time_ns < _MOST * whole:
+        verb = "is the largest part of"
+        then = "" if explained else _next(largest, [host, *others])
     share = f"{format_ns(largest.time_ns)} of {format_ns(whole)} ({format_frac(largest.time_ns / whole)})"
+    tail = f"{largest.detail}{then}{explained}"
     if step is None:
         what = largest.what[0].upper() + largest.what[1:]
-        return f"{what} {verb} the step: {share}{largest.detail}{explained}."
+        return f"{what} {verb} the step: {share}{tail}."
     lead = f"A step takes {format_ns(step.median_ns)}"
     if _is_slowed(step):
         lead += f", {times(step.slowdown or 0)} as long while it is traced"
-    return f"{lead}; {largest.what} {verb} the traced one: {share}{largest.detail}{explained}."
+    return f"{lead}; {largest.what} {verb} the traced one: {share}{tail}."
+
+
+def _next(largest: _Bound, bounds: Iterable[_Bound]) -> str:
+    """Name what comes after the largest part."""
+    second = max((one for one in bounds if one.what != largest.what), key=lambda one: one.time_ns)
+    return f", then {second.what} ({format_ns(second.time_ns)}{second.detail})" if second.time_ns else ""
 
 
 def _bounds(analysis: TraceAnalysis) -> list[_Bound]:

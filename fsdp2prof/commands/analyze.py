@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options, refuse_given
-from fsdp2prof.commands.trace_options import trace_options
+from fsdp2prof.commands.gate import Gate, fail_on_option
+from fsdp2prof.commands.options import (
+    JobChoice,
+    Output,
+    job_options,
+    one_of,
+    output_options,
+    refuse_given,
+)
+from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from fsdp2prof.analyzers.fail_on import Condition
     from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
     from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job_files import JobFiles
@@ -26,12 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["analyze"]
 
 _path = click.argument("path", type=click.Path(path_type=Path))
-_fail_on = click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if this holds on any rank, for example 'exposed_frac>0.2'. May be repeated.",
-)
 _verbose = click.option("-v", "--verbose", is_flag=True, help="Every rank, step and layer, nothing folded.")
 
 
@@ -45,16 +45,8 @@ def analyze() -> None:
 @job_options
 @trace_options
 @view_options
-@_fail_on
-@_verbose
-@output_options("text", "json", "csv", "html")
-@click.option(
-    "--table",
-    type=click.Choice(["groups", "steps"]),
-    default="groups",
-    show_default=True,
-    help="Which table CSV output holds: collectives by layer, or step breakdowns.",
-)
+@fail_on_option("trace", "exposed_frac>0.2")
+@output_options()
 def trace(
     path: Path,
     *,
@@ -62,9 +54,7 @@ def trace(
     options: TraceOptions,
     view: str | None,
     diff: Path | None,
-    fail_on: Sequence[str],
-    verbose: bool,
-    table: str,
+    gate: Gate,
     output: Output,
 ) -> None:
     """Where the step goes, and which communication of which layer is exposed.
@@ -72,29 +62,14 @@ def trace(
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
     if view is not None or diff is not None:
-        refuse_given("--table", because=f"--{view or 'diff'} has its own")
-        output = replace(output, verbose=verbose)
         write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
         return
-    conditions = _parse(fail_on)
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.workflows.analyze import analyze_trace
 
         analysis = analyze_trace(choice.open(path), **options)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import trace_advice
-        from fsdp2prof.reporters.terminal import trace_view
-
-        return trace_view(analysis, advice=[*trace_advice(analysis), _hint(path)], every=verbose)
-
-    def csv() -> str:
-        from fsdp2prof.reporters.csvreport import render_trace
-
-        return render_trace(analysis, table)
-
-    _write(output, path, analysis, text=text, csv=csv)
-    _check(conditions, analysis)
+    output.render(analysis, source=path)
+    gate.check(analysis)
 
 
 @analyze.command(short_help="Peak memory by layer, phase and kind.")
@@ -106,7 +81,7 @@ def trace(
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
-@_fail_on
+@fail_on_option("memory", "peak_allocated_gib>70")
 @_verbose
 @output_options("text", "json", "csv", "html")
 @click.option(
@@ -121,7 +96,7 @@ def memory(
     *,
     choice: JobChoice,
     diff: Path | None,
-    fail_on: Sequence[str],
+    gate: Gate,
     verbose: bool,
     table: str,
     output: Output,
@@ -131,11 +106,11 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        _refuse_conditions(fail_on, "--diff")
+        refuse_given("--fail-on", "--table", because="--diff compares two peaks")
+        one_of(choice.ranks, "--diff", "rank")
         before, after = (choice.open(one) for one in (diff, path))
         _memory_diff(before, after, verbose, output)
         return
-    conditions = _parse(fail_on)
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
@@ -153,14 +128,14 @@ def memory(
         return render_memory(analysis, table)
 
     _write(output, path, analysis, text=text, csv=csv)
-    _check(conditions, analysis)
+    gate.check(analysis)
 
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
 @click.argument("run", type=click.Path(path_type=Path))
 @job_options
 @trace_options
-@_fail_on
+@fail_on_option("run", "exposed_frac>0.2")
 @_verbose
 @output_options("text", "json", "html")
 def run(
@@ -168,7 +143,7 @@ def run(
     *,
     choice: JobChoice,
     options: TraceOptions,
-    fail_on: Sequence[str],
+    gate: Gate,
     verbose: bool,
     output: Output,
 ) -> None:
@@ -176,11 +151,12 @@ def run(
 
     RUN is the folder that `fsdp2prof record -o RUN` wrote, or one with traces and memory snapshots.
     """
-    conditions = _parse(fail_on)
     with output.progress(f"analysing {run}"):
         from fsdp2prof.workflows.analyze import analyze_run
 
-        analysis = analyze_run(choice.open(run), **options)
+        job = choice.open(run)
+        refuse_without_traces(job)
+        analysis = analyze_run(job, **options)
 
     def text() -> RenderableType:
         from fsdp2prof.reporters.advice import memory_advice, trace_advice
@@ -191,7 +167,7 @@ def run(
         return run_view(analysis, advice=[*advice, _hint(run)], every=verbose)
 
     _write(output, run, analysis, text=text)
-    _check(conditions, analysis)
+    gate.check(analysis)
 
 
 def _memory_diff(before: JobFiles, after: JobFiles, every: bool, output: Output) -> None:
@@ -243,23 +219,3 @@ def _write(
 
 def _hint(path: Path) -> str:
     return f"fsdp2prof report {shlex.quote(str(path))} -o report.html  shows all of this as charts."
-
-
-def _refuse_conditions(conditions: Sequence[str], instead: str) -> None:
-    if conditions:
-        raise UsageError(f"--fail-on tests the whole analysis, which {instead} leaves out: run them apart")
-
-
-def _parse(conditions: Sequence[str]) -> list[Condition]:
-    from fsdp2prof.analyzers.fail_on import parse
-
-    return [parse(text) for text in conditions]
-
-
-def _check(conditions: Sequence[Condition], analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis) -> None:
-    from fsdp2prof.analyzers.fail_on import check
-    from fsdp2prof.errors import ThresholdError
-
-    failures = check(conditions, analysis)
-    if failures:
-        raise ThresholdError("; ".join(map(str, failures)))

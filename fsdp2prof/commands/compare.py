@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, Output, job_options, numbers_option, output_options
 
 __all__ = ["compare"]
@@ -17,12 +17,7 @@ __all__ = ["compare"]
 @click.argument("after", type=click.Path(path_type=Path), metavar="B")
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    metavar="CONDITION",
-    help="Exit with code 3 if this holds, for example 'step_time_frac>0.05'. May be repeated.",
-)
+@fail_on_option("comparison", "step_time_frac>0.05")
 @click.option("-v", "--verbose", is_flag=True, help="Every layer, rank and setting, nothing folded.")
 @output_options("text", "json", "csv")
 def compare(
@@ -31,7 +26,7 @@ def compare(
     *,
     choice: JobChoice,
     steps: frozenset[int] | None,
-    fail_on: Sequence[str],
+    gate: Gate,
     verbose: bool,
     output: Output,
 ) -> None:
@@ -41,11 +36,8 @@ def compare(
     that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
     compared; of a run against an estimate it is said what is exactly equal.
     """
-    from fsdp2prof.analyzers.fail_on import check, parse
-    from fsdp2prof.errors import ThresholdError
     from fsdp2prof.workflows import compare as comparing
 
-    conditions = [parse(text) for text in fail_on]
     with output.progress(f"comparing {before} with {after}"):
         comparison = comparing.compare(
             before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=True
@@ -63,5 +55,4 @@ def compare(
         from fsdp2prof.reporters.terminal import render
 
         output.write(render(compare_view(comparison, every=verbose), to_terminal=output.to_terminal))
-    if failures := check(conditions, comparison):
-        raise ThresholdError("; ".join(map(str, failures)))
+    gate.check(comparison)

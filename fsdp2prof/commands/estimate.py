@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp2prof.commands.completion import complete_hardware, complete_model
-from fsdp2prof.commands.options import Output, output_options
+from fsdp2prof.commands.options import Output, output_options, refuse_given
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -22,6 +22,9 @@ __all__ = ["estimate"]
 
 _POLICY = "policy_"
 """What the names of a policy's options begin with among a command's arguments."""
+
+_OF_ANY_STEP = {"--grad-accum", "--sync"}
+"""Policy that does not change the parameter groups."""
 
 _MODEL = "MODEL"
 """Placeholder of options that take a model."""
@@ -194,6 +197,9 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, o
     from fsdp2prof.reporters import csvreport, estimate_text, jsonreport, terminal
 
     if manifest is not None and "model" not in values:
+        others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
+        because = "without --model the recorded parameter groups are used as they are"
+        refuse_given("--layers", "--mesh", "--config", *others, because=because)
         policy = values["policy"]
         result = estimate_comm_of_run(manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync"))
     else:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -26,7 +26,15 @@ from fsdp2prof.vocabulary import printable
 if TYPE_CHECKING:
     from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["JobChoice", "Output", "job_options", "numbers_option", "output_options", "refuse_given"]
+__all__ = [
+    "JobChoice",
+    "Output",
+    "job_options",
+    "numbers_option",
+    "one_of",
+    "output_options",
+    "refuse_given",
+]
 
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
@@ -65,6 +73,9 @@ _DOCUMENT_OPTIONS = (
         help="Which table CSV output holds, instead of the first; a wrong name lists them.",
     ),
 )
+
+_MOST_NUMBERS = 1 << 20
+"""A million ranks or steps: more than any job has."""
 
 _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
@@ -152,8 +163,12 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             **rest: Any,
         ) -> None:
             chosen = _choose_format(output_path, output_format, formats)
-            if output_table is not None and chosen != "csv":
-                raise UsageError("--table names the table that CSV output holds: add --format csv")
+            if chosen != "csv":
+                refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+            if chosen != "text":
+                refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+            if output_path is None:
+                refuse_given("--force", because="it overwrites the file of -o, which is not given")
             if output_path is not None:
                 _refuse_existing(output_path, force)
             output = Output(
@@ -216,17 +231,25 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     return numbers_option("--ranks", "Ranks to read")(iteration(with_choice))
 
 
+def one_of(chosen: Collection[int] | None, flag: str, what: str) -> int | None:
+    """Return the one rank or step that was chosen, None for none; several raise ``UsageError``."""
+    if chosen is not None and len(chosen) != 1:
+        raise UsageError(f"{flag} looks at one {what}: give --{what}s one number")
+    return None if chosen is None else min(chosen)
+
+
 def refuse_given(*flags: str, because: str) -> None:
     """Refuse options of the running command that have no effect here and yet were given.
 
-    ``flags`` are their long names, ``because`` says why they have none. Raises ``UsageError``.
+    ``flags`` are their long names, of a switch the first; ``because`` says why they have none. Raises
+    ``UsageError``.
     """
     context = click.get_current_context()
     given = [
-        "/".join(named)
+        "/".join(names[-1] for names in (parameter.opts, parameter.secondary_opts) if names)
         for parameter in context.command.params
         if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-        and (named := [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag in flags])
+        and not set(parameter.opts).isdisjoint(flags)
     ]
     if given:
         raise UsageError(f"{', '.join(given)} would have no effect: {because}")
@@ -245,6 +268,8 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise click.BadParameter(f"{item!r} runs backwards")
+        if high - low >= _MOST_NUMBERS:
+            raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
         chosen.update(range(low, high + 1))
     return frozenset(chosen)
 

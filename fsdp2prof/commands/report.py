@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
-from fsdp2prof.commands.trace_options import trace_options
+from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
@@ -35,7 +35,9 @@ def report(
     with output.progress(f"analysing {path}"):
         from fsdp2prof.workflows.analyze import analyze_any
 
-        analysis = analyze_any(choice.open(path), **options)
+        job = choice.open(path)
+        refuse_without_traces(job)
+        analysis = analyze_any(job, **options)
     from fsdp2prof.reporters import html
 
     output.write(html.render(str(path), analysis))

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp2prof.commands.completion import complete_hardware
-from fsdp2prof.commands.options import numbers_option
+from fsdp2prof.commands.options import numbers_option, refuse_given
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.steps import Window
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["trace_options"]
+__all__ = ["WHOLE_ANALYSIS", "refuse_without_traces", "trace_options"]
 
 _OPTIONS = (
     click.option(
@@ -61,6 +62,17 @@ _OPTIONS = (
 )
 
 
+WHOLE_ANALYSIS = (
+    "--window",
+    "--tokens-per-step",
+    "--hardware",
+    "--threshold",
+    "--jobs",
+    "--cache",
+)
+"""Flags of these options, but for ``--steps``."""
+
+
 def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options; the command gets one ``options: TraceOptions``, complete."""
 
@@ -96,3 +108,9 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     return decorated
+
+
+def refuse_without_traces(job: JobFiles) -> None:
+    """Refuse the options that were given to a command whose input turns out to hold no trace."""
+    if not job.traces.files:
+        refuse_given("--steps", *WHOLE_ANALYSIS, because=f"{job.path} holds no trace")

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, refuse_given
+from fsdp2prof.commands.options import JobChoice, Output, one_of, refuse_given
+from fsdp2prof.commands.trace_options import WHOLE_ANALYSIS
 from fsdp2prof.errors import UsageError
 
 __all__ = ["view_options", "write_view"]
@@ -20,18 +21,6 @@ _FLAGS = {
     "launch-statistics": "Instead: each launch with its kernel and the delay between.",
     "idle-causes": "Instead: idle time of every stream by cause.",
 }
-
-_OF_THE_WHOLE = (
-    "--window",
-    "--tokens-per-step",
-    "--hardware",
-    "--threshold",
-    "--jobs",
-    "--cache",
-    "--no-cache",
-    "--fail-on",
-)
-"""Options of the whole analysis."""
 
 _LOOKS_AT_A_STEP = ("critical-path", "diff")
 
@@ -67,21 +56,13 @@ def write_view(
     if view is not None and diff is not None:
         raise UsageError(f"--{view} and --diff exclude each other")
     name = view or "diff"
-    refuse_given(*_OF_THE_WHOLE, because=f"--{name} is of one rank's trace, read as it is")
+    refuse_given(*WHOLE_ANALYSIS, "--fail-on", because=f"--{name} is of one rank's trace, read as it is")
     if name not in _LOOKS_AT_A_STEP:
         refuse_given("--steps", because=f"--{name} is of the whole trace")
-    _one(choice.ranks, name, "rank")
-    step = _one(steps, name, "step")
+    one_of(choice.ranks, f"--{name}", "rank")
+    step = one_of(steps, f"--{name}", "step")
     with output.progress(f"analysing the trace of {path}"):
         if diff is not None:
             output.render(diff_traces(choice.open(diff), choice.open(path), step=step))
         else:
             output.render(view_trace(choice.open(path), name, step=step))
-
-
-def _one(chosen: Collection[int] | None, view: str, what: str) -> int | None:
-    if chosen is None:
-        return None
-    if len(chosen) != 1:
-        raise UsageError(f"--{view} looks at one {what}: give --{what}s one number")
-    return min(chosen)

@@ -82,10 +82,10 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
             messages.append(str(error))
     trace = folder / TRACE_FILE
     memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
-    if manifest is not None and manifest.selected and manifest.state == "complete":
-        if not trace.is_file() and info.options.active > 0:
+    if manifest is not None and manifest.state == "complete":
+        if manifest.traced_steps and not trace.is_file():
             messages.append(f"complete, but {TRACE_FILE} is missing")
-        if memory is None and info.options.memory:
+        if manifest.memory_steps and memory is None:
             messages.append("complete, but its memory recording is missing")
     return RankRecord(
         rank=rank,

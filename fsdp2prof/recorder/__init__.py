@@ -9,9 +9,12 @@ Outside the ranks:
 Inside a rank, once it has called ``fully_shard``:
 
 - ``attach``: wraps ``fully_shard`` and makes the one session of the process;
-- ``session``: what happens at the boundary of each training step;
+- ``session``: the training steps and the end of a rank;
+- ``captures`` and ``schedule``: what is captured in which step;
+- ``training_profilers``: the training's own profilers, which ours makes way for;
 - ``stepping`` and ``roots``: where a training step begins and ends, which modules are roots;
-- ``tracing``, ``memory`` and ``tagging``: the captures; ``describe`` and ``environment``: the manifest;
+- ``tracing``, ``memory_history`` and ``tagging``: the captures;
+- ``rank_manifest``, ``describe`` and ``devices``: the manifest;
 - ``ending``: exit, exceptions and SIGTERM, so that nothing captured is lost.
 
 Importing this package imports none of them.

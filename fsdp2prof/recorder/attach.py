@@ -1,10 +1,12 @@
-"""Wraps ``fully_shard``; everything else is imported when it is first called."""
+"""Wraps ``fully_shard``; what records is imported when it is first called."""
 
 from __future__ import annotations
 
 from functools import wraps
 from types import ModuleType
 from typing import Any
+
+from fsdp2prof.recorder.training_profilers import training_profilers
 
 __all__ = ["install"]
 
@@ -15,6 +17,7 @@ def install(module: ModuleType) -> None:
     Name, signature, attributes (``fully_shard.state``) and pickling of the function stay as they were. A list
     of modules is never a root: it is seen through the module around it.
     """
+    training_profilers.install()  # before one is set up: that cannot be seen later
     original = module.fully_shard
 
     @wraps(original)

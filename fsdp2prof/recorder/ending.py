@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.tracing import kineto_is_used
 
 __all__ = ["watch_for_end"]
 
@@ -37,6 +38,19 @@ def watch_for_end(session: RankSession) -> None:
     os.register_at_fork(after_in_child=ending.forget)
     if threading.current_thread() is threading.main_thread():
         ending.handle_sigterm()
+
+
+def _leave_before_kineto() -> None:
+    """Let this forked child's ``exit`` end before the destructor of Kineto's configuration.
+
+    Kineto keeps a thread that waits for changes of its configuration. A child has no such thread but the
+    record that it waits, and the destructor would wait for it for ever. Handlers run last to first: those
+    that the child itself adds come before these two, the destructor never.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)  # given the exit code
+        libc.on_exit(libc.fcloseall, None)  # what C wrote is not lost
 
 
 class _Ending:
@@ -73,6 +87,7 @@ class _Ending:
 
     def forget(self) -> None:
         """In a forked child: leave no trace of the recorder."""
+        self._session.forget()
         if self._wakeup is not None:
             signal.set_wakeup_fd(-1)
             for descriptor in self._wakeup:
@@ -82,6 +97,8 @@ class _Ending:
             signal.signal(signal.SIGTERM, self._previous_handler)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._previous_excepthook
+        if kineto_is_used():
+            _leave_before_kineto()
 
     def _excepthook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,8 +13,10 @@ from torch.autograd.profiler import record_function
 
 from fsdp2prof.files import replacing
 from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
+from fsdp2prof.recorder import compiling
+from fsdp2prof.recorder.roots import Root
 
-__all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture"]
+__all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture", "why_not"]
 
 MAX_ENTRIES = 2_000_000
 """Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
@@ -33,6 +35,25 @@ class MemoryCapture(Protocol):
 
     def finish(self) -> None:
         """Stop and write the recording."""
+
+    def discard(self) -> None:
+        """Stop and write nothing."""
+
+    def forget(self) -> None:
+        """Stop in a forked child."""
+
+
+def why_not(device_type: str, roots: Iterable[Root]) -> str | None:
+    """Say why memory cannot be recorded without a change to the training; None if it can."""
+    if device_type == "cuda":
+        if any(torch.cuda.memory._snapshot()["device_traces"]):
+            return "the training records the allocator's history itself, which ours would clear"
+    elif compiling.is_used(roots):
+        return (
+            "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
+            "record without torch.compile, or on a GPU"
+        )
+    return None
 
 
 def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
@@ -67,9 +88,18 @@ class CpuMemoryCapture:
         from fsdp2prof.recorder.recording_file import write_recording
 
         if self._running:
+            self.discard()
+            write_recording(self._path, self._tracker.recording())
+
+    def discard(self) -> None:
+        """Stop counting."""
+        if self._running:
             self._running = False
             self._tracker.stop()
-            write_recording(self._path, self._tracker.recording())
+
+    def forget(self) -> None:
+        """Stop counting in a forked child."""
+        self.discard()
 
 
 class CudaMemoryCapture:
@@ -100,13 +130,24 @@ class CudaMemoryCapture:
     def finish(self) -> None:
         """Write the snapshot and turn the history off."""
         if self._running:
-            self._running = False
             self._end_step()
             self._tags.stop()
             try:
                 self.allocator_settings = dump_snapshot(self._path)
             finally:
-                torch.cuda.memory._record_memory_history(enabled=None)
+                self.discard()
+
+    def discard(self) -> None:
+        """Turn the history off."""
+        if self._running:
+            self._running = False
+            self._end_step()
+            self._tags.stop()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def forget(self) -> None:
+        """Stop tagging in a forked child, where CUDA cannot be used."""
+        self._tags.forget()
 
     def _end_step(self) -> None:
         if self._step is not None:

@@ -30,6 +30,11 @@ class Root:
         """Backwards of the running step that reduced gradients; counted while roots are marked."""
         self._module = ref(module)
 
+    def close_range(self) -> None:
+        """Leave the innermost range around a running forward, if there is one."""
+        if self.ranges:
+            self.ranges.pop().__exit__(None, None, None)
+
     @property
     def module(self) -> nn.Module | None:
         """The module, or None once the training has dropped it."""
@@ -78,7 +83,7 @@ class Roots:
         return counts
 
     def mark(self, on: bool) -> None:
-        """Begin or end marking, between steps: a range around each root's forward, a count of its backwards.
+        """Begin or end marking: a range around each root's forward, a count of its backwards.
 
         FSDP's own labels name modules relative to their root, and the root not at all; so with several roots
         there are ranges around their backward hooks, too.
@@ -90,6 +95,9 @@ class Roots:
             for hook in self._after_hooks:
                 hook.remove()
             self._after_hooks.clear()
+            for root in self:
+                while root.ranges:
+                    root.close_range()
             for owner, name in self._wrapped:
                 delattr(owner, name)
             self._wrapped.clear()
@@ -127,8 +135,7 @@ class Roots:
     def _close_after_forward(self, root: Root) -> None:
         @_disable_dynamo
         def close(*_: Any) -> None:
-            if root.ranges:
-                root.ranges.pop().__exit__(None, None, None)
+            root.close_range()
 
         if (module := root.module) is not None:
             self._after_hooks.append(module.register_forward_hook(close, always_call=True))

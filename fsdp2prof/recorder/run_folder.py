@@ -33,6 +33,8 @@ def prepare_run(
     that force at the same moment see at all times that they are not alone.
     """
     validate(options)
+    if not _is_text(path.resolve()):
+        raise RunDirectoryError(f"{path}: its name is not UTF-8, which no JSON can hold; choose another")
     file = path / node_file(node_rank)
     if path.exists() and not _is_empty(path):
         joins_others = not file.exists() and bool(node_ranks(path))
@@ -77,6 +79,14 @@ def records_of_node(path: Path, node_rank: int) -> list[RankRecord]:
 def now() -> str:
     """Return the time as ISO 8601 with its zone."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_empty(path: Path) -> bool:

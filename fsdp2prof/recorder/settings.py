@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import msgspec
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
 
-__all__ = ["ALIVE_VARIABLE", "VARIABLE", "Schedule", "Settings", "StepKind", "is_selected", "validate"]
+__all__ = ["ALIVE_VARIABLE", "VARIABLE", "Settings", "is_selected", "validate"]
 
 VARIABLE = "FSDP2PROF_RECORD"
 ALIVE_VARIABLE = "FSDP2PROF_ALIVE"
 """Folder in which every Python process of the run leaves an empty file named after its pid."""
-
-StepKind: TypeAlias = Literal["plain", "warmup", "traced", "memory"]
 
 _RANKS = re.compile(r"^(all|sample:[1-9]\d*|\d+(,\d+)*)$")
 
@@ -70,34 +66,3 @@ def is_selected(ranks: str, rank: int, world_size: int) -> bool:
         count = min(int(ranks.removeprefix("sample:")), world_size)
         return rank in {index * world_size // count for index in range(count)}
     return rank in map(int, ranks.split(","))
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which training step is captured how: plain, warm-up, traced, then memory, then plain again."""
-
-    first_warmup: int
-    first_traced: int
-    first_memory: int
-    end: int
-    """First step after the schedule."""
-
-    @classmethod
-    def of(cls, options: RecordOptions) -> Schedule:
-        """Build the schedule of some options; steps count from 0."""
-        first = options.wait + options.warmup if options.start_step is None else options.start_step
-        memory = first + options.active
-        return cls(
-            first_warmup=max(0, first - options.warmup) if options.active else first,
-            first_traced=first,
-            first_memory=memory,
-            end=memory + (options.memory_steps if options.memory else 0),
-        )
-
-    def kind(self, step: int) -> StepKind:
-        """Return how ``step`` is captured."""
-        if step < self.first_warmup or step >= self.end:
-            return "plain"
-        if step < self.first_traced:
-            return "warmup"
-        return "traced" if step < self.first_memory else "memory"

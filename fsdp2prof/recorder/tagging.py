@@ -126,9 +126,14 @@ class AllocationTags:
     def stop(self) -> None:
         """Stop tagging."""
         if self._originals is not None:
+            self.forget()
+            self._set("")
+
+    def forget(self) -> None:
+        """Stop following the ranges; what was tagged last stays."""
+        if self._originals is not None:
             record_function.__enter__, record_function.__exit__ = self._originals  # type: ignore[method-assign]
             self._originals = None
-            self._set("")
 
     def _update(self) -> None:
         phase, activity, fqn = self._state.place

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import torch
 from isal import igzip
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from fsdp2prof.files import replacing, scratch
 from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.recorder.training_profilers import training_profilers
 
-__all__ = ["TraceCapture"]
+__all__ = ["TraceCapture", "adopt_trace", "kineto_is_used"]
 
 _CHUNK_BYTES = 1 << 22
-_OTHER_PROFILER = "the training runs a profiler of its own then; choose other steps with --start-step"
+_STEP = re.compile(rb'"ProfilerStep#(\d+)"')
+_LONGEST_STEP_BYTES = 40
+
+
+_used = False
+
+
+def kineto_is_used() -> bool:
+    """Tell whether this process has ever set up a profiler for the recorder."""
+    return _used
 
 
 class TraceCapture:
@@ -41,22 +51,19 @@ class TraceCapture:
         self._step: record_function | None = None
 
     def prepare(self) -> None:
-        """Set the profiler up, one step or more before it records.
-
-        Raises ``RuntimeError`` if the training profiles itself now: torch has one profiler, and starting a
-        second silently empties the first.
-        """
-        if not self._running and _profiler_enabled():
-            raise RuntimeError(_OTHER_PROFILER)
+        """Set the profiler up, one step or more before it records."""
+        global _used
         if not self._prepared:
-            self._profiler.prepare_trace()
+            _used = True
+            with training_profilers.set_aside():
+                self._profiler.prepare_trace()
             self._prepared = True
 
     def begin_step(self, step: int) -> None:
         """Begin a traced step, starting the trace with the first."""
         self.prepare()
         if not self._running:
-            self._profiler.start_trace()
+            self._start()
             self._running = True
         self._step = record_function(f"ProfilerStep#{step}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
@@ -68,24 +75,51 @@ class TraceCapture:
             self._step = None
 
     def finish(self) -> None:
-        """Stop and, if anything was traced, write the trace. A step that still runs is cut here.
+        """Stop and, if anything was traced, write the trace. A step that still runs is cut here."""
+        was_running = self._running
+        self.discard()
+        if was_running:
+            with scratch(self._path.with_suffix("")) as text, training_profilers.set_aside():
+                self._profiler.export_chrome_trace(str(text))
+                _compress(text, self._path)
 
-        Raises ``RuntimeError`` if the training's own profiler took over meanwhile.
-        """
+    def discard(self) -> None:
+        """Stop and write nothing."""
         self.end_step()
-        if not self._prepared:
-            return
-        if self._running and not _profiler_enabled():
-            raise RuntimeError(_OTHER_PROFILER)
-        if not self._running:
-            self._profiler.start_trace()  # a prepared profiler can only be stopped through a start
-        self._profiler.stop_trace()
-        if self._running:
-            self._export()
+        if self._prepared:
+            if not self._running:
+                self._start()  # a prepared profiler can only be stopped through a start
+            with training_profilers.set_aside():
+                self._profiler.stop_trace()
         self._prepared = self._running = False
 
-    def _export(self) -> None:
-        with scratch(self._path.with_suffix("")) as text, replacing(self._path) as compressed:
-            self._profiler.export_chrome_trace(str(text))
-            with text.open("rb") as source, igzip.open(compressed, "wb", compresslevel=1) as target:  # type: ignore[no-untyped-call]
-                shutil.copyfileobj(source, target, _CHUNK_BYTES)
+    def _start(self) -> None:
+        with training_profilers.set_aside():
+            self._profiler.start_trace()
+
+
+def adopt_trace(source: Path, target: Path) -> list[int]:
+    """Copy a Chrome trace, compressed or not; returns the numbers of the ``ProfilerStep#N`` in it."""
+    with source.open("rb") as file:
+        compressed = file.read(2) == b"\x1f\x8b"
+    if compressed:
+        with replacing(target) as temporary:
+            shutil.copyfile(source, temporary)
+    else:
+        _compress(source, target)
+    steps: set[int] = set()
+    before = b""
+    with igzip.open(target, "rb") as trace:  # type: ignore[no-untyped-call]
+        while piece := trace.read(_CHUNK_BYTES):
+            steps.update(int(number) for number in _STEP.findall(before + piece))
+            before = piece[-_LONGEST_STEP_BYTES:]
+    return sorted(steps)
+
+
+def _compress(source: Path, target: Path) -> None:
+    with (
+        replacing(target) as temporary,
+        source.open("rb") as text,
+        igzip.open(temporary, "wb", compresslevel=1) as compressed,  # type: ignore[no-untyped-call]
+    ):
+        shutil.copyfileobj(text, compressed, _CHUNK_BYTES)

@@ -6,11 +6,11 @@ returns its text. A column keeps one unit and one number of decimals, so that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from fsdp2prof.kernel_names import kernel_name
-from fsdp2prof.reporters.document import Column
+from fsdp2prof.reporters.document import Column, Value
 from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns
 from fsdp2prof.vocabulary import category_label, dtype_label, layer_name, op_label
 
@@ -20,6 +20,7 @@ __all__ = [
     "bar_column",
     "byte_unit",
     "bytes_column",
+    "cells",
     "count_column",
     "decimals",
     "largest",
@@ -201,3 +202,8 @@ def bytes_column(name: str, label: str, values: Iterable[float | None]) -> Colum
 def bar_column(name: str) -> Column:
     """Return a column of fractions drawn as bars; empty where unknown."""
     return Column(name=name, label="", kind="bar", show=format_frac)
+
+
+def cells(columns: Sequence[Column], items: Iterable[Any]) -> list[list[Value]]:
+    """Return a row an item: the item's attribute of each column's name."""
+    return [[getattr(item, column.name) for column in columns] for item in items]

@@ -20,7 +20,9 @@ from fsdp2prof import __version__
 from fsdp2prof.reporters.advice import memory_advice, trace_advice
 from fsdp2prof.reporters.allocator_grids import fragmentation_grid, oom_lines, remedy_grid
 from fsdp2prof.reporters.cause_grids import bandwidth_grid, late_grid, sync_grid
-from fsdp2prof.reporters.charts import Figure, course_chart, layer_chart, memory_layer_chart, step_chart
+from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.memory import course_chart, memory_layer_chart
+from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.grid import Col, Grid, plural
 from fsdp2prof.reporters.memory_grids import (
     block_grid,
@@ -31,6 +33,7 @@ from fsdp2prof.reporters.memory_grids import (
     peak_grid,
 )
 from fsdp2prof.reporters.run_grids import rank_grid, run_facts, sharding_grid
+from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.reporters.trace_grids import (
     NO_COLLECTIVE,
     breakdown_grid,
@@ -169,7 +172,9 @@ def _memory_numbers(memory: MemoryAnalysis) -> list[tuple[str, str]]:
 
 def _step_section(trace: TraceAnalysis) -> _Section:
     part = _Block(
-        grid=breakdown_grid(trace), every=breakdown_grid(trace, every=True), figure=step_chart(trace)
+        grid=breakdown_grid(trace),
+        every=breakdown_grid(trace, every=True),
+        figure=step_chart(step_rows(trace)),
     )
     return _Section(
         anchor="step",
@@ -181,7 +186,11 @@ def _step_section(trace: TraceAnalysis) -> _Section:
 
 
 def _communication_section(trace: TraceAnalysis) -> _Section:
-    part = _Block(grid=layer_grid(trace), every=layer_grid(trace, every=True), figure=layer_chart(trace))
+    part = _Block(
+        grid=layer_grid(trace),
+        every=layer_grid(trace, every=True),
+        figure=layer_chart(trace.layers, trace.by_layer),
+    )
     lead = "Layers in model order: the bar is what is exposed, the tick all of the layer's communication."
     return _Section(
         anchor="communication",

@@ -18,16 +18,17 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
-from fsdp2prof.analyzers.steps import Window, host_steps
+from fsdp2prof.analyzers.steps import Window, host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.errors import InputError, RunDirectoryError, SnapshotError, TraceError
+from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import AtPeak, MemoryAnalysis, RunAnalysis, RunSummary, TraceAnalysis
 from fsdp2prof.tables import MemoryRecording, Trace
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
+from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.folders import is_trace_name
 from fsdp2prof.workflows.job_files import JobFiles
 from fsdp2prof.workflows.one_job import RankFile
@@ -260,9 +261,12 @@ def _analyze_traces(
     unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not analysed:
         raise TraceError(unreadable[0])
-    _check_steps(job.path, options.get("steps"), analysed)
+    require(job.path, "step", options.get("steps"), {step for one in analysed for step in one.steps})
     analyses = [outcome.analysis for outcome in analysed]
-    result = merge(analyses, options.get("references"), list(manifests.values()))
+    references = options.get("references") or References()
+    if references.of_accelerator and all(one.rank.device_type == "cpu" for one in analyses):
+        raise UsageError(f"--hardware would have no effect: {job.path} ran on a CPU")
+    result = merge(analyses, references, list(manifests.values()))
     warnings = [*job.traces.warnings, *unreadable, *result.warnings]
     at_peak = next((outcome.at_peak for outcome in analysed if outcome.at_peak is not None), None)
     return replace(result, warnings=warnings), at_peak
@@ -277,8 +281,8 @@ def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
         return str(error)
     window, chosen = job.options.get("window", "steps"), job.options.get("steps")
     cut_short = _cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
-    if cut_short and job.manifest is not None:
-        chosen = job.manifest.traced_steps
+    if cut_short:
+        chosen = set(host_steps(trace.labels).step.tolist()) - set(cut_short)
     tables = rank_tables(trace, job.manifest, window, chosen)
     analysis = analyze_tables(tables, default_rank=job.file.rank)
     rank = job.file.rank
@@ -291,24 +295,14 @@ def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
 
 
 def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
-    """Steps whose label is in the trace and that the recorder did not see end; none if it saw no step end."""
-    if manifest is None or not manifest.traced_steps:
+    """Steps whose label is in the trace and that the recorder did not see end.
+
+    If it saw none end, those that no forward began in: the others are all there is to show.
+    """
+    if manifest is None:
         return []
-    return [step for step in host_steps(trace.labels).step.tolist() if step not in manifest.traced_steps]
-
-
-def _check_steps(path: Path, chosen: Collection[int] | None, analysed: Sequence[_RankOutcome]) -> None:
-    """Raise ``InputError`` for chosen steps that no rank has."""
-    here = sorted({step for outcome in analysed for step in outcome.steps})
-    absent = sorted(set(chosen or ()) - set(here))
-    if absent:
-        raise InputError(
-            f"{path}: {_named(absent)} not in it; it has {', '.join(map(str, here)) or 'no step'}"
-        )
-
-
-def _named(steps: Sequence[int]) -> str:
-    return f"step {steps[0]} is" if len(steps) == 1 else f"steps {', '.join(map(str, steps))} are"
+    worth_showing = set(manifest.traced_steps) or trained_steps(trace.labels)
+    return [step for step in host_steps(trace.labels).step.tolist() if step not in worth_showing]
 
 
 def _workers(files: Sequence[RankFile], given: int | None) -> tuple[int, int | None]:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypedDict
-
-import msgspec
+from typing import TYPE_CHECKING, TypedDict
 
 from fsdp2prof.analyzers.compare import memory_peaks, sides
 from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
-from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.errors import InputError, SnapshotError
+from fsdp2prof.errors import InputError, SnapshotError, UsageError
 from fsdp2prof.manifest import COMMUNICATION_FILE
 from fsdp2prof.results import (
-    COMM_ESTIMATE_SCHEMA,
-    MEMORY_ESTIMATE_SCHEMA,
-    MEMORY_SCHEMA,
-    RUN_ANALYSIS_SCHEMA,
-    TRACE_SCHEMA,
     CommEstimate,
     MemoryAnalysis,
     MemoryComparison,
@@ -34,23 +24,12 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.workflows.analyze import analyze_any, read_recordings
 from fsdp2prof.workflows.job_files import JobFiles, open_job
+from fsdp2prof.workflows.kept import Kept, cut, read_kept
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Chosen", "compare", "compare_memory", "read_side"]
-
-_Result: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
-
-_DOCUMENTS: dict[str, type[_Result]] = {
-    RUN_ANALYSIS_SCHEMA: RunAnalysis,
-    TRACE_SCHEMA: TraceAnalysis,
-    MEMORY_SCHEMA: MemoryAnalysis,
-    MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
-    COMM_ESTIMATE_SCHEMA: CommEstimate,
-}
-_SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
-_HEAD_BYTES = 256
 
 
 class Chosen(TypedDict, total=False):
@@ -66,9 +45,15 @@ class Chosen(TypedDict, total=False):
 def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
     """Compare whatever is at two paths in all they share, analysing what is not analysed yet.
 
-    Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing.
+    Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
+    ``UsageError`` for a choice that neither side has anything to choose from for.
     """
-    return sides.compare(read_side(before, **chosen), read_side(after, **chosen))
+    pair = read_side(before, **chosen), read_side(after, **chosen)
+    if chosen.get("steps") is not None and not any(side.trace for side in pair):
+        raise UsageError(f"--steps would have no effect: neither {before} nor {after} has a trace")
+    if chosen.get("ranks") is not None and all(side.kind == "estimate" for side in pair):
+        raise UsageError("--ranks would have no effect: an estimate stands for all ranks")
+    return sides.compare(*pair)
 
 
 def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
@@ -92,16 +77,14 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
     Raises ``InputError`` (or one of its kinds) for what cannot be read.
     """
     ranks, steps, iteration = chosen.get("ranks"), chosen.get("steps"), chosen.get("iteration")
-    document = _read_document(path)
-    if document is None:
+    kept = read_kept(path)
+    if kept is None:
         job = open_job(path, ranks=ranks, iteration=iteration)
-        result: _Result = analyze_any(job, steps=steps, cache=chosen.get("cache", False))
+        result: Kept = analyze_any(job, steps=steps, cache=chosen.get("cache", False))
     elif iteration is not None:
         raise InputError(f"{path}: an analysis has no iterations: leave out --iteration")
     else:
-        result = _cut_to(document, ranks, steps)
-        if isinstance(result, (TraceAnalysis, MemoryAnalysis)) and not result.ranks:
-            raise InputError(f"{path}: none of the chosen ranks is in it")
+        result = cut(kept, path, ranks, steps)
     if isinstance(result, RunAnalysis):
         return _of_run(path, result)
     if isinstance(result, TraceAnalysis):
@@ -120,7 +103,7 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
 
 def _of_run(path: Path, analysis: RunAnalysis) -> Side:
     memory = analysis.memory.ranks if analysis.memory else []
-    predicted = _read_document(path / COMMUNICATION_FILE)
+    predicted = read_kept(path / COMMUNICATION_FILE)
     estimate = predicted if isinstance(predicted, CommEstimate) else None
     parts = [part for part in (analysis.trace, analysis.memory, analysis) if part is not None]
     return Side(
@@ -133,59 +116,6 @@ def _of_run(path: Path, analysis: RunAnalysis) -> Side:
         world_size=estimate.mesh.get("world_size") if estimate else analysis.run.world_size,
         warnings=[*analysis.run.messages, *(line for part in parts for line in part.warnings)],
     )
-
-
-def _read_document(path: Path) -> _Result | None:
-    """Decode a JSON document that this package wrote; None for anything else."""
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        head = _SCHEMA.match(file.read(_HEAD_BYTES))
-    if head is None:
-        return None
-    schema = head[1].decode()
-    kind = _DOCUMENTS.get(schema)
-    if kind is None:
-        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
-
-
-def _cut_to(result: _Result, ranks: Collection[int] | None, steps: Collection[int] | None) -> _Result:
-    """Cut an analysis that was kept to some ranks and steps; an estimate stands for all of them."""
-    if isinstance(result, RunAnalysis):
-        trace = result.trace and _chosen_trace(result.trace, ranks, steps)
-        memory = result.memory and _chosen_memory(result.memory, ranks)
-        return replace(
-            result,
-            trace=trace if trace and trace.ranks else None,
-            memory=memory if memory and memory.ranks else None,
-        )
-    if isinstance(result, TraceAnalysis):
-        return _chosen_trace(result, ranks, steps)
-    return _chosen_memory(result, ranks) if isinstance(result, MemoryAnalysis) else result
-
-
-def _chosen_trace(
-    trace: TraceAnalysis, ranks: Collection[int] | None, steps: Collection[int] | None
-) -> TraceAnalysis:
-    kept = [
-        replace(rank, steps=[one for one in rank.steps if steps is None or one.step in steps])
-        for rank in trace.ranks
-        if ranks is None or rank.rank in ranks
-    ]
-    groups = [
-        row
-        for row in trace.groups
-        if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
-    ]
-    return summarise(replace(trace, ranks=kept, groups=groups))
-
-
-def _chosen_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
-    return replace(memory, ranks=[rank for rank in memory.ranks if ranks is None or rank.rank in ranks])
 
 
 def _fullest(ranks: Iterable[RankMemory]) -> dict[int, Peak]:

@@ -14,6 +14,7 @@ from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, RankManifest, RunDirectory
 from fsdp2prof.readers.chrome_trace import peek_rank
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
+from fsdp2prof.workflows.choices import listed, require
 from fsdp2prof.workflows.file_names import read_name
 from fsdp2prof.workflows.folders import find_memory_files, find_traces, is_memory_name, is_trace_name
 from fsdp2prof.workflows.one_job import Found, RankFile
@@ -22,7 +23,6 @@ __all__ = ["JobFiles", "open_job"]
 
 _MEMORY_BEGINS = (b"PK\x03\x04", b"\x80")
 """A storage count, a pickle."""
-_SHOWN = 16
 
 
 def open_job(
@@ -106,12 +106,9 @@ class JobFiles:
             return found
         recorded = {record.rank for record in self.run.ranks} if self.run is not None else set()
         here = {file.rank for file in found.files}
-        absent = set(self._ranks) - here - recorded
-        if absent:
-            are = "is" if len(absent) == 1 else "are"
-            raise InputError(f"{self.path}: {_listed(absent)} {are} not here; it has {_listed(here)}")
+        require(self.path, "rank", set(self._ranks) - recorded, here)
         files = tuple(file for file in found.files if file.rank in self._ranks)
-        return replace(found, files=files, absent=f"{self.path}: {_listed(self._ranks)} left none")
+        return replace(found, files=files, absent=f"{self.path}: {listed('rank', self._ranks)} left none")
 
 
 def _traces_of_run(run: RunDirectory) -> Found:
@@ -161,8 +158,3 @@ def _is_memory_file(path: Path) -> bool:
             return file.read(4).startswith(_MEMORY_BEGINS)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _listed(ranks: Collection[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp2prof.analyzers.findings.find import FindingThresholds
 from fsdp2prof.analyzers.trace.analysis import References
+from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 
 __all__ = ["references"]
@@ -19,9 +20,11 @@ def references(
 
     ``tokens_per_step`` is of all ranks together; ``hardware`` the accelerator (``h100-sxm``), for MFU and
     bandwidth against its peak; ``thresholds`` when a finding is worth reporting. Raises ``ModelError`` for
-    unknown hardware.
+    unknown hardware, and ``UsageError`` for hardware of which only the memory is known.
     """
     device = HardwareSpec.parse(hardware) if isinstance(hardware, str) else hardware
+    if device is not None and not device.flops:
+        raise UsageError(f"hardware {device.name} is a size of memory: name an accelerator, such as h100-sxm")
     return References(
         tokens_per_step=tokens_per_step,
         peak_flops_per_s=device.flops if device else {},

@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from support.recordings import STEPS
 
 HERE = Path(__file__).parent
@@ -44,6 +45,15 @@ def script_path(name: str) -> Path:
     """A script of ``tests/integration/scripts``, or the example ``train_tiny_fsdp2``."""
     folder = REPOSITORY / "examples" if name == "train_tiny_fsdp2" else SCRIPTS
     return folder / f"{name}.py"
+
+
+@pytest.fixture(scope="module")
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

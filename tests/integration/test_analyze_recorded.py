@@ -8,10 +8,12 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from support.cli import call
+from support.numbers import unexplained
 
 DIM, VOCAB, LAYERS = 128, 1024, 4
 ROOT = 2 * VOCAB * DIM + 2 * DIM
@@ -84,6 +86,39 @@ def test_memory_sums_to_the_peak(analysis: dict[str, Any]) -> None:
         assert {span["phase"] for span in spans} == {"forward", "backward", "optimizer"}
         for earlier, later in pairwise(spans):
             assert earlier["end_ns"] <= later["start_ns"]
+
+
+def test_the_unrecorded_step_leads(
+    capfd: pytest.CaptureFixture[str], run: Path, analysis: dict[str, Any]
+) -> None:
+    """Of 8 steps 1 is warm-up, 3 are traced and 1 records memory: steps 6 and 7 of each rank are left."""
+    manifests = [json.loads(path.read_text()) for path in sorted(run.glob("rank-*/manifest.json"))]
+    plain = [[s["duration_ns"] for s in m["steps"] if s["kind"] == "plain"][1:] for m in manifests]
+    assert [len(steps) for steps in plain] == [2, 2]
+    step = analysis["run"]["unrecorded_step"]
+    assert (step["steps"], step["median_ns"]) == (4, median(plain[0] + plain[1]))
+    traced = [s["duration_ns"] for m in manifests for s in m["steps"] if s["kind"] == "traced"]
+    assert step["slowdown"] == pytest.approx(median(traced) / step["median_ns"])
+    assert step == analysis["trace"]["unrecorded_step"]
+    assert analysis["verdict"][0].startswith("A step takes ")
+    assert analysis["verdict"][:2] == analysis["trace"]["verdict"][:2]
+    text = call(capfd, "analyze", "trace", run).out
+    assert text.splitlines()[1].startswith("A step takes ")
+    limit = step["median_ns"] / 1e6
+    gates = ("--fail-on", f"step_time_ms>{limit + 1e6}", "--fail-on", "traced_step_time_ms<0")
+    assert call(capfd, "analyze", "trace", run, "-q", *gates).code == 0
+    slowest = max(median(steps) for steps in plain) / 1e6
+    failed = call(capfd, "analyze", "run", run, "-q", "--fail-on", "step_time_ms>0")
+    assert failed.code == 3
+    assert f"step_time_ms is {slowest:.4g}" in failed.err
+
+
+def test_every_number_of_the_trace_stands_in_its_json(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+    document = json.loads(call(capfd, "analyze", "trace", run, "--format", "json").out)
+    text = call(capfd, "analyze", "trace", run).out.split("fsdp2prof report")[0]
+    shown = [line for line in text.splitlines() if "all with -v" not in line]
+    raw = frozenset({"groups", "prefetch", "host_syncs"})
+    assert unexplained("\n".join(shown), document, without=raw) == []
 
 
 def test_text_reads_from_the_run_to_the_advice(capfd: pytest.CaptureFixture[str], run: Path) -> None:

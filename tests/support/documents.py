@@ -135,7 +135,9 @@ def document(layers: list[str | None] | None = None) -> Document:
                         ),
                     ),
                     Facts(title="Run", pairs={"command": HOSTILE, "torch": "2.13"}),
-                    Sentences(title="Why", lines=["One.", "Two."], style="list"),
+                    Sentences(
+                        title="Why", lines=["The worst is `layers.0`.", "`<b>` is `text`."], style="list"
+                    ),
                     Sentences(title="Careful", lines=[HOSTILE], style="warning"),
                 ],
             ),

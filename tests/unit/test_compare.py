@@ -370,7 +370,7 @@ def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
     assert list(read.peaks) == [1]
     kept.write_text(jsonreport.render(memory_analysis()))
-    with pytest.raises(InputError, match="none of the chosen ranks"):
+    with pytest.raises(InputError, match="rank 9 is not here; it has rank"):
         read_side(kept, ranks={9})
 
 
@@ -408,7 +408,7 @@ def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
     kept.write_text('{"schema": "fsdp2prof.trace/1", "ranks": 3}')
     call(capfd, "compare", kept, kept).refused("not a fsdp2prof.trace/1 document", "write it again")
     call(capfd, "compare", tmp_path / "nowhere", kept).refused("nowhere")
-    call(capfd, "compare", kept, kept, "--fail-on", "step_time>1").refused("unknown metric", code=2)
+    call(capfd, "compare", kept, kept, "--fail-on", "step_time>1").refused("no metric 'step_time'", code=2)
 
 
 def test_the_command_gates(tmp_path, capfd) -> None:

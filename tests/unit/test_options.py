@@ -14,7 +14,7 @@ from fsdp2prof.errors import UsageError
 @click.option("--cache/--no-cache", default=True)
 @click.option("-v", "--verbose", is_flag=True)
 def command(**_: object) -> None:
-    refuse_given("--window", "--cache", "--no-cache", "--verbose", because="there is no trace")
+    refuse_given("--window", "--cache", "--verbose", because="there is no trace")
 
 
 def test_what_was_not_given_is_not_refused() -> None:

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
-from fsdp2prof.recorder.settings import Schedule, Settings, is_selected, validate
+from fsdp2prof.recorder.schedule import Schedule
+from fsdp2prof.recorder.settings import Settings, is_selected, validate
 
 
 def kinds(count, **options):
-    schedule = Schedule.of(RecordOptions(**options))
+    schedule = Schedule(RecordOptions(**options))
     return "".join(schedule.kind(step)[0] for step in range(count))
 
 
@@ -43,6 +44,47 @@ def test_each_kind_is_one_run_of_the_asked_length(wait, warmup, active, memory_s
     assert text.strip("p").lstrip("w").lstrip("t").strip("m") == ""
     if active and start_step is not None:
         assert text.index("t") == start_step
+
+
+def put_off(step, **how):
+    """The default schedule (``pwtttmpp``) up to ``step``, and what becomes of it if that is put off."""
+    schedule = Schedule(RecordOptions())
+    schedule.put_off(step, **how)
+    return "".join(schedule.kind(number)[0] for number in range(step, step + 8))
+
+
+@pytest.mark.parametrize(
+    ("step", "how", "expected"),
+    [
+        (1, {}, "pwtttmpp"),  # not begun: all of it one step later
+        (1, {"begun": True}, "pmwtttpp"),  # interrupted in the warm-up: memory has its turn first
+        (3, {"begun": True}, "pmwtttpp"),
+        (3, {"begun": True, "keep": True}, "pmpppppp"),  # step 2 is kept
+        (5, {}, "pmpppppp"),
+        (5, {"begun": True, "keep": True}, "pppppppp"),
+    ],
+)
+def test_what_becomes_of_a_step_that_cannot_be_captured(step, how, expected):
+    assert put_off(step, **how) == expected
+
+
+def test_a_part_is_begun_three_times_at_most():
+    schedule = Schedule(RecordOptions(memory=False))
+    for step in (1, 2, 3):
+        assert schedule.kind(step) == "warmup"
+        schedule.put_off(step, begun=True)
+    assert schedule.end == 4
+
+
+def test_only_what_was_put_off_comes_forward_and_not_a_traced_step():
+    schedule = Schedule(RecordOptions())
+    assert not schedule.bring_forward(2)
+    schedule.put_off(1)
+    assert schedule.bring_forward(1)
+    assert schedule.kind(1) == "warmup"
+    without_warmup = Schedule(RecordOptions(warmup=0))
+    without_warmup.put_off(1)
+    assert not without_warmup.bring_forward(1)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,12 @@ def test_every_heading_is_there_once_and_every_row_behind_a_fold() -> None:
     assert "<summary>all 12 rows</summary>" in own
 
 
+def test_names_in_sentences_are_set_as_code_and_escaped() -> None:
+    own = without_scripts(page())
+    assert "The worst is <code>layers.0</code>." in own
+    assert "<code>&lt;b&gt;</code> is <code>text</code>." in own
+
+
 def test_csv_is_raw_and_inert() -> None:
     groups = list(csv.reader(io.StringIO(rendered("csv"))))
     assert groups == [["fqn", "bytes"], ["'=HYPERLINK(1)", ""], ["a\\x1b]52;c;x\\x07", "5"]]

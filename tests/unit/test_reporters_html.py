@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from support.results import HOSTILE, MIB, memory_analysis, run_analysis, trace_analysis
+from support.results import HOSTILE, memory_analysis, run_analysis, trace_analysis
 
-from fsdp2prof.reporters import charts, html
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.reporters import html
 from fsdp2prof.results import Finding, MemoryAnalysis, RunAnalysis, TraceAnalysis
 
 
@@ -70,47 +71,8 @@ def test_plotly_accepts_the_figures() -> None:
         assert Figure(figure).to_dict()["data"]
 
 
-def test_step_chart_stacks_to_the_window() -> None:
-    figure = charts.step_chart(trace_analysis())
-    assert figure is not None
-    assert [sum(values) for values in zip(*(bar["x"] for bar in figure["data"]), strict=True)] == [50.0] * 4
-
-
-def test_course_stacks_to_the_peak() -> None:
-    figure = charts.course_chart(memory_analysis().ranks[0])
-    assert figure is not None
-    totals = [sum(values) for values in zip(*(area["y"] for area in figure["data"]), strict=True)]
-    assert totals == [70.0, 90.0, 100.0, 70.0]
-    assert figure["data"][0]["x"] == [0.0, 1.0, 2.0, 3.0]
-
-
-def test_a_recording_without_times_is_drawn_by_position() -> None:
-    rank = memory_analysis().ranks[0]
-    course = {**rank.timeline, "time_ns": [-1] * 4, "reserved": [128 * MIB] * 4}
-    figure = charts.course_chart(replace(rank, timeline=course))
-    assert figure is not None
-    assert figure["data"][-1]["name"] == "reserved"
-    assert figure["data"][0]["x"] == [0, 1, 2, 3]
-    assert "no times" in figure["layout"]["xaxis"]["title"]["text"]
-
-
-def test_layers_are_in_model_order_and_long_names_stay_apart() -> None:
-    figure = charts.layer_chart(trace_analysis(blocks=11))
-    assert figure is not None
-    assert figure["data"][0]["x"] == ["(root)", *(f"layers.{i}" for i in range(11))]
-    analysis = trace_analysis()
-    names = [
-        "a_module_with_a_name.layer.0.feed_forward_network",
-        "a_module_with_a_name.layer.1.feed_forward_network",
-    ]
-    groups = [replace(row, fqn=name) for row, name in zip(analysis.groups, names, strict=False)]
-    figure = charts.layer_chart(replace(analysis, groups=groups))
-    assert figure is not None
-    assert len(set(figure["data"][0]["x"])) == 2
-
-
 def test_empty_analyses_render() -> None:
-    nothing = replace(trace_analysis(), ranks=[], groups=[], findings=[], warnings=[])
+    nothing = summarise(replace(trace_analysis(), ranks=[], groups=[], findings=[], warnings=[]))
     page = html.render("name", nothing)
     assert "<script" not in page
     assert "No collective ran" in page

@@ -67,7 +67,7 @@ def test_what_the_launcher_summed_up_is_told_once(run):
 
 def test_a_rank_left_out_on_purpose_misses_nothing(run):
     make_rank(run, 0, selected=False, files=())
-    make_rank(run, 1, files=("memory.pickle",))
+    make_rank(run, 1, files=("memory.pickle",), traced_steps=[2])
     assert open_run(run).messages == ("rank 1: complete, but trace.json.gz is missing",)
     assert open_run(run).rank(1).memory.name == "memory.pickle"
 

@@ -186,7 +186,7 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
         (2, 20, 0),
     ]
     assert cross.summary == [
-        "8 collectives matched over the ranks by comms id, 2 not.",
+        "8 collectives matched over the ranks by comms id, 2 could not be.",
         "Rank 1 kept the others waiting for 28.0 ms, 93.3% of all waiting; mostly: its host paused, at "
         "`layers.1`.",
     ]
@@ -196,9 +196,11 @@ def test_one_rank_waits_for_nobody() -> None:
     analysis = trace_analysis()
     alone = summarise(replace(analysis, ranks=analysis.ranks[:1]))
     assert alone.cross_rank.summary == []
-    unmatched = replace(analysis.cross_rank, match_key=None, matched=0)
+    unmatched = replace(analysis.cross_rank, match_key=None, matched=0, unmatched=3)
     told = summarise(replace(analysis, cross_rank=unmatched)).cross_rank.summary
     assert told == ["Collectives could not be matched over the ranks."]
+    silent = replace(unmatched, unmatched=0)
+    assert summarise(replace(analysis, cross_rank=silent)).cross_rank.summary == []
 
 
 # The verdict.

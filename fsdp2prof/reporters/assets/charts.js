@@ -1,6 +1,8 @@
 "use strict";
 // Charts are made for light paper; these of their colours follow the page.
-const themed = { "#1f2933": "--ink", "#9aa5b1": "--soft", "#e4e7eb": "--line", "#ffffff": "--paper" };
+const themed = {
+  "#1f2933": "--ink", "#9aa5b1": "--soft", "#e4e7eb": "--line", "#ffffff": "--paper", "#d3d3d3": "--pale",
+};
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const config = {
   responsive: true,
@@ -21,6 +23,11 @@ function draw() {
   for (const place of document.querySelectorAll("[data-figure]")) {
     const { data, layout } = inTheme(figures[place.dataset.figure], style);
     layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
+    layout.modebar = {
+      bgcolor: "rgba(0,0,0,0)",
+      color: style.getPropertyValue("--soft").trim(),
+      activecolor: style.getPropertyValue("--ink").trim(),
+    };
     if (place.clientWidth < 640) {
       layout.height += 19 * data.length;  // the legend has one entry a line
     }

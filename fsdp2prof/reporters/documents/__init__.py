@@ -12,7 +12,8 @@ from fsdp2prof.reporters.documents.hta import (
     idle_document,
     launch_document,
 )
-from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
+from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceAnalysis, TraceDiff
 
 __all__ = ["build"]
 
@@ -20,6 +21,7 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
+    TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }
 """Type of a result -> its builder."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from base64 import b64encode
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2prof import __version__
 from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
 from fsdp2prof.reporters.renderers.fitting import shorten
 from fsdp2prof.vocabulary import layer_name, printable
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 __all__ = ["HtmlRenderer", "render_fragment"]
 
@@ -28,8 +32,7 @@ _ROW_LIMIT = 2000
 _NAME_LENGTH = 120
 """Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
 
-_WIDE_FROM = 8
-"""Columns from which a table takes the whole width, and has nothing beside it on a large screen."""
+_CODE = re.compile("`([^`]+)`")
 
 
 class HtmlRenderer:
@@ -85,8 +88,9 @@ def _template(name: str) -> Any:
         "kind": _kind,
         "layer_name": layer_name,
         "printable": printable,
+        "sentence": _sentence,
     }
-    environment.globals |= {"row_limit": _ROW_LIMIT, "wide_from": _WIDE_FROM}
+    environment.globals["row_limit"] = _ROW_LIMIT
     return environment.get_template(f"{name}.html.j2")
 
 
@@ -99,6 +103,13 @@ def _kind(block: Block) -> str:
 
 def _header(column: Column) -> str:
     return printable(column.label.replace("-\n", "-").replace("\n", " "))
+
+
+def _sentence(line: str) -> Markup:
+    """Escape a sentence; what stands in backquotes is set as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(line)))))
 
 
 def _cell(value: Value, column: Column) -> str:

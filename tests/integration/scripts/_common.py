@@ -49,6 +49,7 @@ def arguments(**extra: int) -> argparse.Namespace:
     """Parse ``--steps`` and the extra integer options."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--note", help="kept on the command line, for who reads it there")
     for name, default in extra.items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     return parser.parse_args()

@@ -1,0 +1,108 @@
+"""The training's own profilers, seen coming and going: torch has one profiler, and theirs comes first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.autograd.profiler as entry_points
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+__all__ = ["ProfilerListener", "TrainingProfilers", "training_profilers"]
+
+
+class ProfilerListener(Protocol):
+    """Who has to make way."""
+
+    def profiler_begins(self) -> None:
+        """A profiler of the training's is about to be set up or started."""
+
+    def trace_exported(self, path: Path) -> None:
+        """It has written a Chrome trace."""
+
+
+class TrainingProfilers:
+    """Watches every profiler of this process except the recorder's own.
+
+    ``torch.profiler``, ``torch.autograd.profiler`` and ``emit_nvtx`` all pass through three functions, by the
+    names that ``torch.autograd.profiler`` bound them to. They are wrapped before the training can hold a
+    profiler that is set up; what they do stays the same.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        """Whether the training has a profiler set up or running."""
+        self.listener: ProfilerListener | None = None
+        self._restore: list[tuple[Any, str, Any, Any]] = []
+        self._within = threading.local()
+
+    def install(self) -> None:
+        """Begin watching, once."""
+        if self._restore:
+            return
+        self.active = bool(_profiler_enabled())
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            self._wrap(entry_points, name, self._begins)
+        self._wrap(entry_points, "_disable_profiler", self._ends)
+        self._wrap(entry_points.profile, "export_chrome_trace", self._exports)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for owner, name, original, replacement in reversed(self._restore):
+            if getattr(owner, name) is replacement:
+                setattr(owner, name, original)
+        self._restore.clear()
+        self.listener = None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """While it lasts, what this thread does with profilers is the recorder's own doing."""
+        before = self._aside()
+        self._within.aside = True
+        try:
+            yield
+        finally:
+            self._within.aside = before
+
+    def _aside(self) -> bool:
+        return getattr(self._within, "aside", False)
+
+    def _wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._aside() or not self._restore:
+                return original(*args, **kwargs)
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, watched)
+        self._restore.append((owner, name, original, watched))
+
+    def _begins(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            self.active = True
+            if self.listener is not None:
+                self.listener.profiler_begins()
+        return original(*args, **kwargs)
+
+    def _ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self.active = False
+        return result
+
+    def _exports(
+        self, original: Callable[..., Any], profile: Any, path: Any, *rest: Any, **named: Any
+    ) -> Any:
+        result = original(profile, path, *rest, **named)
+        if self.listener is not None:
+            self.listener.trace_exported(Path(path))
+        return result
+
+
+training_profilers = TrainingProfilers()
+"""Of this process: torch has one profiler."""

@@ -1,0 +1,97 @@
+"""Plotly figures as plain JSON (``data``, ``layout``), drawn by plotly.js in the page.
+
+Names come from untrusted files and plotly reads a small HTML in text: :func:`label` escapes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from typing import Any, TypeAlias
+
+from fsdp2prof.vocabulary import printable
+
+__all__ = ["Figure", "bar", "figure", "label", "labels"]
+
+Figure: TypeAlias = dict[str, Any]
+"""``{"data": [...], "layout": {...}}``, as plotly.js takes it."""
+
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+_LABEL_LENGTH = 24
+"""Characters of a layer's name beside an axis: more leave no room for the chart on a phone."""
+
+
+def bar(name: str, colour: str, values: Sequence[float], labels: Sequence[str], hover: str) -> dict[str, Any]:
+    """Return horizontal bars of one colour."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": list(values),
+        "y": list(labels),
+        "marker": {"color": colour},
+        "hovertemplate": hover,
+    }
+
+
+def figure(
+    data: list[dict[str, Any]],
+    *,
+    height: int,
+    x: str | None = None,
+    y: str | None = None,
+    barmode: str | None = None,
+    reverse: bool = False,
+) -> Figure:
+    """Return a figure with the look of all of them; ``x`` and ``y`` are the titles of its axes."""
+    layout: dict[str, Any] = {
+        "height": height + 60,
+        "font": {"family": _FONT, "size": 13, "color": "#1f2933"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+            "traceorder": "normal",
+        },
+        "modebar": {"bgcolor": "rgba(255,255,255,0.8)", "color": "#9aa5b1", "activecolor": "#1f2933"},
+        "xaxis": _axis(x),
+        "yaxis": _axis(y),
+    }
+    if barmode:
+        layout["barmode"] = barmode
+        layout["bargap"] = 0.25
+    if reverse:
+        layout["yaxis"].update({"autorange": "reversed", "showgrid": False, "type": "category"})
+    return {"data": data, "layout": layout}
+
+
+def _axis(title: str | None) -> dict[str, Any]:
+    axis: dict[str, Any] = {"gridcolor": "#e4e7eb", "zerolinecolor": "#9aa5b1", "automargin": True}
+    if title:
+        axis["title"] = {"text": title, "standoff": 8}
+    return axis
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """Shorten and escape names; names that would fall together after that get a number."""
+    written: list[str] = []
+    seen: dict[str, int] = defaultdict(int)
+    for name in names:
+        short = label(name)
+        seen[short] += 1
+        written.append(short if seen[short] == 1 else f"{short} ({seen[short]})")
+    return written
+
+
+def label(text: str) -> str:
+    """Shorten and escape a name."""
+    text = printable(text)
+    if len(text) > _LABEL_LENGTH:
+        text = f"{text[: _LABEL_LENGTH // 2]}…{text[-_LABEL_LENGTH // 2 :]}"
+    return escape(text, quote=False)

@@ -1,0 +1,160 @@
+"""Document of a trace analysis: where the step goes, communication by layer, ranks against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
+from fsdp2prof.reporters.document import (
+    Block,
+    Chart,
+    Document,
+    Findings,
+    KeyFigure,
+    Section,
+    Sentences,
+    Table,
+)
+from fsdp2prof.reporters.documents import trace_tables as tables
+from fsdp2prof.reporters.step_rows import step_rows
+from fsdp2prof.results import Finding, TraceAnalysis
+from fsdp2prof.units import format_frac, format_ns, plural
+
+__all__ = ["findings_section", "trace_data", "trace_document", "trace_numbers", "trace_sections"]
+
+_STATES_NAMED = 4
+
+_NO_COLLECTIVE = "No collective ran in the analysed window."
+_NO_STEP = "No step is in these traces; the warnings say why."
+
+
+def trace_document(analysis: TraceAnalysis) -> Document:
+    """Lay out a trace analysis."""
+    return Document(
+        kind="trace",
+        title=f"Trace of {_who(analysis)}",
+        subtitle=_what(analysis),
+        verdict=analysis.verdict,
+        numbers=trace_numbers(analysis),
+        sections=[*findings_section(analysis.findings, analysis.advice), *trace_sections(analysis)],
+        warnings=analysis.warnings,
+        result=analysis,
+        data=trace_data(analysis),
+    )
+
+
+def findings_section(findings: Sequence[Finding], advice: Sequence[str]) -> list[Section]:
+    """Lay out what is worth acting on, and what to look at next; nothing where there is neither."""
+    blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
+    blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
+    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
+
+
+def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
+    """Return the numbers that a reader needs first; none without steps."""
+    totals, step = analysis.totals, analysis.unrecorded_step
+    if totals.step_ns is None:
+        return []
+    fractions = {
+        "of it compute": totals.breakdown_frac.get("compute"),
+        "of it exposed communication": totals.exposed_frac,
+        "of communication overlapped": totals.overlap_frac,
+        "of communication on a layer": totals.attributed_frac,
+        "MFU": totals.mfu,
+    }
+    return [
+        *([KeyFigure(value=format_ns(step.median_ns), label="unrecorded step, median")] if step else []),
+        KeyFigure(value=format_ns(totals.step_ns), label="traced step, mean"),
+        *(
+            KeyFigure(value=format_frac(value), label=name)
+            for name, value in fractions.items()
+            if value is not None
+        ),
+    ]
+
+
+def trace_sections(analysis: TraceAnalysis) -> list[Section]:
+    """Lay out the step, the communication and the ranks, each where there is something to show."""
+    return [*_step_section(analysis), _communication_section(analysis), *_rank_section(analysis)]
+
+
+def trace_data(analysis: TraceAnalysis) -> list[Table]:
+    """Return the tables that only data formats hold."""
+    return [tables.group_table(analysis), tables.step_table(analysis)]
+
+
+def _who(analysis: TraceAnalysis) -> str:
+    ranks = analysis.ranks
+    worlds = [rank.world_size for rank in ranks if rank.world_size]
+    of = f" of {max(worlds)}" if worlds and max(worlds) != len(ranks) else ""
+    return plural(len(ranks), "rank") + of
+
+
+def _what(analysis: TraceAnalysis) -> str:
+    """Return device, steps, and the ranks that did not end well."""
+    devices = ", ".join(sorted({rank.device_type for rank in analysis.ranks}))
+    unfinished = [
+        f"rank {rank.rank} {rank.state}"
+        for rank in analysis.ranks
+        if rank.state is not None and rank.state != "complete"
+    ]
+    more = ", ..." if len(unfinished) > _STATES_NAMED else ""
+    states = f"; {', '.join(unfinished[:_STATES_NAMED])}{more}" if unfinished else ""
+    return f"{devices}, {_step_numbers(analysis)}{states}"
+
+
+def _step_numbers(analysis: TraceAnalysis) -> str:
+    """Return the analysed steps in words: ``steps 3-5``."""
+    numbers = sorted({step.step for rank in analysis.ranks for step in rank.steps})
+    if not numbers:
+        return "no steps"
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"steps {numbers[0]}-{numbers[-1]}"
+    return ("step " if len(numbers) == 1 else "steps ") + ", ".join(map(str, numbers))
+
+
+def _step_section(analysis: TraceAnalysis) -> list[Section]:
+    if not analysis.totals.windows:
+        return []
+    table = tables.breakdown_table(analysis)
+    blocks: list[Block] = [
+        *_chart("step_chart", table.title, step_chart(step_rows(analysis))),
+        table,
+    ]
+    lead = (
+        f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
+        "Communication counts only where no compute or FSDP copy runs meanwhile."
+    )
+    return [Section(anchor="step", title=table.title, lead=lead, blocks=blocks)]
+
+
+def _communication_section(analysis: TraceAnalysis) -> Section:
+    shown = [
+        (analysis.late_folded, tables.late_table),
+        (analysis.bandwidth, tables.bandwidth_table),
+        (analysis.host_sync_places, tables.host_sync_table),
+    ]
+    blocks: list[Block] = [make(analysis) for rows, make in shown if rows]
+    title = "Communication by layer"
+    if not analysis.by_layer:
+        nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
+        return Section(anchor="communication", title=title, blocks=[nothing, *blocks])
+    note = "the bar is what is exposed, the tick all of the layer's communication"
+    chart = _chart("layer_chart", title, layer_chart(analysis.layers, analysis.by_layer), note)
+    table = tables.layer_table(analysis)
+    return Section(anchor="communication", title=title, blocks=[*chart, table, *blocks])
+
+
+def _rank_section(analysis: TraceAnalysis) -> list[Section]:
+    across, title = analysis.cross_rank, "Ranks against each other"
+    if not across.summary:
+        return []
+    blocks: list[Block] = [Sentences(title=title, lines=across.summary)]
+    blocks += [tables.wait_table(analysis)] if across.ranks else []
+    blocks += [tables.straggler_table(analysis)] if across.stragglers else []
+    return [Section(anchor="ranks", title=title, blocks=blocks)]
+
+
+def _chart(name: str, title: str, figure: Figure | None, note: str = "") -> list[Chart]:
+    return [] if figure is None else [Chart(name=name, title=title, note=note, figure=figure)]

@@ -1,0 +1,115 @@
+"""Results that were kept as JSON: read again, and cut to some of their ranks and steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.errors import InputError
+from fsdp2prof.results import (
+    COMM_ESTIMATE_SCHEMA,
+    MEMORY_ESTIMATE_SCHEMA,
+    MEMORY_SCHEMA,
+    RUN_ANALYSIS_SCHEMA,
+    TRACE_SCHEMA,
+    CommEstimate,
+    MemoryAnalysis,
+    MemoryEstimate,
+    RunAnalysis,
+    TraceAnalysis,
+)
+from fsdp2prof.workflows.choices import require
+
+__all__ = ["Kept", "cut", "read_kept"]
+
+Kept: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
+"""Results that can be compared."""
+
+_DOCUMENTS: dict[str, type[Kept]] = {
+    RUN_ANALYSIS_SCHEMA: RunAnalysis,
+    TRACE_SCHEMA: TraceAnalysis,
+    MEMORY_SCHEMA: MemoryAnalysis,
+    MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
+    COMM_ESTIMATE_SCHEMA: CommEstimate,
+}
+_SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
+_HEAD_BYTES = 256
+
+
+def read_kept(path: Path) -> Kept | None:
+    """Decode a JSON document that this package wrote; None for anything else.
+
+    Raises ``InputError`` for one that is damaged or of a kind that is not compared.
+    """
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = _SCHEMA.match(file.read(_HEAD_BYTES))
+    if head is None:
+        return None
+    schema = head[1].decode()
+    kind = _DOCUMENTS.get(schema)
+    if kind is None:
+        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+
+
+def cut(result: Kept, path: Path, ranks: Collection[int] | None, steps: Collection[int] | None) -> Kept:
+    """Cut an analysis to some ranks and steps; an estimate stands for all of them.
+
+    Raises ``InputError`` for those it does not have.
+    """
+    if isinstance(result, (MemoryEstimate, CommEstimate)):
+        return result
+    trace, memory = _parts(result)
+    traced = [] if trace is None else trace.ranks
+    recorded = [] if memory is None else memory.ranks
+    require(path, "rank", ranks, {rank.rank for rank in traced} | {rank.rank for rank in recorded})
+    if traced:
+        require(path, "step", steps, {step.step for rank in traced for step in rank.steps})
+    trace = trace and _cut_trace(trace, ranks, steps)
+    memory = memory and _cut_memory(memory, ranks)
+    if isinstance(result, RunAnalysis):
+        return replace(
+            result,
+            trace=trace if trace and trace.ranks else None,
+            memory=memory if memory and memory.ranks else None,
+        )
+    return trace or memory or result
+
+
+def _parts(
+    result: RunAnalysis | TraceAnalysis | MemoryAnalysis,
+) -> tuple[TraceAnalysis | None, MemoryAnalysis | None]:
+    if isinstance(result, RunAnalysis):
+        return result.trace, result.memory
+    return (result, None) if isinstance(result, TraceAnalysis) else (None, result)
+
+
+def _cut_trace(
+    trace: TraceAnalysis, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> TraceAnalysis:
+    kept = [
+        replace(rank, steps=[one for one in rank.steps if steps is None or one.step in steps])
+        for rank in trace.ranks
+        if ranks is None or rank.rank in ranks
+    ]
+    groups = [
+        row
+        for row in trace.groups
+        if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
+    ]
+    return summarise(replace(trace, ranks=kept, groups=groups))
+
+
+def _cut_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
+    return replace(memory, ranks=[rank for rank in memory.ranks if ranks is None or rank.rank in ranks])

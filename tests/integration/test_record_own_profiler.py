@@ -1,0 +1,213 @@
+"""A training with a profiler of its own: its traces stay what they are, and ours stays out of the way."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import profile, schedule
+
+from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.settings import Settings
+
+from .conftest import script_path, torchrun, training_environment
+
+pytestmark = [
+    pytest.mark.xdist_group("one process group"),
+    pytest.mark.usefixtures("single_rank"),
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Profiler won't be using warmup:UserWarning"),
+]
+
+STEPS = 12
+
+
+class Training:
+    """A small training that profiles itself; ``traces`` are the ranges of each trace it wrote."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.traces = []
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        fully_shard(self.model[0])
+        fully_shard(self.model)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self):
+        loss = self.model(torch.randn(2, 4)).pow(2).mean()
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
+
+    def write(self, profiler):
+        path = self.folder / f"{len(self.traces)}.json{'.gz' if self.traces else ''}"
+        profiler.export_chrome_trace(str(path))
+        self.traces.append(ranges(path))
+
+
+def ranges(path):
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        events = json.load(file)["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Runs a training alone and recorded, and asserts that they are the same; returns the manifest."""
+
+    def alone_and_recorded(train, **options):
+        alone = Training(tmp_path)
+        losses = train(alone)
+        recorded = Training(tmp_path)
+        settings = Settings(run=str(tmp_path / "run"), options=RecordOptions(**options))
+        session = RankSession(settings, Identity(0, 0, 1), automatic=True)
+        session.begin()
+        for module in (recorded.model[0], recorded.model):
+            session.watch(module)
+        assert train(recorded) == losses
+        session.end()
+        assert recorded.traces == alone.traces
+        assert not torch.autograd._profiler_enabled()
+        manifest = session.manifest
+        assert "recording stopped" not in " ".join(manifest.messages)
+        trace = session.folder / "trace.json.gz"
+        assert trace.exists() or not manifest.traced_steps
+        if manifest.traced_steps:
+            assert ranges(trace).keys() >= {f"ProfilerStep#{step}" for step in manifest.traced_steps}
+        assert (session.folder / "memory.npz").exists() or not manifest.memory_steps
+        return manifest
+
+    return alone_and_recorded
+
+
+def scheduled(*shape, **options):
+    def train(training):
+        wait, warmup, active = shape
+        plan = schedule(wait=wait, warmup=warmup, active=active, **options)
+        with profile(schedule=plan, on_trace_ready=training.write) as profiler:
+            losses = []
+            for _ in range(STEPS):
+                losses.append(training.step())
+                profiler.step()
+        return losses
+
+    return train
+
+
+@pytest.mark.parametrize("start_step", [None, 0, 1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("shape", "repeat"), [((1, 1, 2), 0), ((2, 3, 1), 0), ((0, 1, 3), 0), ((5, 1, 2), 0), ((1, 0, 1), 2)]
+)
+def test_a_schedule_of_its_own(compare, shape, repeat, start_step):
+    manifest = compare(scheduled(*shape, repeat=repeat), start_step=start_step)
+    if manifest.state != "complete":
+        assert manifest.messages
+
+
+def test_the_schedule_moves_behind_a_profiler_that_ends(compare):
+    # Theirs waits in step 0, warms up in step 1, records 2 and 3, and writes at the start of step 4.
+    manifest = compare(scheduled(1, 1, 2, repeat=1))
+    assert manifest.state == "complete"
+    assert (manifest.memory_steps, manifest.traced_steps) == ([4], [6, 7, 8])
+    assert manifest.messages == [
+        "the training's own profiler came first; ours traced steps 6, 7, 8; memory is that of step 4"
+    ]
+
+
+def test_its_trace_stands_for_ours_where_it_leaves_no_gap(compare):
+    manifest = compare(scheduled(0, 1, 3))
+    assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [1, 2, 3], [])
+    assert manifest.messages[0] == (
+        "the training's own profiler left no gap for ours; trace.json.gz is the one it wrote first, "
+        "steps 1, 2, 3; memory found no gap either"
+    )
+    kinds = [step.kind for step in manifest.steps]
+    assert "plain" not in kinds, "no duration of a step with a profiler in it counts as undisturbed"
+
+
+def test_what_it_interrupts_is_kept(compare):
+    manifest = compare(scheduled(2, 3, 1), start_step=0)
+    assert manifest.traced_steps == [0, 1]
+    assert manifest.state == "partial"
+
+
+@pytest.mark.parametrize("first", range(7))
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_profiler_around_some_steps(compare, first, length):
+    def train(training):
+        losses = [training.step() for _ in range(first)]
+        with profile(on_trace_ready=training.write):
+            losses += [training.step() for _ in range(length)]
+        return losses + [training.step() for _ in range(STEPS - first - length)]
+
+    manifest = compare(train)
+    untouched = set(range(first)) | set(range(first + length, STEPS))
+    assert set(manifest.traced_steps) <= untouched
+    assert len(manifest.traced_steps) in (1, 2, 3)
+    assert set(manifest.memory_steps) <= untouched
+    assert len(manifest.memory_steps) == 1
+
+
+def test_a_profiler_inside_every_forward(compare):
+    def train(training):
+        losses = []
+        for _ in range(STEPS):
+            with profile() as profiler:
+                losses.append(training.step())
+            training.write(profiler)
+        return losses
+
+    manifest = compare(train)
+    assert (manifest.state, manifest.memory_steps) == ("partial", [])
+    assert "wrote first" in manifest.messages[0]
+
+
+def test_one_that_writes_no_trace(compare):
+    def train(training):
+        with torch.autograd.profiler.profile() as profiler:
+            losses = [training.step() for _ in range(4)]
+        training.traces.append(Counter(event.name for event in profiler.function_events))
+        return losses
+
+    manifest = compare(train)
+    assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
+    assert manifest.messages[0] == (
+        "the training's own profiler left no gap for ours, and wrote no Chrome trace that could stand "
+        "for it; memory found no gap either"
+    )
+
+
+def test_a_real_run_of_two_ranks(tmp_path):
+    def run(*prefix, folder):
+        folder.mkdir()
+        command = [*prefix, *torchrun(script_path("own_profiler"), 2, str(folder))]
+        return subprocess.run(
+            command, env=training_environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+
+    alone = run(folder=tmp_path / "alone")
+    record = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(tmp_path / "run"), "--"]
+    recorded = run(*record, folder=tmp_path / "recorded")
+    assert alone.returncode == recorded.returncode == 0, recorded.stderr
+    for rank in range(2):
+        notes = [
+            json.loads((tmp_path / name / f"notes-{rank}.json").read_text()) for name in ("alone", "recorded")
+        ]
+        assert notes[0] == notes[1]
+        assert notes[0][f"{rank}-0.json"]["ProfilerStep#2"] == 1
+    assert "the training's own profiler left no gap for ours; trace.json.gz is the one it" in recorded.stderr
+    for rank in open_run(tmp_path / "run").ranks:
+        assert (rank.manifest.traced_steps, rank.manifest.memory_steps) == ([2, 3], [4])
+        assert {"ProfilerStep#2", "ProfilerStep#3"} <= ranges(rank.trace).keys()

@@ -1,0 +1,85 @@
+"""What a recorded training computes, prints and exits with is what it does alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.readers.run_directory import open_run
+
+from .conftest import script_path, torchrun, training_environment
+
+
+@pytest.fixture
+def compare(tmp_path):
+    """Runs a command alone and recorded, asserts that both print the same and end well; returns the run."""
+
+    def alone_and_recorded(command):
+        record = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(tmp_path / "run"), "--"]
+        alone, recorded = (
+            subprocess.run(
+                [*prefix, *command],
+                env=training_environment(),
+                capture_output=True,
+                timeout=240,
+                check=False,
+            )
+            for prefix in ([], record)
+        )
+        assert (alone.returncode, recorded.returncode) == (0, 0), recorded.stderr
+        assert sorted(recorded.stdout.splitlines()) == sorted(alone.stdout.splitlines())
+        return open_run(tmp_path / "run")
+
+    return alone_and_recorded
+
+
+def test_parameters_are_the_same_bit_for_bit(compare):
+    run = compare(torchrun(script_path("checksums"), 2))
+    assert run.info.state == "complete"
+    assert [rank.manifest.memory_steps for rank in run.ranks] == [[5], [5]]
+
+
+def test_compiled_code_stays_compiled(compare):
+    run = compare(torchrun(script_path("checksums"), 2, "--compiled"))
+    assert (run.info.state, len(run.messages)) == ("complete", 1)
+    assert (
+        "memory is not recorded: counting storages on a CPU would run torch.compile's code" in run.messages[0]
+    )
+    for rank in run.ranks:
+        assert (rank.manifest.traced_steps, rank.manifest.memory_steps) == ([2, 3, 4], [])
+        assert (rank.trace is not None, rank.memory) == (True, None)
+
+
+def test_forks_in_recorded_steps(compare):
+    run = compare(torchrun(script_path("forking"), 1, "--at", "1", "3", "5", "6"))
+    assert (run.info.state, run.messages) == ("complete", ())
+    (rank,) = run.ranks
+    assert (rank.manifest.traced_steps, rank.manifest.memory_steps) == ([2, 3, 4], [5])
+    (memory,) = read_memory(rank.memory)
+    assert memory.allocations.size.sum() > 0
+
+
+def test_an_argument_that_is_no_text(compare):
+    script = "import os, sys; sys.stdout.buffer.write(os.fsencode(sys.argv[1]))"
+    run = compare([sys.executable, "-c", script, os.fsdecode(b"caf\xe9")])
+    assert run.info.command[-1] == r"caf\xe9"
+
+
+def test_an_argument_that_is_no_text_in_a_rank(compare):
+    run = compare(torchrun(script_path("never_reshard"), 1, "--note", os.fsdecode(b"caf\xe9")))
+    assert run.info.state == "complete"
+    assert run.ranks[0].manifest.script[-1] == r"caf\xe9"
+
+
+def test_a_run_directory_that_is_no_text_is_refused(tmp_path):
+    run = tmp_path / os.fsdecode(b"caf\xe9")
+    record = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--", "true"]
+    done = subprocess.run(record, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
+    assert done.stderr.endswith(
+        b"caf\\udce9: its name is not UTF-8, which no JSON can hold; choose another\n"
+    )

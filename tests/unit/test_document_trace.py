@@ -1,0 +1,186 @@
+"""The document of a trace analysis: its numbers are the result's, and it shows them all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.numbers import unexplained
+from support.results import HOSTILE, MIB, MS, trace_analysis
+from synthetic import Schedule, record, transformer, write_run
+
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.reporters.document import Document, Findings, Sentences, Table
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput, TraceAnalysis
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
+
+RAW = frozenset({"groups", "prefetch", "host_syncs"})
+"""Rows of every rank and step: what is made of them stands beside them."""
+
+
+def text_of(analysis: TraceAnalysis, *, width: int = 118, verbose: bool = False) -> str:
+    text = RENDERERS["text"].render(build(analysis), RenderOptions(width=width, verbose=verbose))
+    assert isinstance(text, str)
+    return text
+
+
+def json_of(analysis: TraceAnalysis) -> dict:
+    document: dict = json.loads(RENDERERS["json"].render(build(analysis), RenderOptions()))
+    return document
+
+
+def row_of(text: str, start: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.strip().startswith(start))
+
+
+def table_of(document: Document, name: str) -> Table:
+    blocks = [block for section in document.sections for block in section.blocks]
+    return next(block for block in blocks if isinstance(block, Table) and block.name == name)
+
+
+def test_breakdown_shows_means_and_percentages() -> None:
+    """50 ms: 30 compute, 2 copies, 7 all-gather, 3 reduce-scatter, 8 idle."""
+    text = text_of(trace_analysis())
+    assert row_of(text, "mean") == ["mean", "50.00", "30.00", "2.00", "7.00", "3.00", "8.00"]
+    assert row_of(text, "%") == ["%", "100.0", "60.0", "4.0", "14.0", "6.0", "16.0"]
+    assert "memcpy  " not in text  # a part that is zero everywhere has no column
+
+
+def test_idle_time_and_speed_are_explained_under_the_breakdown() -> None:
+    analysis = trace_analysis()
+    speed = Throughput(
+        step_ns=50 * MS, tokens_per_s=80_000.0, flops_per_s=2.5e14, mfu=0.25, measured_on="unrecorded"
+    )
+    ranks = [
+        replace(
+            rank,
+            throughput=speed,
+            steps=[replace(step, idle_ns={"host_bound": 6 * MS, "queued": 2 * MS}) for step in rank.steps],
+        )
+        for rank in analysis.ranks
+    ]
+    table = table_of(build(summarise(replace(analysis, ranks=ranks))), "breakdown")
+    assert list(table.remarks) == [
+        "Idle: 6.00 ms nothing launched in time; 2.00 ms launched, not yet started.",
+        "Speed in unrecorded steps: 80,000 tokens/s over all ranks, 250.00 TFLOP/s a rank, MFU 25.0%.",
+    ]
+
+
+def test_layer_row_shows_every_number() -> None:
+    cells = row_of(text_of(trace_analysis()), "layers.1-3")
+    assert " ".join(cells) == "layers.1-3 forward all-gather 3.00 12.00 75.0% 3.00 3 24.00 12.00 1.05 bf16"
+
+
+def test_verbose_unfolds_the_layers() -> None:
+    assert "layers.2 " not in text_of(trace_analysis())
+    assert row_of(text_of(trace_analysis(), verbose=True), "layers.2")[3] == "1.00"
+
+
+def test_several_groups_have_a_column() -> None:
+    analysis = trace_analysis()
+    groups = [replace(row, mesh_dim=f"dp{i % 2}") for i, row in enumerate(analysis.groups)]
+    table = table_of(build(summarise(replace(analysis, groups=groups))), "by_layer")
+    assert table.columns[-1].name == "group"
+    assert table_of(build(analysis), "by_layer").columns[-1].name == "dtype"
+
+
+def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
+    row = BandwidthRow(
+        op="all_gather",
+        process_group="7",
+        mesh_dim=None,
+        group_size=8,
+        dtype="bfloat16",
+        payload_bytes=MIB,
+        count=10,
+        algbw_bytes_per_s=20e9,
+        busbw_bytes_per_s=17.5e9,
+        best_busbw_bytes_per_s=18e9,
+        of_best_frac=0.5,
+    )
+    analysis = replace(trace_analysis(), bandwidth=[row])
+    cells = row_of(text_of(analysis).split("of the best")[1], "all-gather")
+    assert " ".join(cells) == "all-gather 1.00 MiB 10 20.00 17.50 50.0% bf16 8 7"
+    with_peak = text_of(replace(analysis, bandwidth=[replace(row, of_peak_frac=0.04)]))
+    assert "4.0%" in row_of(with_peak.split("of the peak")[1], "all-gather")
+
+
+def test_host_synchronisations_are_a_table() -> None:
+    calls = HostSyncRow(rank=0, fqn=None, phase="other", call="cudaStreamSynchronize", operator="aten::item",
+                        count=8, blocked_ns=8 * MS)  # fmt: skip
+    text = text_of(summarise(replace(trace_analysis(), host_syncs=[calls])))
+    assert row_of(text.split("The host waited for the device")[1], "(no layer)")[2:] == [
+        "other", "cudaStreamSynchronize", "2.00", "ms", "2", "aten::item",
+    ]  # fmt: skip
+
+
+def test_ranks_are_told_apart_by_waiting_and_reason() -> None:
+    analysis = trace_analysis()
+    reason = Straggler(rank=1, fqn=None, wait_caused_ns=3 * MS, cause="its host paused", collectives=2)
+    cross = replace(
+        analysis.cross_rank, wait_ns={"0": 3 * MS, "1": 0}, wait_caused_ns={"1": 3 * MS}, stragglers=[reason]
+    )
+    text = text_of(summarise(replace(analysis, cross_rank=cross)))
+    assert row_of(text.split("Waiting for one another")[1], "1 ") == ["1", "3.00", "ms", "0", "ns"]
+    assert "3.00 ms  2  its host paused" in text
+
+
+def test_nothing_to_show_is_said() -> None:
+    analysis = trace_analysis()
+    assert "No collective ran" in text_of(summarise(replace(analysis, groups=[])))
+    stepless = summarise(replace(analysis, ranks=[replace(rank, steps=[]) for rank in analysis.ranks]))
+    assert "No step is in these traces" in text_of(stepless)
+    assert "Where the step goes" not in text_of(stepless)
+    assert text_of(summarise(replace(analysis, ranks=[], groups=[], findings=[], warnings=[])))
+
+
+def test_advice_without_findings_stands_under_its_own_heading() -> None:
+    section = build(replace(trace_analysis(), findings=[])).sections[0]
+    assert section.title == "What to look at next"
+    assert [type(block) for block in section.blocks] == [Sentences]
+    both = build(trace_analysis()).sections[0]
+    assert [type(block) for block in both.blocks] == [Findings, Sentences]
+
+
+def test_data_formats_have_every_step_and_group() -> None:
+    tables = build(trace_analysis()).tables()
+    assert list(tables)[:2] == ["groups", "steps"]
+    assert len(tables["groups"].rows) == 20
+    assert [len(tables["steps"].rows), tables["steps"].columns[4].name] == [4, "compute_ns"]
+    assert [column.name for column in tables["by_layer"].columns][3] == "exposed_ns"
+    assert len(tables["by_layer"].rows) == 5, "not folded"
+
+
+@pytest.mark.parametrize("hostile", [None, "a_very_long_module_name." * 12, HOSTILE])
+@pytest.mark.parametrize("width", [80, 118])
+def test_it_fits_its_width_and_names_stay_text(hostile: str | None, width: int) -> None:
+    text = text_of(trace_analysis(hostile=hostile), width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\x1b" not in text
+
+
+def test_every_number_of_the_text_stands_in_the_json(tmp_path: Path) -> None:
+    """A run of three ranks of a transformer whose last rank is slow, folded, unfolded and with thresholds."""
+    schedule = Schedule(roots=(transformer(6, all_gather_ns=900_011, host_ns=7_000),))
+    run = write_run(record(schedule, schedule, schedule.scaled(1.7, "layers.2")), tmp_path / "run")
+    analysis = analyze_trace(open_job(run), workers=1)
+    assert analysis.findings
+    assert analysis.late_folded
+    assert analysis.cross_rank.stragglers
+    for verbose in (False, True):
+        text = text_of(analysis, verbose=verbose).split("fsdp2prof report")[0]
+        left_out = {"and", "more"}
+        shown = [line for line in text.splitlines() if not left_out <= set(line.split())]
+        assert unexplained("\n".join(shown), json_of(analysis), without=RAW) == []
+
+
+def test_a_number_that_the_json_lacks_is_noticed() -> None:
+    """The check above is one that can fail: a sum that nobody put into the result is found."""
+    document = {"parts_ns": [1_230_000, 4_560_000]}
+    assert unexplained("1.23 ms and 4.56 ms", document) == []
+    assert unexplained("1.23 ms and 4.56 ms: 5.79 ms", document) == ["5.79"]
