@@ -44,7 +44,6 @@ class StepPrediction:
 
     estimate: StepEstimate
     trace: Trace
-    analysis: TraceAnalysis
 
 
 def estimate_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepEstimate:
@@ -95,7 +94,7 @@ def simulate_program(
     )
     analysis = analyze_trace([(trace, None)])
     estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
-    return StepPrediction(estimate=estimate, trace=trace, analysis=analysis)
+    return StepPrediction(estimate=estimate, trace=trace)
 
 
 def _estimate(
@@ -131,9 +130,7 @@ def _estimate(
         kernels_ns=kernels,
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=analysis.by_layer,
-        by_layer_folded=analysis.by_layer_folded,
-        late=analysis.late,
-        late_folded=analysis.late_folded,
+        trace=analysis,
         range=_range(program, costs, bubble),
         assumptions=_assumptions(mesh, policy, costs),
     )
