@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.tables import BoolArray, CompactArray, EventTable, IntArray, Table, Trace
 
-__all__ = ["DEVICE_CATEGORIES", "DeviceTable", "device_activities", "host_launches", "runtime_calls"]
-
-DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-"""Kineto categories that occupy a device; its annotations and synchronisation records do not."""
-
-_LAUNCHING = ("runtime", "driver")
+__all__ = ["DeviceTable", "device_activities", "host_launches", "runtime_calls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +22,7 @@ class DeviceTable(Table):
     end_ns: IntArray
     stream: CompactArray
     is_copy: BoolArray
-    """A memory copy (by kernel or copy engine is not told apart here: ``gpu_memcpy``)."""
+    """A memory copy, by kernel or by copy engine."""
     is_set: BoolArray
     """A memory set."""
     launch_ns: IntArray
@@ -44,19 +40,19 @@ def device_activities(trace: Trace) -> DeviceTable:
     (queued before recording began) have launch time and thread -1.
     """
     events = trace.events
-    on_device = events.category.matches(lambda name: name in DEVICE_CATEGORIES)
+    on_device = events.category.matches(backends.is_work)
     if trace.device.index is not None:
         on_device &= events.device == trace.device.index
     event = np.flatnonzero(on_device)
     launch = host_launches(events, event)
-    graph = events.name.lookup(launch).matches(lambda name: "GraphLaunch" in name)
+    graph = events.name.lookup(launch).matches(backends.launches_graph)
     return DeviceTable(
         event=event,
         start_ns=events.start_ns[event],
         end_ns=events.end_ns[event],
         stream=events.stream[event],
-        is_copy=events.category.equals("gpu_memcpy")[event],
-        is_set=events.category.equals("gpu_memset")[event],
+        is_copy=events.category.matches(backends.is_copy)[event],
+        is_set=events.category.matches(backends.is_fill)[event],
         launch_ns=np.where(launch >= 0, events.start_ns[launch], -1),
         thread=np.where(launch >= 0, events.thread[launch], -1),
         in_graph=graph,
@@ -65,7 +61,7 @@ def device_activities(trace: Trace) -> DeviceTable:
 
 def runtime_calls(events: EventTable) -> IntArray:
     """Return the event rows of the host's calls into the device's runtime and driver."""
-    return np.flatnonzero(events.category.matches(lambda name: name.endswith(_LAUNCHING)))
+    return np.flatnonzero(events.category.matches(backends.is_call))
 
 
 def host_launches(events: EventTable, rows: IntArray) -> IntArray:

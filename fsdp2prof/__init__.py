@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from fsdp2prof.estimators.spec.model import ModelSpec as ModelSpec
     from fsdp2prof.estimators.spec.policy import PolicySpec as PolicySpec
     from fsdp2prof.recorder import Recorder as Recorder
+    from fsdp2prof.results import CheckpointEstimate as CheckpointEstimate
+    from fsdp2prof.results import CommEstimate as CommEstimate
+    from fsdp2prof.results import MemoryAnalysis as MemoryAnalysis
+    from fsdp2prof.results import MemoryEstimate as MemoryEstimate
+    from fsdp2prof.results import RunAnalysis as RunAnalysis
+    from fsdp2prof.results import RunComparison as RunComparison
+    from fsdp2prof.results import TraceAnalysis as TraceAnalysis
     from fsdp2prof.workflows.references import references as references
 
 __version__ = "0.1.0"
@@ -43,6 +50,15 @@ _HOMES = {
     "fsdp2prof.estimators.spec.model": ("ModelSpec",),
     "fsdp2prof.estimators.spec.policy": ("PolicySpec",),
     "fsdp2prof.recorder": ("Recorder",),
+    "fsdp2prof.results": (
+        "CheckpointEstimate",
+        "CommEstimate",
+        "MemoryAnalysis",
+        "MemoryEstimate",
+        "RunAnalysis",
+        "RunComparison",
+        "TraceAnalysis",
+    ),
     "fsdp2prof.workflows.references": ("references",),
 }
 """Where the public names live; each is imported when it is first used."""

@@ -127,7 +127,7 @@ class DeviceInfo(_Record):
     """The rank's device."""
 
     type: str
-    """``cuda`` or ``cpu`` (ROCm builds say ``cuda``)."""
+    """torch's: ``cuda`` (which ROCm builds say, too), ``xpu``, ... or ``cpu``."""
     index: int | None = None
     name: str = ""
     total_bytes: int | None = None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, finding
 from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow
-from fsdp2prof.units import format_bytes, format_frac
+from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow, Severity
+from fsdp2prof.units import format_bytes, format_frac, plural
 
 __all__ = ["find"]
 
@@ -42,6 +42,12 @@ def _in_line(evidence: Evidence) -> list[Finding]:
     return evidence.finding("cpu_collectives_in_line", None, exposed, problem, severity="info")
 
 
+_SEND_LESS = (
+    "do more work per gathered parameter (larger batch, gradient accumulation without sync) or send less "
+    "(smaller dtypes, shard over fewer ranks with HSDP)."
+)
+
+
 def _communication_bound(evidence: Evidence) -> list[Finding]:
     ranks = evidence.analysis.ranks
     waiting = sum(evidence.analysis.cross_rank.wait_ns.values())
@@ -51,16 +57,26 @@ def _communication_bound(evidence: Evidence) -> list[Finding]:
         return []
     problem = (
         f"Communication takes longer than compute ({evidence.per_step(total)} against "
-        f"{evidence.per_step(compute)}), so no schedule can hide it all."
+        f"{evidence.per_step(compute)})"
     )
-    change = (
-        "Do more work per gathered parameter (larger batch, gradient accumulation without sync) or send less "
-        "(smaller dtypes, shard over fewer ranks with HSDP)."
-    )
+    change = _SEND_LESS[0].upper() + _SEND_LESS[1:]
+    severity: Severity | None = None
+    if unseen := evidence.unseen_ranks:
+        problem += f"; how much of it is waiting for the {plural(unseen, 'rank')} without a trace is unknown."
+        change = f"Analyse the traces of all ranks together. If it is not waiting: {_SEND_LESS}"
+        severity = "info"
+    else:
+        problem += ", so no schedule can hide it all."
     exposed = sum(rank.communication.exposed_ns for rank in ranks)
-    cost = min(exposed, total)
     return evidence.finding(
-        "communication_bound", None, cost, problem, change, communication_ns=total, compute_ns=compute
+        "communication_bound",
+        None,
+        min(exposed, total),
+        problem,
+        change,
+        severity,
+        communication_ns=total,
+        compute_ns=compute,
     )
 
 

@@ -68,6 +68,12 @@ class Evidence:
         return any(rank.device_type != "cpu" for rank in self.analysis.ranks)
 
     @property
+    def unseen_ranks(self) -> int:
+        """Ranks of the job whose trace is not here: what is waited for them looks like communication."""
+        worlds = [rank.world_size for rank in self.analysis.ranks if rank.world_size is not None]
+        return max(0, max(worlds, default=0) - len(self.analysis.ranks))
+
+    @property
     def has_layers(self) -> bool:
         """Whether the traces name FSDP modules."""
         return self.analysis.attribution.attributed > 0

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from fsdp2prof.analyzers.findings import communication_rules, run_rules
+from fsdp2prof.analyzers.findings import communication_rules, run_rules, straggler_rules
 from fsdp2prof.analyzers.findings.evidence import Evidence, FindingThresholds, cost_frac
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import SEVERITIES, Finding, TraceAnalysis
 
 __all__ = ["FindingThresholds", "find", "parse_thresholds"]
+
+_RULES = (communication_rules, straggler_rules, run_rules)
 
 
 def find(
@@ -31,7 +33,7 @@ def find(
     evidence = Evidence(analysis, manifests, thresholds or FindingThresholds())
     if not evidence.total_ns:
         return []
-    found = [*communication_rules.find(evidence), *run_rules.find(evidence)]
+    found = [one for rules in _RULES for one in rules.find(evidence)]
     return sorted(found, key=lambda one: (SEVERITIES.index(one.severity), -cost_frac(one)))
 
 

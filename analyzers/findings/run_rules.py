@@ -1,115 +1,22 @@
-"""Findings about ranks, hosts and shards: stragglers, a host that cannot keep up or stops, padding."""
+"""Findings about hosts and shards: a host that cannot keep up or stops, padding."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
-from fsdp2prof.analyzers.findings.evidence import Evidence, cost_frac, finding
+from fsdp2prof.analyzers.findings.evidence import Evidence, finding
 from fsdp2prof.analyzers.unrecorded import added_ns
 from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
-from fsdp2prof.results import EvidenceValue, Finding, Severity, Straggler
+from fsdp2prof.results import EvidenceValue, Finding, Severity
 from fsdp2prof.units import format_frac, format_ns
 
 __all__ = ["find"]
 
-_NAMED = 3
-"""Findings about late ranks; the result lists more."""
-
-_REMEDY = {
-    "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
-    "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
-    "host": "Look at the data loader, CPU affinity and other processes on the host of rank {rank}.",
-    "communication": "Look at the links of rank {rank}'s other process groups.",
-    "unknown": "Record more steps to see what rank {rank} does before.",
-}
-"""What to change, by kind of work; ``operator`` is a kernel of a CPU."""
-
-_SAME_SHARE = 0.01
-"""Shares that differ by less are told as one."""
-
 
 def find(evidence: Evidence) -> list[Finding]:
-    """Return the findings about ranks, hosts and shards."""
-    found = [*_stragglers(evidence), *_padding(evidence)]
-    if evidence.on_device:
-        found += _host_time(evidence)
-    return found
-
-
-def _stragglers(evidence: Evidence) -> list[Finding]:
-    """Ranks that the others wait for more than they wait themselves; the rest is ranks taking turns."""
-    cross = evidence.analysis.cross_rank
-    causes: dict[int, list[Straggler]] = defaultdict(list)
-    for straggler in cross.stragglers:
-        causes[straggler.rank].append(straggler)
-    peers = max(len(cross.wait_ns) - 1, 1)
-    felt = _felt_frac(evidence)
-    found, explained = [], 0
-    for rank, its in causes.items():
-        caused = cross.wait_caused_ns.get(str(rank), 0)
-        net = caused - cross.wait_ns.get(str(rank), 0) * peers
-        share = evidence.frac(net) * len(evidence.analysis.ranks) / peers
-        if share * felt < evidence.thresholds.straggler_frac:
-            continue
-        explained += caused
-        found.append(_straggler(evidence, rank, its[0], share, share * felt, caused))
-    found.sort(key=lambda one: -cost_frac(one))
-    rest = int((sum(cross.wait_ns.values()) - explained) * felt)
-    if evidence.frac(rest) >= evidence.thresholds.straggler_frac:
-        problem = (
-            f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no single "
-            "one is to blame."
-        )
-        change = "Even out their inputs (sequence lengths), and keep other work off their hosts."
-        calm: Severity | None = None if evidence.on_device else "info"
-        found += evidence.finding("ranks_take_turns", None, rest, problem, change, calm)
-    return found[:_NAMED]
-
-
-def _felt_frac(evidence: Evidence) -> float:
-    """Part of the waiting inside collectives that held a rank up: the rest ran beside its compute.
-
-    By the verdicts where collectives are known to be waited for, else what can be: no more than is exposed.
-    """
-    waited = sum(evidence.analysis.cross_rank.wait_ns.values())
-    if not waited:
-        return 0.0
-    if evidence.analysis.prefetch:
-        felt = sum(row.late_ns.get("peer", 0) for row in evidence.analysis.prefetch)
-    else:
-        felt = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
-    return min(felt / waited, 1.0)
-
-
-def _straggler(
-    evidence: Evidence, rank: int, worst: Straggler, share: float, cost: float, caused: int
-) -> Finding:
-    where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
-    waited = format_frac(cost)
-    if share - cost >= _SAME_SHARE:
-        waited = f"{format_frac(share)} of their time, {waited} of it with no other work to do meanwhile"
-    else:
-        waited += " of their time"
-    problem = (
-        f"The other ranks wait in collectives for rank {rank}: {waited}. Mostly: {worst.cause or 'unknown'}"
-        f"{where}."
-    )
-    kind = worst.kind or "unknown"
-    if kind == "host" and evidence.on_device:
-        problem += " (The profiler was running, which slows hosts down.)"
-    remedy = _REMEDY["operator" if kind == "kernel" and not evidence.on_device else kind]
-    facts: dict[str, EvidenceValue] = {
-        "cost_frac": cost,
-        "wait_frac": share,
-        "rank": rank,
-        "wait_caused_ns": caused,
-        "kind": worst.kind,
-        "cause": worst.cause,
-    }
-    severity = evidence.severity(cost)
-    return finding("straggler", severity, worst.fqn, problem, remedy.format(rank=rank), facts)
+    """Return the findings about hosts and shards."""
+    return [*_padding(evidence), *(_host_time(evidence) if evidence.on_device else [])]
 
 
 def _host_time(evidence: Evidence) -> list[Finding]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import host_launches
 from fsdp2prof.analyzers.steps import host_steps
@@ -37,25 +38,6 @@ _FIRST_INDEX = 1
 _HOST_PID = 1 << 20
 """Process of all host events: no device has this index, so host threads and streams stay apart."""
 
-_CUDA_NAMES = {
-    "hipLaunchKernel": "cudaLaunchKernel",
-    "hipExtLaunchKernel": "cudaLaunchKernel",
-    "hipModuleLaunchKernel": "cudaLaunchKernel",
-    "hipExtModuleLaunchKernel": "cudaLaunchKernel",
-    "cuLaunchKernel": "cudaLaunchKernel",
-    "cuLaunchKernelEx": "cudaLaunchKernelExC",
-    "hipMemcpyAsync": "cudaMemcpyAsync",
-    "hipMemcpyWithStream": "cudaMemcpyAsync",
-    "hipMemsetAsync": "cudaMemsetAsync",
-    "hipDeviceSynchronize": "cudaDeviceSynchronize",
-    "hipStreamSynchronize": "cudaStreamSynchronize",
-    "hipEventSynchronize": "cudaEventSynchronize",
-    "hipEventRecord": "cudaEventRecord",
-    "hipEventRecordWithFlags": "cudaEventRecord",
-    "hipStreamWaitEvent": "cudaStreamWaitEvent",
-}
-"""Calls HTA knows by their CUDA runtime names only."""
-
 
 def hta_trace(trace: Trace, *, cuda_names: bool = True) -> Any:
     """Build an ``hta.common.trace.Trace`` holding one rank (:data:`RANK`).
@@ -66,7 +48,7 @@ def hta_trace(trace: Trace, *, cuda_names: bool = True) -> Any:
     from hta.common.trace import Trace as HtaTrace
 
     built = HtaTrace(trace_files={}, trace_dir="")
-    built.traces[RANK] = _frame(trace, built.symbol_table, _CUDA_NAMES if cuda_names else {})
+    built.traces[RANK] = _frame(trace, built.symbol_table, backends.cuda_names() if cuda_names else {})
     built.meta_data[RANK] = {}
     built.is_parsed = True
     return built

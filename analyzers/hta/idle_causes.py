@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, hta_trace
 from fsdp2prof.analyzers.hta.requirements import need_device
-from fsdp2prof.analyzers.launches import DEVICE_CATEGORIES
 from fsdp2prof.results import IdleCauses, StreamIdle, StreamUse
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns
@@ -60,7 +60,7 @@ def idle_causes(trace: Trace, consecutive_kernel_delay_ns: int = CONSECUTIVE_KER
 
 def _streams(trace: Trace, idle: dict[int, int]) -> list[StreamUse]:
     events = trace.events
-    work = np.flatnonzero(events.category.matches(lambda name: name in DEVICE_CATEGORIES))
+    work = np.flatnonzero(events.category.matches(backends.is_work))
     uses = []
     for stream, idle_ns in idle.items():
         own = work[events.stream[work] == stream]

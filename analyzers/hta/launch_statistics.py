@@ -8,9 +8,9 @@ from statistics import median
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, hta_trace
 from fsdp2prof.analyzers.hta.requirements import need_device
-from fsdp2prof.analyzers.launches import DEVICE_CATEGORIES
 from fsdp2prof.results import Launch, LaunchedWork, LaunchStatistics
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_count, format_frac, format_ns
@@ -57,7 +57,7 @@ def launch_statistics(trace: Trace) -> LaunchStatistics:
 def _work_names(trace: Trace) -> dict[int, str]:
     """Name of the device work of each correlation id."""
     events = trace.events
-    rows = np.flatnonzero(events.category.matches(lambda name: name in DEVICE_CATEGORIES))
+    rows = np.flatnonzero(events.category.matches(backends.is_work))
     names = events.name.take(rows).to_list()
     return {number: name or "" for number, name in zip(events.correlation[rows].tolist(), names, strict=True)}
 

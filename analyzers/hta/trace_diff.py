@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers.hta.frames import calling_hta, hta_trace
 from fsdp2prof.analyzers.hta.requirements import choose_step
-from fsdp2prof.analyzers.launches import DEVICE_CATEGORIES
 from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results import NameChange, TraceDiff
 from fsdp2prof.tables import Trace
@@ -94,7 +94,7 @@ def trace_diff(
 
 def _device_names(trace: Trace) -> set[str]:
     events = trace.events
-    codes = events.name.codes[events.category.matches(lambda category: category in DEVICE_CATEGORIES)]
+    codes = events.name.codes[events.category.matches(backends.is_work)]
     return {events.name.values[code] for code in np.unique(codes).tolist()}
 
 

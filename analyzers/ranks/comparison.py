@@ -73,7 +73,8 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
     )
     shift = offset[clock[matched.rank]]
     meeting = _meet(matched, start - shift, end - shift, island[clock[matched.rank]])
-    caused = stragglers.charge(matched, meeting.start, meeting.wait, len(summaries))
+    step = matched.column([s.collectives.step for s in summaries])
+    caused = stragglers.charge(matched, meeting.start, meeting.wait, step, len(summaries))
     waits = _per_rank(summaries, matched, meeting.wait)
     timed = {rank: wait[wait >= 0] for rank, wait in waits.items() if (wait >= 0).any()}
     result = CrossRank(
@@ -87,6 +88,9 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
         unmatched_reasons=matched.unmatched,
         wait_caused_ns={
             str(s.rank): int(caused.by_rank[i]) for i, s in enumerate(summaries) if s.rank in timed
+        },
+        wait_caused_in_steps_ns={
+            str(s.rank): caused.by_step[i].tolist() for i, s in enumerate(summaries) if s.rank in timed
         },
         start_spread_ns=_median(meeting.start_spread),
         end_spread_ns=_median(meeting.end_spread),

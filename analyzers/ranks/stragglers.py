@@ -20,7 +20,7 @@ from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
 
-__all__ = ["Caused", "charge", "explain"]
+__all__ = ["LATE_FROM_THE_START", "Caused", "charge", "explain"]
 
 _RANKS = 10
 """Late ranks that are explained, the costliest first."""
@@ -44,6 +44,8 @@ class Caused:
     """Per collective: waiting of the others, summed over them."""
     by_rank: IntArray
     """Per rank; sums to all waiting."""
+    by_step: IntArray
+    """Per rank and step, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,27 @@ class _Excess:
     """Code of the process group it waited in; what a group waits for together makes nobody late to it."""
 
 
+LATE_FROM_THE_START = "it was late when the recording began"
+"""Cause of what nothing in the recording can explain: no fault of the rank, as far as is known."""
 _HOST = "its host launched nothing for a while"
-_BEFORE = "it was late when the recording began"
 _UNSEEN = "nothing in the trace took longer than on its peers"
 
 
-def charge(matched: Matched, start: IntArray, wait: IntArray, ranks: int) -> Caused:
-    """Charge each collective's waiting to its last rank. ``start`` is on aligned clocks, -1 waits unknown."""
+def charge(matched: Matched, start: IntArray, wait: IntArray, step: IntArray, ranks: int) -> Caused:
+    """Charge each collective's waiting to its last rank.
+
+    ``start`` (on aligned clocks), ``wait`` (-1 unknown) and ``step`` are of every row.
+    """
     waited = np.maximum(wait, 0)
     collective = matched.collective
     order = np.lexsort((start, collective))
     last = order[matched.first[1:] - 1]
     caused = np.zeros(matched.count, dtype=np.int64)
     np.add.at(caused, collective, waited)
-    by_rank = np.zeros(ranks, dtype=np.int64)
-    np.add.at(by_rank, matched.rank[last], caused)
-    return Caused(latest=matched.rank[last], caused_ns=caused, by_rank=by_rank)
+    steps, number = np.unique(step[last], return_inverse=True)
+    by_step = np.zeros((ranks, len(steps)), dtype=np.int64)
+    np.add.at(by_step, (matched.rank[last], number.reshape(-1)), caused)
+    return Caused(latest=matched.rank[last], caused_ns=caused, by_rank=by_step.sum(axis=1), by_step=by_step)
 
 
 def explain(
@@ -150,7 +157,7 @@ def _remainder(table: CollectiveTable, row: int, late: int, first: bool) -> _Cau
     A collective that starts as soon as it is launched was late because its launch was.
     """
     if first:
-        return _Cause(table.fqn[row], "unknown", _BEFORE)
+        return _Cause(table.fqn[row], "unknown", LATE_FROM_THE_START)
     queued = int(table.start_ns[row] - table.issue_ns[row])
     if table.issue_ns[row] >= 0 and queued * _AT_ONCE <= late:
         return _Cause(table.fqn[row], "host", _HOST)

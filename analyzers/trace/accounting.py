@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.analyzers.trace.collective_names import is_device_copy
 from fsdp2prof.analyzers.trace.collectives import Collectives
 from fsdp2prof.analyzers.trace.host_work import leaf_operators
 from fsdp2prof.results import BreakdownNs, StepBreakdown
@@ -102,7 +102,7 @@ def device_work(trace: Trace, device: DeviceTable, phases: PhaseTable, collectiv
     other[collectives.activity] = False
     device = device.take(other)
     row = find_rows(phases, device.thread, device.launch_ns)
-    stays = device.is_copy & trace.events.name.take(device.event).matches(is_device_copy)
+    stays = device.is_copy & trace.events.name.take(device.event).matches(backends.stays_on_device)
     is_fsdp = _in_label(phases, row) & (stays | ~(device.is_copy | device.is_set))
     return WorkTable(
         event=device.event,

@@ -6,25 +6,17 @@ import re
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.tables import IntArray, Strings
 
 __all__ = [
     "dtype_name",
     "is_collective_kernel",
-    "is_device_copy",
     "itemsize",
     "op_of",
     "payload_bytes",
     "wire_bytes",
 ]
-
-_KERNEL = re.compile(
-    r"nccl|rccl|msccl|hccl|oneccl|nvshmem|multimem_|cross_device_reduce|(?:one|two)_shot_all_reduce",
-    re.IGNORECASE,
-)
-"""NCCL, RCCL (``ncclDevKernel_Generic``, ``rcclGenericKernel``), symmetric-memory and NVSHMEM kernels."""
-
-_DEVICE_COPY = re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer")
 
 _OPS = (
     ("reducescatter", "reduce_scatter"),
@@ -64,12 +56,7 @@ _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)(?:_\w+)?")
 def is_collective_kernel(name: str) -> bool:
     """Whether a kernel's name, return type and namespaces apart, says that it communicates."""
     plain = re.split(r"[<(]", name.replace("(anonymous namespace)", ""), maxsplit=1)[0]
-    return _KERNEL.match(re.split(r"::|\s", plain)[-1]) is not None
-
-
-def is_device_copy(name: str) -> bool:
-    """Whether a memory copy stays on devices (a copy engine can gather; a host transfer cannot)."""
-    return _DEVICE_COPY.search(name) is not None
+    return backends.is_collective_kernel(re.split(r"::|\s", plain)[-1])
 
 
 def op_of(name: str) -> str | None:

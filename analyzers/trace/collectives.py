@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
@@ -14,7 +15,6 @@ from fsdp2prof.analyzers.trace import process_groups
 from fsdp2prof.analyzers.trace.collective_names import (
     dtype_name,
     is_collective_kernel,
-    is_device_copy,
     op_of,
     payload_bytes,
     wire_bytes,
@@ -71,7 +71,7 @@ class _Sources:
     operator: IntArray
     """``c10d::*`` operator around the launch."""
     range: IntArray
-    """``nccl:*`` range around the launch: old traces record the tensors of a list only there."""
+    """Process group's range around the launch: old traces record the tensors of a list only there."""
     issue_ns: IntArray
     issue_end_ns: IntArray
     thread: IntArray
@@ -159,9 +159,9 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
     kernel = ~device.is_copy & ~device.is_set & (name.matches(is_collective_kernel) | described)
     params = _around(trace, device, events.name.equals("record_param_comms"))
     operator = _around(trace, device, events.name.matches(lambda text: text.startswith("c10d::")))
-    ranges = _around(trace, device, events.name.matches(lambda text: text.startswith("nccl:")))
+    ranges = _around(trace, device, events.name.matches(backends.is_collective_range))
     has_kernel = np.isin(params, params[kernel], kind="table")
-    copy = device.is_copy & name.matches(is_device_copy) & (params >= 0) & ~has_kernel
+    copy = device.is_copy & name.matches(backends.stays_on_device) & (params >= 0) & ~has_kernel
     activity = np.flatnonzero(kernel | copy)
     # Everything one operator launched is one collective; a launch outside every operator stands for itself.
     key = np.where(params[activity] >= 0, params[activity], -2 - activity)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.phases import find_rows
@@ -16,8 +16,6 @@ from fsdp2prof.tables import IntArray, PhaseTable, StepTable, Trace
 
 __all__ = ["host_sync_places", "host_syncs"]
 
-_CALL = re.compile(r"(?:cuda|hip)(?:Stream|Device|Event)Synchronize|hipMemcpyWithStream|(?:cuda|hip)Memcpy")
-"""Runtime calls that return only when the device has caught up."""
 _INNER = {"aten::_local_scalar_dense": "aten::item"}
 """Operators that people know by the name of their caller."""
 
@@ -25,7 +23,7 @@ _INNER = {"aten::_local_scalar_dense": "aten::item"}
 def host_syncs(trace: Trace, phases: PhaseTable, steps: StepTable, rank: int) -> list[HostSyncRow]:
     """Return the synchronising calls inside the steps (in host time), the longest blocked first."""
     events = trace.events
-    calls = np.flatnonzero(events.name.matches(lambda name: _CALL.fullmatch(name) is not None))
+    calls = np.flatnonzero(events.name.matches(backends.always_blocks))
     calls = calls[events.thread[calls] >= 0]
     inside = intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[calls]) >= 0
     calls = calls[inside]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import runtime_calls
@@ -52,10 +54,10 @@ def _device_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
         "queued": intervals.union(empty_until[known], end[known]),
         "unknown": intervals.union(start[~known], end[~known]),
     }
-    calls = {"device_sync": "Synchronize", "memcpy": "Memcpy"}
+    calls = {"device_sync": backends.waits_for_device, "memcpy": backends.may_block_for_copy}
     begin, queue = start, _queue(tables)
-    for cause, word in calls.items():
-        blocked = _calls(tables, word)
+    for cause, is_meant in calls.items():
+        blocked = _calls(tables, is_meant)
         inside = intervals.containing(blocked.start, blocked.end, begin) >= 0
         until = np.where(inside, empty_until, begin + _refilling(queue, blocked, begin, empty_until, launch))
         until = np.where(known, until, begin)
@@ -133,11 +135,11 @@ def _host_parts(tables: RankTables, idle: Intervals) -> dict[str, Intervals]:
     }
 
 
-def _calls(tables: RankTables, word: str) -> Intervals:
-    """When the host stood in a runtime call whose name has the word."""
+def _calls(tables: RankTables, is_meant: Callable[[str], bool]) -> Intervals:
+    """When the host stood in a runtime call of some names."""
     events = tables.trace.events
     calls = runtime_calls(events)
-    rows = calls[events.name.take(calls).matches(lambda name: word in name)]
+    rows = calls[events.name.take(calls).matches(is_meant)]
     return intervals.union(events.start_ns[rows], events.end_ns[rows])
 
 

@@ -22,6 +22,9 @@ _WORTH_A_LAYER = 0.01
 _MOST = 0.5
 """Share of a step from which one thing bounds it; and from which waiting is most of communication."""
 
+_ALL = 0.95
+"""Share of communication from which waiting is all of it."""
+
 _SLOWED = 1.1
 """Factor from which on tracing slowed the step."""
 
@@ -163,10 +166,13 @@ def _unexplained(totals: TraceTotals) -> float:
 
 
 def _waiting(analysis: TraceAnalysis) -> str:
-    waited = sum(analysis.cross_rank.wait_ns.values()) / analysis.totals.windows
-    if waited < _MOST * (analysis.totals.exposed_ns or 0) or not waited:
+    """Say how much of the exposed communication may be waiting, where that is most of it."""
+    exposed = analysis.totals.exposed_ns or 0
+    waited = min(exposed, sum(analysis.cross_rank.wait_ns.values()) / analysis.totals.windows)
+    if not waited or waited < _MOST * exposed:
         return ""
-    return f", up to {format_ns(waited)} of it waiting for late ranks"
+    part = "all of it" if waited >= _ALL * exposed else f"up to {format_ns(waited)} of it"
+    return f", {part} waiting for late ranks"
 
 
 def _on_cpu(analysis: TraceAnalysis) -> bool:

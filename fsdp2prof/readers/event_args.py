@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from fsdp2prof import backends
 from fsdp2prof.readers.json_values import int_column
 from fsdp2prof.readers.kineto_schema import NO_TEXT, Args, Complete
 from fsdp2prof.tables import CollectiveArgs, IntArray, ShapeTable, Strings, SyncTable
@@ -46,7 +47,6 @@ _SHAPED_PREFIXES = (
     "c10d::",
     "_c10d_functional::",
     "gloo:",
-    "nccl:",
     "aten::_scaled_dot_product_",
     "flash_attn::",
 )
@@ -76,21 +76,26 @@ _IN_PLACE = frozenset(
     for prefix, ops in (
         ("c10d::", ("allreduce_", "broadcast_")),
         ("gloo:", ("all_reduce", "broadcast")),
-        ("nccl:", ("all_reduce", "broadcast")),
     )
     for op in ops
 )
-"""Take the tensors they overwrite."""
+"""Take the tensors they overwrite, as the ranges of a device's process group do."""
 _INPUT_ONLY = frozenset({"gloo:all_gather", "gloo:all_to_all", "gloo:reduce", "gloo:gather"})
 """Name the input alone."""
 _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
-_SIZED = _OUTPUT_FIRST | _IN_PLACE | _INPUT_ONLY
 
 
 @lru_cache(maxsize=4096)
 def _has_shapes(name: str) -> bool:
     """Whether an operator's recorded inputs are kept."""
-    return name in _SHAPED_NAMES or name.startswith(_SHAPED_PREFIXES)
+    return name in _SHAPED_NAMES or name.startswith(_SHAPED_PREFIXES) or backends.is_collective_range(name)
+
+
+def _is_in_place(name: str) -> bool:
+    _, _, operation = name.partition(":")
+    return name in _IN_PLACE or (
+        operation in ("all_reduce", "broadcast") and backends.is_collective_range(name)
+    )
 
 
 def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
@@ -195,7 +200,8 @@ def _compact(raw: msgspec.Raw) -> str:
 
 def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | None:
     """(dtype, input elements, output elements) of a collective from its recorded inputs; None if unknown."""
-    if name not in _SIZED:
+    in_place = _is_in_place(name)
+    if not in_place and name not in _OUTPUT_FIRST and name not in _INPUT_ONLY:
         return None
     shapes = msgspec.json.decode(dims)
     dtypes = msgspec.json.decode(types) if types else []
@@ -206,7 +212,7 @@ def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | No
     dtype = dtypes[0] if dtypes and isinstance(dtypes[0], str) and dtypes[0] not in _NO_DTYPE else None
     if name in _OUTPUT_FIRST:
         return dtype, _elements(shapes[1]) if len(shapes) > 1 else -1, first
-    return dtype, first, first if name in _IN_PLACE else -1
+    return dtype, first, first if in_place else -1
 
 
 def _elements(shape: Any) -> int:

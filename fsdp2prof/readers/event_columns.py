@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from fsdp2prof import backends
 from fsdp2prof.readers.event_args import (
     Metadata,
     Shape,
@@ -26,8 +27,6 @@ from fsdp2prof.readers.kineto_schema import Args, Complete, EventKinds, Instant
 __all__ = ["Columns", "Piece", "Share"]
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
-
-_DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_sync"})
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class Share:
         duration = to_ns([e.dur for e in events])
         category = self.categories.codes([e.cat for e in events], count)
         pid = self.pids.codes([e.pid for e in events], count)
-        is_device = np.asarray([c in _DEVICE_CATEGORIES for c in self.categories], dtype=np.bool_)[category]
+        is_device = np.asarray([*map(backends.is_on_device, self.categories)], dtype=np.bool_)[category]
         rows = np.flatnonzero(is_device)
         on_device = [(events[i], args[i]) for i in rows.tolist()]
         device = np.full(count, -1, dtype=np.int64)

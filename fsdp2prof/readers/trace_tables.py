@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fsdp2prof import backends
 from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.event_args import collective_args, shape_table, sync_table
@@ -20,7 +21,8 @@ from fsdp2prof.tables import CompactArray, EventTable, IntArray, LabelTable, Mem
 __all__ = ["assemble", "header_integer"]
 
 _WORTH_RETURNING_BYTES = 8 << 20
-_DEVICE_RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
+_UNCALLED = "cuda"
+"""Type of a device whose work was launched by no call in the file."""
 
 
 def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> Trace:
@@ -189,9 +191,9 @@ def _process_groups(info: Any) -> tuple[ProcessGroupInfo, ...]:
 def _device(events: EventTable, properties: Any) -> DeviceInfo:
     """The device most of the work ran on, with what ``deviceProperties`` says about it."""
     used = events.device[events.device >= 0]
+    called = backends.device_type(events.category.values)
     if not len(used):
-        on_gpu = events.category.matches(lambda category: category in _DEVICE_RUNTIME).any()
-        return DeviceInfo(type="cuda" if on_gpu else "cpu")
+        return DeviceInfo(type=called or "cpu")
     indices, counts = np.unique(used, return_counts=True)
     index = int(indices[counts.argmax()])
     known = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
@@ -199,10 +201,10 @@ def _device(events: EventTable, properties: Any) -> DeviceInfo:
     if not match and len({p.get("name") for p in known}) == 1:
         match = known
     if not match:
-        return DeviceInfo(type="cuda", index=index)
+        return DeviceInfo(type=called or _UNCALLED, index=index)
     major, minor = match[0].get("computeMajor"), match[0].get("computeMinor")
     return DeviceInfo(
-        type="cuda",
+        type=called or _UNCALLED,
         index=index,
         name=str(match[0].get("name", "")),
         total_bytes=header_integer(match[0], "totalGlobalMem"),

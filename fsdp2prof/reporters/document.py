@@ -85,11 +85,11 @@ class Table:
     unabridged: Table | None = None
     """The same with nothing folded, where ``rows`` are folded."""
 
-    def raw(self) -> tuple[list[str], list[list[Value]]]:
-        """Return column names and rows as data has them: without bars that repeat a column's numbers."""
+    def raw(self) -> tuple[list[Column], list[list[Value]]]:
+        """Return columns and rows as data has them: without bars that repeat a column's numbers."""
         named = {column.name for column in self.columns if column.kind != "bar"}
         kept = [i for i, one in enumerate(self.columns) if one.kind != "bar" or one.name not in named]
-        return [self.columns[i].name for i in kept], [[row[i] for i in kept] for row in self.rows]
+        return [self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,5 +40,5 @@ def to_html(result: Any) -> str:
 def _frame(table: Table) -> pd.DataFrame:
     import pandas as pd
 
-    names, rows = table.raw()
-    return pd.DataFrame(rows, columns=names, dtype=object).convert_dtypes()
+    columns, rows = table.raw()
+    return pd.DataFrame(rows, columns=[column.name for column in columns], dtype=object).convert_dtypes()

@@ -75,6 +75,8 @@ class CrossRank:
     """Reason -> collectives."""
     wait_caused_ns: dict[str, int] = field(default_factory=dict)
     """Rank -> waiting of the others for it; sums to the sum of ``wait_ns``."""
+    wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
+    """The same in each step, in order."""
     start_spread_ns: int | None = None
     """Median over collectives of latest start minus earliest."""
     end_spread_ns: int | None = None

@@ -122,7 +122,7 @@ class Trace:
     """From the file's ``distributedInfo``; null when it has none."""
     world_size: int | None
     device: DeviceInfo
-    """``cuda`` (CUDA or ROCm) when the file holds device activity, else ``cpu``."""
+    """``cuda`` (CUDA or ROCm), ``xpu``, ... when the file holds device activity, else ``cpu``."""
     process_groups: tuple[ProcessGroupInfo, ...]
     """From ``distributedInfo.pg_config``; empty in older traces."""
     base_time_ns: int

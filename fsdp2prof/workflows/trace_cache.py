@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from fsdp2prof import readers, tables
+from fsdp2prof import backends, readers, tables
 from fsdp2prof.files import replacing
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.chrome_trace import read_trace
@@ -108,7 +108,7 @@ def _key(path: Path) -> str:
 @lru_cache(maxsize=1)
 def _reader_digest() -> str:
     """Digest of the source that makes a cache, so that nobody has to remember to raise a version number."""
-    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest = hashlib.sha256(Path(__file__).read_bytes() + Path(backends.__file__).read_bytes())
     for folder in (*readers.__path__, *tables.__path__):
         for source in sorted(Path(folder).glob("*.py")):
             digest.update(source.read_bytes())

@@ -186,6 +186,91 @@ def test_a_rank_that_waits_less_than_it_is_waited_for_is_one() -> None:
     assert found["ranks_take_turns"].evidence["cost_frac"] == pytest.approx(10 / 200)
 
 
+def late(rank: int, ms: int, cause: str = "slower work") -> Straggler:
+    return Straggler(rank=rank, fqn=None, wait_caused_ns=ms * MS, cause=cause, kind="kernel")
+
+
+def found_late(cross: CrossRank, ranks: int, device: str = "cuda") -> dict[str, list[Finding]]:
+    """Findings about ranks, by id, of a trace of 3 steps of 50 ms on each rank."""
+    analysis = trace_analysis()
+    first = replace(analysis.ranks[0], device_type=device)
+    steps = [*first.steps, first.steps[0]]
+    busy = replace(first.communication, total_ns=140 * MS, exposed_ns=140 * MS)
+    alike = [replace(first, rank=rank, steps=steps, communication=busy) for rank in range(ranks)]
+    named: dict[str, list[Finding]] = {}
+    for one in find(replace(analysis, ranks=alike, groups=[], cross_rank=cross)):
+        named.setdefault(one.id, []).append(one)
+    return named
+
+
+def test_two_late_ranks_of_eight_are_both_to_blame() -> None:
+    """Ranks 2 and 5 cause 52 and 42 of 100 ms: they wait for one another too, which excuses neither."""
+    caused = {"2": 52, "5": 42, "0": 6}
+    cross = CrossRank(
+        match_key="seq",
+        matched=40,
+        unmatched=0,
+        wait_ns={str(rank): {2: 7, 5: 8}.get(rank, 14) * MS for rank in range(8)},
+        wait_caused_ns={str(rank): caused.get(str(rank), 0) * MS for rank in range(8)},
+        wait_caused_in_steps_ns={str(rank): [caused.get(str(rank), 0) * MS // 3] * 3 for rank in range(8)},
+        stragglers=[late(2, 52), late(5, 42), late(0, 6)],
+    )
+    found = found_late(cross, 8)
+    assert [one.evidence["rank"] for one in found["straggler"]] == [2, 5]
+    assert (
+        "In each of 3 steps the other ranks wait in collectives for rank 2" in found["straggler"][0].message
+    )
+
+
+def cross_of_two(*shares: float, steps_ms: int = 30) -> CrossRank:
+    """Two ranks; the parts of each step's waiting that rank 0 causes."""
+    mine = [round(share * steps_ms) * MS for share in shares]
+    peers = [steps_ms * MS - own for own in mine]
+    return CrossRank(
+        match_key="order",
+        matched=9,
+        unmatched=0,
+        wait_ns={"0": sum(peers), "1": sum(mine)},
+        wait_caused_ns={"0": sum(mine), "1": sum(peers)},
+        wait_caused_in_steps_ns={"0": mine, "1": peers},
+        stragglers=[late(0, sum(mine) // MS), late(1, sum(peers) // MS)],
+    )
+
+
+def test_a_rank_that_is_late_in_some_steps_only_is_not_blamed() -> None:
+    """Shares as two equal ranks of a CPU had them: 80%, 15% and 98% of the waiting is for rank 0."""
+    found = found_late(cross_of_two(0.8, 0.15, 0.98), 2)
+    assert set(found) & {"straggler", "ranks_take_turns"} == {"ranks_take_turns"}
+    (blamed,) = found_late(cross_of_two(0.8, 0.9, 0.98), 2)["straggler"]
+    assert (blamed.evidence["rank"], blamed.severity) == (0, "high")
+
+
+def test_lateness_that_may_be_chance_is_not_of_high_severity() -> None:
+    assert found_late(cross_of_two(1, 1), 2)["straggler"][0].severity == "medium", "two steps"
+    assert found_late(cross_of_two(1, 1, 1), 2, device="cpu")["straggler"][0].severity == "medium"
+    assert "In the one traced step" in found_late(cross_of_two(1), 2)["straggler"][0].message
+
+
+def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
+    late_then = "it was late when the recording began"
+    cross = replace(cross_of_two(1, 1, 1), stragglers=[late(0, 90, late_then)])
+    found = found_late(cross, 2)
+    assert "straggler" not in found
+    assert [one.severity for one in found["late_from_the_start"]] == ["info"]
+
+
+def test_a_cpu_has_no_clocks_to_compare() -> None:
+    (blamed,) = found_late(cross_of_two(1, 1, 1), 2, device="cpu")["straggler"]
+    assert "temperature" not in blamed.message
+    assert "temperature" in found_late(cross_of_two(1, 1, 1), 2)["straggler"][0].message
+
+
+def test_what_all_hides_nothing_is_told_once() -> None:
+    """All waiting is felt: no share is said twice."""
+    (blamed,) = found_late(cross_of_two(1, 1, 1), 2)["straggler"]
+    assert "60.0% of their time. Mostly" in blamed.message
+
+
 def test_costs_order_the_findings(tmp_path: Path) -> None:
     schedule = Schedule(roots=(healthy_layers(all_gather_ns=5 * MS, reduce_scatter_ns=7 * MS),))
     found = analyse(tmp_path / "run", schedule).findings
@@ -298,7 +383,8 @@ def test_the_document_has_every_metric_and_every_finding_that_fires() -> None:
     text = DOCUMENT.read_text()
     for name, metric in METRICS.items():
         assert f"| `{name}` | {metric.description} |" in text
-    for name in [*FAULTS, "wrapping_too_fine", "straggler", "ranks_take_turns", "uneven_shards"]:
+    others = "straggler", "ranks_take_turns", "late_from_the_start", "slowed_by_tracing", "uneven_shards"
+    for name in [*FAULTS, "wrapping_too_fine", *others]:
         assert f"| `{name}` |" in text
 
 

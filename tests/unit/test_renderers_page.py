@@ -85,6 +85,7 @@ def test_csv_is_raw_and_inert() -> None:
     assert len(by_layer) == 12
     assert int(by_layer[1]["payload_bytes"]) // MIB == 6
     assert by_layer[0]["exposed_ns"] == "1234567"
+    assert [row["fqn"] for row in by_layer[:2]] == ["(root)", "(no layer)"]
 
 
 def test_an_unknown_table_lists_the_tables() -> None:

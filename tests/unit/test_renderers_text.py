@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.documents import document, layer_table
 
-from fsdp2prof.reporters.document import Column, Document, Section
+from fsdp2prof.reporters.document import Column, Document, Section, Table
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.reporters.renderers.fitting import Need, fit
 
@@ -103,3 +105,43 @@ def test_room_goes_to_small_wishes_first_and_to_bars_last() -> None:
     assert fit([Need(20, 16), Need(10, 10), bar], 80) == [20, 10, 30]
     assert fit([Need(20, 16), Need(10, 10), bar], 28) == [16, 10]
     assert fit([Need(90, 50), Need(10, 10)], 40) == [40]
+
+
+KINDS = st.sampled_from(["text", "name", "number", "bar"])
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=90)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    kinds = draw(st.lists(KINDS, min_size=1, max_size=14))
+    values = {
+        "text": st.text("abcxyz", min_size=1, max_size=20),
+        "name": NAMES,
+        "number": st.integers(-(10**12), 10**12),
+        "bar": st.floats(0, 1),
+    }
+    columns = [
+        Column(name=f"c{i}", label=f"label{i}", kind=kind, show=str)  # type: ignore[arg-type]
+        for i, kind in enumerate(kinds)
+    ]
+    rows = draw(st.lists(st.tuples(*(values[kind] for kind in kinds)), min_size=1, max_size=4))
+    return Table(name="t", title="t", columns=columns, rows=rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tables(), st.integers(40, 200))
+def test_of_any_table_numbers_are_whole_or_their_column_is_named(table: Table, width: int) -> None:
+    made = Document(
+        kind="test", title="t", sections=[Section(anchor="t", title="t", blocks=[table])], result=None
+    )
+    shown = RENDERERS["text"].render(made, RenderOptions(width=width))
+    assert isinstance(shown, str)
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    dropped = " ".join(" ".join(lines).split()).partition("not shown at this width: ")[2]
+    named = dropped.partition("; widen")[0].split(", ")
+    assert table.columns[0].label not in named
+    for i, column in enumerate(table.columns):
+        assert column.label in named or column.label in shown
+        if column.kind == "number":
+            assert column.label in named or all(str(row[i]) in shown.split() for row in table.rows)

@@ -60,7 +60,7 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
         "of it compute": totals.breakdown_frac.get("compute"),
         "of it exposed communication": totals.exposed_frac,
         "of communication overlapped": totals.overlap_frac,
-        "of communication on a layer": totals.attributed_frac,
+        "of communication on a layer": totals.attributed_frac or None,
         "MFU": totals.mfu,
     }
     return [

@@ -195,14 +195,15 @@ def _overlap_sentence(analysis: TraceAnalysis) -> str:
 
 def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
     found, share = analysis.attribution, format_frac(analysis.totals.attributed_frac)
-    return [
+    placed = (
         f"On a layer: {found.attributed:,} of {plural(found.collectives, 'collective')}, {share} of "
-        "communication time.",
-        *(
-            f"Not on a layer: {plural(count, 'collective')}, {reason}."
-            for reason, count in found.unattributed_reasons.items()
-        ),
+        "communication time."
+    )
+    missing = [
+        f"Not on a layer: {plural(count, 'collective')}, {reason}."
+        for reason, count in found.unattributed_reasons.items()
     ]
+    return [placed, *missing] if found.attributed else missing
 
 
 def group_table(analysis: TraceAnalysis) -> Table:

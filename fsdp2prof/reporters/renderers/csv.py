@@ -1,7 +1,8 @@
 """CSV: one table of a document, raw values under the names of its columns.
 
-An unknown value is an empty field. Names come from untrusted files: one that a spreadsheet would run as a
-formula is written behind an apostrophe, and control characters as visible codes.
+An unknown value is an empty field. Layers are named as everywhere, so that ``(root)`` differs from
+``(no layer)``. Names come from untrusted files: one that a spreadsheet would run as a formula is written
+behind an apostrophe, and control characters as visible codes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import csv
 import io
 
 from fsdp2prof.errors import UsageError
-from fsdp2prof.reporters.document import Document, Table, Value
+from fsdp2prof.reporters.document import Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
-from fsdp2prof.vocabulary import printable
+from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["CsvRenderer"]
 
@@ -28,11 +29,11 @@ class CsvRenderer:
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Write the table that ``options.table`` names, or the document's first."""
-        names, rows = _choose(document, options.table).raw()
+        columns, rows = _choose(document, options.table).raw()
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(map(_inert, row) for row in rows)
+        writer.writerow([column.name for column in columns])
+        writer.writerows(map(_field, columns, row) for row in rows)
         return out.getvalue()
 
 
@@ -47,7 +48,9 @@ def _choose(document: Document, name: str | None) -> Table:
     return tables[name]
 
 
-def _inert(value: Value) -> Value:
+def _field(column: Column, value: Value) -> Value:
+    if column.show is layer_name:
+        value = column.text(value)
     if not isinstance(value, str):
         return value
     return printable(f"'{value}" if value.startswith(_FORMULA) else value)

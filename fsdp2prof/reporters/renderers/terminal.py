@@ -39,7 +39,7 @@ from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["lay_out"]
 
-_BAR = Need(natural=30, least=6, patient=True)
+_BAR_NATURAL, _BAR_LEAST = 30, 6
 _NAME_LEAST = 16
 _NAME_LINES = 3
 """Lines over which a name is folded before its middle is left out."""
@@ -238,18 +238,12 @@ def _cell(column: Column, value: Value) -> str | float:
 
 
 def _need(index: int, column: Column, cells: Sequence[str | float]) -> Need:
-    if column.kind == "bar":
-        return _BAR
-    texts = [cell for cell in cells if isinstance(cell, str)]
-    body = max((cell_len(text) for text in texts), default=0)
     header = max(map(cell_len, column.label.split("\n")))
-    natural = max(body, header)
-    if column.kind == "name":
-        return Need(
-            natural, max(min(natural, _NAME_LEAST), max(map(cell_len, column.label.split()), default=0))
-        )
-    if index == 0 and column.kind != "number":
-        return Need(natural, min(natural, _NAME_LEAST))
+    if column.kind == "bar":
+        return Need(max(_BAR_NATURAL, header), max(_BAR_LEAST, header), patient=True)
+    natural = max([header, *(cell_len(cell) for cell in cells if isinstance(cell, str))])
+    if column.kind == "name" or (index == 0 and column.kind != "number"):
+        return Need(natural, max(header, min(natural, _NAME_LEAST)))
     return Need(natural, natural)
 
 

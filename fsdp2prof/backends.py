@@ -1,0 +1,219 @@
+"""Accelerators as a Kineto trace shows them, a row each; whatever depends on their kind is read from it.
+
+Sources: the activity types of ``libkineto/include/ActivityType.h``, the plugins that emit them, and the
+interfaces of each runtime. ROCm's calls come under CUDA's categories.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "always_blocks",
+    "cuda_names",
+    "device_type",
+    "is_call",
+    "is_collective_kernel",
+    "is_collective_range",
+    "is_copy",
+    "is_fill",
+    "is_on_device",
+    "is_work",
+    "launches_graph",
+    "may_block_for_copy",
+    "stays_on_device",
+    "waits_for_device",
+]
+
+_NEVER = re.compile(r"(?!)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """How one kind of accelerator shows in a trace. Patterns match whole names unless said otherwise."""
+
+    name: str
+    """Maker and interface, as people call it."""
+    device_type: str
+    """torch's."""
+    calls: tuple[str, ...]
+    """Categories of the host's calls into its runtime and driver."""
+    kernel: str = "kernel"
+    """Category of its kernels."""
+    copy: str = "gpu_memcpy"
+    fill: str = "gpu_memset"
+    records: tuple[str, ...] = ("gpu_user_annotation",)
+    """Categories of what lies on its streams and occupies nothing."""
+    waits: re.Pattern[str]
+    """Calls made to return only when the device has caught up."""
+    copies: re.Pattern[str]
+    """Calls that copy, some of which block the host."""
+    blocking_copies: re.Pattern[str] = _NEVER
+    """Those that always block."""
+    graph_launches: re.Pattern[str] = _NEVER
+    """Calls that launch a whole graph of kernels."""
+    device_copies: re.Pattern[str]
+    """Found in the name of a copy that stays on devices."""
+    collective_kernels: re.Pattern[str]
+    """Begins the name of a kernel that communicates."""
+    collective_ranges: str
+    """Begins the name of the range around a collective (``nccl:all_reduce``)."""
+    cuda_names: Mapping[str, str] = field(default_factory=dict)
+    """CUDA runtime's name of calls that HolisticTraceAnalysis looks for."""
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="NVIDIA CUDA",
+        device_type="cuda",
+        calls=("cuda_runtime", "cuda_driver"),
+        records=("gpu_user_annotation", "cuda_sync"),
+        waits=re.compile(r"cu(?:da)?(?:Stream|Device|Event|Ctx)Synchronize\w*"),
+        copies=re.compile(r"cu(?:da)?Memcpy\w*"),
+        blocking_copies=re.compile(r"cudaMemcpy"),
+        graph_launches=re.compile(r"cu(?:da)?GraphLaunch\w*"),
+        device_copies=re.compile(r"DtoD|PtoP"),
+        # Symmetric memory and NVSHMEM communicate in kernels of their own.
+        collective_kernels=re.compile(
+            r"nccl|nvshmem|multimem_|cross_device_reduce|(?:one|two)_shot_all_reduce", re.IGNORECASE
+        ),
+        collective_ranges="nccl:",
+        cuda_names={"cuLaunchKernel": "cudaLaunchKernel", "cuLaunchKernelEx": "cudaLaunchKernelExC"},
+    ),
+    Backend(
+        name="AMD ROCm",
+        device_type="cuda",
+        calls=("cuda_runtime", "cuda_driver"),
+        waits=re.compile(r"hip(?:Stream|Device|Event|Ctx)Synchronize\w*"),
+        copies=re.compile(r"hipMemcpy\w*"),
+        blocking_copies=re.compile(r"hipMemcpy|hipMemcpyWithStream"),
+        graph_launches=re.compile(r"hipGraphLaunch\w*"),
+        device_copies=re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer"),
+        collective_kernels=re.compile(r"rccl|nccl|msccl|rocshmem", re.IGNORECASE),
+        collective_ranges="nccl:",
+        cuda_names={
+            "hipLaunchKernel": "cudaLaunchKernel",
+            "hipExtLaunchKernel": "cudaLaunchKernel",
+            "hipModuleLaunchKernel": "cudaLaunchKernel",
+            "hipExtModuleLaunchKernel": "cudaLaunchKernel",
+            "hipMemcpyAsync": "cudaMemcpyAsync",
+            "hipMemcpyWithStream": "cudaMemcpyAsync",
+            "hipMemsetAsync": "cudaMemsetAsync",
+            "hipDeviceSynchronize": "cudaDeviceSynchronize",
+            "hipStreamSynchronize": "cudaStreamSynchronize",
+            "hipEventSynchronize": "cudaEventSynchronize",
+            "hipEventRecord": "cudaEventRecord",
+            "hipEventRecordWithFlags": "cudaEventRecord",
+            "hipStreamWaitEvent": "cudaStreamWaitEvent",
+        },
+    ),
+    Backend(
+        name="Intel XPU",
+        device_type="xpu",
+        calls=("xpu_runtime", "xpu_driver"),
+        records=("gpu_user_annotation", "xpu_sync"),
+        # Unified Runtime (ur), its predecessor (pi), Level Zero (ze).
+        waits=re.compile(r"(?:ur|pi)(?:QueueFinish|EventWait|EventsWait)|ze\w+(?:Host)?Synchronize"),
+        copies=re.compile(r"(?:ur|piext|pi)\w*(?:Memcpy|MemBuffer(?:Copy|Read|Write))\w*|ze\w+MemoryCopy\w*"),
+        graph_launches=re.compile(r"ur\w*(?:EnqueueCommandBuffer|CommandBufferEnqueue)\w*"),
+        device_copies=re.compile(r"D2D|P2P|DtoD"),
+        collective_kernels=re.compile(r"oneccl|xccl", re.IGNORECASE),
+        collective_ranges="xccl:",
+        cuda_names={
+            "urEnqueueKernelLaunch": "cudaLaunchKernel",
+            "urEnqueueKernelLaunchWithArgsExp": "cudaLaunchKernel",
+            "urEnqueueCooperativeKernelLaunchExp": "cudaLaunchKernel",
+            "piEnqueueKernelLaunch": "cudaLaunchKernel",
+            "urEnqueueUSMMemcpy": "cudaMemcpyAsync",
+            "urEnqueueUSMFill": "cudaMemsetAsync",
+            "urQueueFinish": "cudaStreamSynchronize",
+            "urEventWait": "cudaEventSynchronize",
+        },
+    ),
+    Backend(
+        name="an accelerator out of torch's tree",
+        device_type="privateuseone",
+        calls=("privateuse1_runtime", "privateuse1_driver"),
+        waits=re.compile(r"\w*Synchronize\w*"),
+        copies=re.compile(r"\w*Memcpy\w*"),
+        device_copies=re.compile(r"D2D|DtoD"),
+        collective_kernels=re.compile(r"hccl", re.IGNORECASE),
+        collective_ranges="hccl:",
+    ),
+)
+"""Every kind there is; a new one is one more row."""
+
+
+def device_type(categories: Iterable[str]) -> str | None:
+    """Return torch's name of the device that a trace's host calls went to, by their categories."""
+    present = set(categories)
+    return next((row.device_type for row in BACKENDS if not present.isdisjoint(row.calls)), None)
+
+
+def is_call(category: str) -> bool:
+    """Whether a category is of host calls into a device's runtime or driver."""
+    return any(category in row.calls for row in BACKENDS)
+
+
+def is_work(category: str) -> bool:
+    """Whether a category is of activities that occupy a device: kernels, copies, fills."""
+    return any(category in (row.kernel, row.copy, row.fill) for row in BACKENDS)
+
+
+def is_on_device(category: str) -> bool:
+    """Whether a category is of anything on a device's streams."""
+    return is_work(category) or any(category in row.records for row in BACKENDS)
+
+
+def is_copy(category: str) -> bool:
+    """Whether a category is of a device's memory copies."""
+    return any(category == row.copy for row in BACKENDS)
+
+
+def is_fill(category: str) -> bool:
+    """Whether a category is of a device's memory fills."""
+    return any(category == row.fill for row in BACKENDS)
+
+
+def waits_for_device(call: str) -> bool:
+    """Whether a host call is made to return only when the device has caught up."""
+    return any(row.waits.fullmatch(call) for row in BACKENDS)
+
+
+def always_blocks(call: str) -> bool:
+    """Whether a host call always stops the host until the device has caught up, as some copies do."""
+    return waits_for_device(call) or any(row.blocking_copies.fullmatch(call) for row in BACKENDS)
+
+
+def may_block_for_copy(call: str) -> bool:
+    """Whether a host call copies, which may block it."""
+    return any(row.copies.fullmatch(call) for row in BACKENDS)
+
+
+def launches_graph(call: str) -> bool:
+    """Whether one host call launches a whole graph of kernels."""
+    return any(row.graph_launches.fullmatch(call) for row in BACKENDS)
+
+
+def stays_on_device(copy: str) -> bool:
+    """Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
+    return any(row.device_copies.search(copy) for row in BACKENDS)
+
+
+def is_collective_kernel(function: str) -> bool:
+    """Whether a kernel communicates, by the name of its function alone."""
+    return any(row.collective_kernels.match(function) for row in BACKENDS)
+
+
+def is_collective_range(name: str) -> bool:
+    """Whether a host range is one that a process group puts around its collectives."""
+    return name.startswith(tuple(row.collective_ranges for row in BACKENDS))
+
+
+def cuda_names() -> dict[str, str]:
+    """Return the CUDA runtime's names of the other kinds' calls, where they have one."""
+    return {call: name for row in BACKENDS for call, name in row.cuda_names.items()}
