@@ -7,7 +7,12 @@ WORKERS ?= 2
 GPU_PYTHON ?= $(BIN)/python
 GPU_OUT ?= runs/gpu-day
 
-.PHONY: demo test lint slow gpu clean
+# Torch releases that `make compat` goes through, one after the other: the oldest supported, one between, the newest.
+TORCH ?= 2.7.1 2.10.0 2.13.0
+COMPAT := .compat
+EXACT := exact_collectives memory_exact estimate_comm estimate_memory same_estimate_every_time
+
+.PHONY: demo test lint slow compat gpu clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,9 +38,24 @@ test: lint
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+compat: $(TORCH:%=compat-%)
+
+compat-%: $(COMPAT)/%/.installed
+	$(COMPAT)/$*/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version)'
+	$(COMPAT)/$*/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/unit $(EXACT:%=tests/integration/test_%.py)
+
+# Some 7 GB each, most of it CUDA libraries that no test needs; `make clean` takes them away.
+.PRECIOUS: $(COMPAT)/%/.installed
+$(COMPAT)/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(COMPAT)/$*
+	sed 's/^torch==.*/torch==$*/' constraints.txt > $(COMPAT)/$*/constraints.txt
+	$(COMPAT)/$*/bin/python -m pip install --quiet --upgrade pip
+	$(COMPAT)/$*/bin/python -m pip install --quiet -c $(COMPAT)/$*/constraints.txt -e '.[test]'
+	touch $@
+
 # GPU_PYTHON=python3 takes a Python that has torch already, and installs nothing.
 gpu: $(filter $(STAMP),$(GPU_PYTHON:$(BIN)/python=$(STAMP)))
 	$(GPU_PYTHON) -m benchmarks.gpu_day -o $(GPU_OUT)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(COMPAT) build dist *.egg-info runs

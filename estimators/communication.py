@@ -13,6 +13,7 @@ from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_grou
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.torch_rules import clipping_reduces_every_norm
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
 from fsdp2prof.results import CommEstimate, CommRow, CommTotals
@@ -156,7 +157,8 @@ def _add_step_end(
     if policy.clip_grad and policy.optimizer != "none":
         trained = sum(parameter.requires_grad for parameter in parameters)
         axes = (shard, Axis(size=mesh.tp, mesh_dim="tp"))
-        reductions += [(axis, policy.orig_dtype, trained) for axis in axes]
+        norms = trained if clipping_reduces_every_norm() else 1
+        reductions += [(axis, policy.orig_dtype, norms) for axis in axes]
     if policy.fp8_all_gather:
         scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
         reductions.append((shard, "float32", scaled))
@@ -179,7 +181,11 @@ def _notes(policy: PolicySpec) -> list[str]:
         "every module runs once per forward, and every trainable parameter gets a gradient",
     ]
     if policy.clip_grad and policy.optimizer != "none":
-        notes.append("gradient clipping all-reduces the stacked norms of all trained parameters once a step")
+        notes.append(
+            "gradient clipping all-reduces the stacked norms of all trained parameters once a step"
+            if clipping_reduces_every_norm()
+            else "gradient clipping all-reduces the total norm once a step, as torch does before 2.9"
+        )
     if policy.fp8_all_gather:
         notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")
     if isinstance(policy.reshard, int) and policy.fp8_all_gather:

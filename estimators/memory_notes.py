@@ -5,9 +5,9 @@ from __future__ import annotations
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
-from fsdp2prof.estimators.sharding import root_obeys_reshard
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.torch_rules import root_obeys_reshard
 from fsdp2prof.results import PredictedPeak
 from fsdp2prof.units import format_bytes
 
@@ -123,7 +123,7 @@ def advice(peak: PredictedPeak, missing_bytes: int, mesh: MeshSpec, policy: Poli
         fragmented = peak.reserved_bytes - peak.active_bytes
         lines.append(
             f"{format_bytes(fragmented)} is reserved and not active: "
-            "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     if dtype_bytes(policy.orig_dtype) == 4 and states > missing_bytes:
         lines.append("optimizer state in bf16 (orig_dtype=bf16) halves it, at the price of precision")

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
-from inspect import signature
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -20,19 +18,12 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import root_obeys_reshard
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "ParameterGroup",
-    "ShardedParameter",
-    "WrapUnit",
-    "freeze",
-    "parameter_groups",
-    "root_obeys_reshard",
-    "wrap_units",
-]
+__all__ = ["ParameterGroup", "ShardedParameter", "WrapUnit", "freeze", "parameter_groups", "wrap_units"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,17 +132,6 @@ def freeze(module: nn.Module, policy: PolicySpec) -> None:
         trainable += parameter.requires_grad
     if trainable == 0:
         raise ModelError(f"trainable: {policy.trainable!r} matches no parameter of the model")
-
-
-@cache
-def root_obeys_reshard() -> bool:
-    """Whether the installed torch reshards the root when told to; 2.7 keeps it gathered whatever it is told.
-
-    Where it obeys, ``reshard_after_forward`` has a default of its own for "the root does not, others do".
-    """
-    from torch.distributed.fsdp import fully_shard
-
-    return signature(fully_shard).parameters["reshard_after_forward"].default is None
 
 
 def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[ParameterGroup, ...]:

@@ -212,6 +212,14 @@ class ParamGroupInfo(_Record):
     parameters: list[ParameterInfo]
     forward_prefetch: list[str] = []
     backward_prefetch: list[str] = []
+    unshard_in_backward: bool = True
+    """False if its parameters are not gathered again for the backward."""
+    reshard_after_backward: bool = True
+    reduce_scatter_max_input_buffers: int = 1
+    """Reduce-scatter inputs that its root keeps at a time; 1 where this torch cannot set it."""
+    all_gather_comm: str | None = None
+    """Class that allocates and runs its all-gathers if it is not FSDP's default; null: the default."""
+    reduce_scatter_comm: str | None = None
 
 
 class OptimizerInfo(_Record):
@@ -269,6 +277,9 @@ class RankManifest(_Record):
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))
+    compiled_modules: list[str] | None = None
+    """Modules that run compiled, by their names under their root, which is the empty string itself; null if
+    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
@@ -285,6 +296,7 @@ class RankManifest(_Record):
     allocator: dict[str, int] = {}
     """``torch.cuda.memory_stats`` of interest; empty on CPU."""
     allocator_settings: dict[str, str] = {}
+    """How the CUDA allocator is set, ``backend`` and ``expandable_segments`` among it; empty on CPU."""
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""

@@ -7,9 +7,11 @@ from dataclasses import asdict
 
 import numpy as np
 
+from fsdp2prof.analyzers.findings.evidence import finding
 from fsdp2prof.analyzers.memory.leaks import Leak, find_leaks
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
 from fsdp2prof.analyzers.memory.remedies import in_loss
+from fsdp2prof.analyzers.memory.stacks import own_frame
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
 from fsdp2prof.labels import is_root
@@ -43,7 +45,7 @@ def rank_findings(
         _unattributed(view, result.peak, described=manifest is not None and bool(manifest.tensors)),
         _truncated(result),
     ]
-    return [finding for finding in found if finding is not None]
+    return [one for one in found if one is not None]
 
 
 def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
@@ -55,14 +57,13 @@ def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
     high, low = fullest.peak.allocated_bytes, emptiest.peak.allocated_bytes
     if high - low <= _IMBALANCE * high:
         return None
-    return Finding(
-        id="rank_imbalance",
-        severity="medium",
-        fqn=None,
-        message=f"Rank {fullest.rank} peaks at {format_bytes(high)}, "
-        f"rank {emptiest.rank} at {format_bytes(low)}: balance the batches, or look for uneven shards "
-        "and work that only one rank does.",
-        evidence={"ranks": {str(result.rank): result.peak.allocated_bytes for result in results}},
+    return finding(
+        "rank_imbalance",
+        "medium",
+        None,
+        f"Rank {fullest.rank} peaks at {format_bytes(high)}, rank {emptiest.rank} at {format_bytes(low)}.",
+        "Balance the batches, or look for uneven shards and work that only one rank does.",
+        {"ranks": {str(result.rank): result.peak.allocated_bytes for result in results}},
     )
 
 
@@ -70,13 +71,13 @@ def _out_of_memory(result: RankMemory) -> Finding | None:
     oom = result.oom
     if oom is None:
         return None
-    return Finding(
-        id="out_of_memory",
-        severity="high",
-        fqn=oom.fqn,
-        message=f"Rank {result.rank} ran out of memory {where(oom.phase)}: {request_story(oom)}. "
-        f"{what_would_fit(oom)}",
-        evidence={
+    return finding(
+        "out_of_memory",
+        "high",
+        oom.fqn,
+        f"Rank {result.rank} ran out of memory {where(oom.phase)}: {request_story(oom)}.",
+        what_would_fit(oom),
+        {
             "requested_bytes": oom.requested_bytes,
             "missing_bytes": oom.missing_bytes,
             "remedies": [asdict(remedy) for remedy in oom.remedies],
@@ -92,13 +93,14 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
         size = held.pop(root)
         if size > _NOTABLE * peak.allocated_bytes and peak.fqn != root:
             found.append(
-                Finding(
-                    id="root_kept_unsharded",
-                    severity=_severity(size, peak.allocated_bytes),
-                    fqn=root,
-                    message=f"The root group stays unsharded at the peak ({format_bytes(size)}): usually "
-                    "embedding and head, which nobody wrapped. Wrap them with fully_shard of their own.",
-                    evidence={"bytes": size},
+                finding(
+                    "root_kept_unsharded",
+                    _severity(size, peak.allocated_bytes),
+                    root,
+                    f"The root group stays unsharded at the peak ({format_bytes(size)}): usually embedding "
+                    "and head, which nobody wrapped.",
+                    "Wrap them with fully_shard of their own.",
+                    {"bytes": size},
                 )
             )
     total = sum(held.values())
@@ -111,13 +113,13 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
             else "several roots, or groups that reshard_after_forward=False keeps until the backward"
         )
         found.append(
-            Finding(
-                id="groups_unsharded_together",
-                severity=_severity(total, peak.allocated_bytes),
-                fqn=None,
-                message=f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): "
-                f"{why}. Smaller groups, or resharding, lower it.",
-                evidence={"bytes": {str(name): size for name, size in held.items()}},
+            finding(
+                "groups_unsharded_together",
+                _severity(total, peak.allocated_bytes),
+                None,
+                f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): {why}.",
+                "Smaller groups, or resharding, lower it.",
+                {"bytes": {str(name): size for name, size in held.items()}},
             )
         )
     return found
@@ -133,13 +135,14 @@ def _unsharded_gradients(view: PreparedRecording) -> Finding | None:
     size = int(rows.size[kept].sum())
     if size <= _NOTABLE * whole:
         return None
-    return Finding(
-        id="unsharded_gradients",
-        severity=_severity(size, whole),
-        fqn=None,
-        message=f"{format_bytes(size)} of unsharded gradients at the peak live on into the next micro-batch: "
-        "without gradient sync they stay for the whole model. Sync every micro-batch, or use fewer of them.",
-        evidence={"bytes": size, "groups": len(np.unique(rows.fqn.codes[kept]))},
+    return finding(
+        "unsharded_gradients",
+        _severity(size, whole),
+        None,
+        f"{format_bytes(size)} of unsharded gradients at the peak live on into the next micro-batch: "
+        "without gradient sync they stay for the whole model.",
+        "Sync every micro-batch, or use fewer of them.",
+        {"bytes": size, "groups": len(np.unique(rows.fqn.codes[kept]))},
     )
 
 
@@ -150,13 +153,14 @@ def _fp32_logits(view: PreparedRecording) -> Finding | None:
     size = int(live.size[loss].sum())
     if size <= _NOTABLE * whole:
         return None
-    return Finding(
-        id="logits_in_loss",
-        severity=_severity(size, whole),
-        fqn=None,
-        message=f"The cross-entropy loss holds {format_bytes(size)} at the peak: logits of tokens x "
-        "vocabulary and their fp32 copies. Compute the loss in chunks, or with a fused linear cross-entropy.",
-        evidence={"bytes": size, "blocks": int(loss.sum())},
+    return finding(
+        "logits_in_loss",
+        _severity(size, whole),
+        None,
+        f"The cross-entropy loss holds {format_bytes(size)} at the peak: logits of tokens x vocabulary and "
+        "their fp32 copies.",
+        "Compute the loss in chunks, or with a fused linear cross-entropy.",
+        {"bytes": size, "blocks": int(loss.sum())},
     )
 
 
@@ -175,12 +179,13 @@ def _optimizer_first_step(view: PreparedRecording) -> Finding | None:
         if missing > 0
         else ""
     )
-    return Finding(
-        id="optimizer_first_step",
-        severity="medium" if missing > 0 else "info",
-        fqn=None,
-        message=f"The optimizer made {format_bytes(grown)} of states in its first step.{later}",
-        evidence={"bytes": grown, "after_peak_bytes": missing},
+    return finding(
+        "optimizer_first_step",
+        "medium" if missing > 0 else "info",
+        None,
+        f"The optimizer made {format_bytes(grown)} of states in its first step.{later}",
+        "",
+        {"bytes": grown, "after_peak_bytes": missing},
     )
 
 
@@ -190,16 +195,17 @@ def _held_across_streams(view: PreparedRecording) -> Finding | None:
     # A free that no stream delays is completed by the very next event.
     waited = rows.take((rows.free_order != NEVER) & (rows.release_order - 1 > rows.free_order))
     held = running_total(waited.free_order, waited.release_order, waited.size, view.recording.events)
-    most = int(held.max())
-    if most <= _NOTABLE * int(view.totals[view.peak_order]):
+    most, whole = int(held.max()), int(view.totals[view.peak_order])
+    if most <= _NOTABLE * whole:
         return None
-    return Finding(
-        id="held_across_streams",
-        severity=_severity(most, int(view.totals[view.peak_order])),
-        fqn=None,
-        message=f"Up to {format_bytes(most)} were freed but still in use by another stream (record_stream): "
+    return finding(
+        "held_across_streams",
+        _severity(most, whole),
+        None,
+        f"Up to {format_bytes(most)} were freed but still in use by another stream (record_stream): "
         "the allocator cannot reuse them in time.",
-        evidence={"bytes": most, "blocks": len(waited)},
+        "",
+        {"bytes": most, "blocks": len(waited)},
     )
 
 
@@ -214,13 +220,13 @@ def _gradients_kept(view: PreparedRecording) -> Finding | None:
     size = int(rows.size[kept].sum())
     if size <= _NOTABLE * int(view.totals[view.peak_order]):
         return None
-    return Finding(
-        id="gradients_not_none",
-        severity="medium",
-        fqn=None,
-        message=f"Gradients of {format_bytes(size)} live through the forward: call "
-        "zero_grad(set_to_none=True), or accept it if they accumulate over micro-batches.",
-        evidence={"bytes": size},
+    return finding(
+        "gradients_not_none",
+        "medium",
+        None,
+        f"Gradients of {format_bytes(size)} live through the forward.",
+        "Call zero_grad(set_to_none=True), or accept it if they accumulate over micro-batches.",
+        {"bytes": size},
     )
 
 
@@ -231,29 +237,33 @@ def _fragmented(result: RankMemory) -> Finding | None:
     split, reserved = found.inactive_split_bytes, found.reserved_bytes
     if split <= _NOTABLE * reserved:
         return None
-    return Finding(
-        id="fragmentation",
-        severity=_severity(split, reserved),
-        fqn=None,
-        message=f"{format_bytes(split)} ({format_frac(split / reserved)} of the reserved memory) are "
-        "free parts of segments in use: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
-        evidence={"inactive_split_bytes": split, "reserved_bytes": reserved},
+    return finding(
+        "fragmentation",
+        _severity(split, reserved),
+        None,
+        f"{format_bytes(split)} ({format_frac(split / reserved)} of the reserved memory) are free parts of "
+        "segments in use.",
+        "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+        {"inactive_split_bytes": split, "reserved_bytes": reserved},
     )
 
 
 def _leaking(rank: int, leak: Leak) -> Finding:
-    where = leak.op or leak.category
-    return Finding(
-        id="leak",
-        severity="high",
-        fqn=leak.fqn,
-        message=f"Rank {rank} grows by {format_bytes(leak.bytes_per_step)} every step: {where} leaves "
-        "memory that no later step frees. Look for tensors kept in a list, or a loss kept with its graph.",
-        evidence={
+    what, place = leak.op or leak.category, own_frame(leak.stack)
+    by = what if place is None or what.endswith(place) else f"{what} at {place}"
+    return finding(
+        "leak",
+        "high",
+        leak.fqn,
+        f"Rank {rank} grows by {format_bytes(leak.bytes_per_step)} every step: {by} leaves memory that no "
+        "later step frees.",
+        "Look for tensors kept in a list, or a loss kept with its graph.",
+        {
             "bytes_per_step": leak.bytes_per_step,
             "steps": leak.steps,
             "category": leak.category,
             "op": leak.op,
+            "place": place,
             "stack": leak.stack,
         },
     )
@@ -266,38 +276,38 @@ def _unattributed(view: PreparedRecording, peak: Peak, *, described: bool) -> Fi
         return None
     live = view.live(view.peak_order)
     early = int(live.size[live.category.equals("unattributed") & (live.alloc_order < 0)].sum())
+    change = ""
     if 2 * early < unknown:
-        why = "mostly made where no label tells the phase, and still there at the end"
+        why = "mostly made where neither a label nor a stack tells the phase"
     elif described:
         why = (
             "mostly from before the recording began, and neither model, optimizer nor FSDP know it: what the "
             "training keeps itself (outputs or losses in a list, an EMA copy, a data cache)"
         )
     else:
-        why = (
-            "mostly from before the history began, and no manifest names it; fsdp2prof record writes one "
-            "of all parameters, gradients and optimizer states"
-        )
-    return Finding(
-        id="unattributed",
-        severity="info",
-        fqn=None,
-        message=f"{format_bytes(unknown)} ({format_frac(unknown / peak.allocated_bytes)} of the peak) are "
-        f"unattributed: {why}.",
-        evidence={"bytes": unknown, "before_history_bytes": early},
+        why = "mostly from before the history began, and no manifest names it"
+        change = "fsdp2prof record writes one of all parameters, gradients and optimizer states."
+    part = format_frac(unknown / peak.allocated_bytes)
+    return finding(
+        "unattributed",
+        "info",
+        None,
+        f"{format_bytes(unknown)} ({part} of the peak) are unattributed: {why}.",
+        change,
+        {"bytes": unknown, "before_history_bytes": early},
     )
 
 
 def _truncated(result: RankMemory) -> Finding | None:
     if not result.truncated:
         return None
-    return Finding(
-        id="history_truncated",
-        severity="info",
-        fqn=None,
-        message="The history's ring buffer overflowed: what was allocated before its first event has "
-        "no phase here. Raise max_entries.",
-        evidence={},
+    return finding(
+        "history_truncated",
+        "info",
+        None,
+        "The history's ring buffer overflowed: what was allocated before its first event has no phase here.",
+        "Raise max_entries.",
+        {},
     )
 
 

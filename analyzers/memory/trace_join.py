@@ -15,9 +15,9 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory.kineto_events import innermost_operators
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.labels import is_root
 from fsdp2prof.results import AtPeak
 from fsdp2prof.tables import IntArray, PhaseTable
+from fsdp2prof.vocabulary import layer_name
 
 __all__ = ["find_peak"]
 
@@ -85,6 +85,4 @@ def _at(tables: RankTables, time_ns: int, match: Literal["clock", "place"]) -> A
 
 
 def _collective(op: str, fqn: str | None) -> str:
-    if fqn is None:
-        return op
-    return f"{op} {fqn}(root)" if is_root(fqn) else f"{op} {fqn}"
+    return op if fqn is None else f"{op} {layer_name(fqn)}"

@@ -61,9 +61,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
     DTensor works out its results' shapes with fake tensors of the *global* shape and borrows the active fake
     mode for them; here it uses one of its own, so that they are not counted as this rank's memory. Where a
-    program reads a tensor's value it gets 1. The stand-in device's streams give events as a GPU's do, which
-    torch 2.7 insists on. The garbage collector rests meanwhile: what a cycle keeps alive does not depend on
-    when it runs. Warnings are for people who train, and are not shown.
+    program reads a tensor's value it gets 1. The garbage collector rests meanwhile: what a cycle keeps alive
+    does not depend on when it runs. Warnings are for people who train, and are not shown.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -74,8 +73,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
-        stack.callback(setattr, torch.cpu.Stream, "record_event", torch.cpu.Stream.record_event)
-        torch.cpu.Stream.record_event = lambda stream: torch.cpu.Event()  # type: ignore[assignment, method-assign]
+        stack.enter_context(_events())
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
@@ -87,6 +85,23 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
         yield mode
+
+
+@contextmanager
+def _events() -> Iterator[None]:
+    """Let the stand-in device's streams give events as a GPU's do, and be what waits for them.
+
+    torch 2.7 insists on the event of an all-reduce; an event of an all-gather is waited for on the current
+    stream of whatever accelerator there is.
+    """
+    record_event, current_stream = torch.cpu.Stream.record_event, torch.accelerator.current_stream
+    torch.cpu.Stream.record_event = lambda stream: torch.cpu.Event()  # type: ignore[assignment, method-assign]
+    torch.accelerator.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
+        torch.accelerator.current_stream = current_stream
 
 
 class _OneForEveryValue(TorchDispatchMode):  # type: ignore[no-untyped-call]

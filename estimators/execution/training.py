@@ -28,6 +28,7 @@ from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import freeze, wrap_units
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.labels import root_label
 
 __all__ = ["EXTRA_ROOT", "MODEL_ROOT", "TrainingLoop", "build_optimizer", "materialize", "shard"]
@@ -41,7 +42,8 @@ def shard(
 ) -> FSDPModule:
     """Freeze, parallelize, checkpoint and shard a model on meta, in that order; returns its root.
 
-    Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed.
+    Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed, and for what the
+    installed torch cannot do.
     """
     units = wrap_units(model, policy)
     freeze(model.module, policy)
@@ -56,21 +58,31 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=False) if policy.offload else OffloadPolicy()
     for unit in units:
         modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
-        fully_shard(
-            modules[0] if len(modules) == 1 else modules,
-            mesh=mesh,
-            mp_policy=mixed_precision,
-            offload_policy=offload,
-            reshard_after_forward=unit.reshard_after_forward,
-        )
+        try:
+            fully_shard(
+                modules[0] if len(modules) == 1 else modules,
+                mesh=mesh,
+                mp_policy=mixed_precision,
+                offload_policy=offload,
+                reshard_after_forward=unit.reshard_after_forward,
+            )
+        except NotImplementedError as error:
+            raise ModelError(f"torch {torch.__version__} cannot shard {model.name}: {error}") from error
     root = model.module
     assert isinstance(root, FSDPModule)
     _prefetch(model.module, model.blocks, policy)
     if policy.separate_reduce_scatter_group:
-        root.set_separate_reduce_scatter_group(True)
+        _tell(root, "set_separate_reduce_scatter_group", True)
     if policy.reduce_scatter_buffers > 1:
-        root.set_reduce_scatter_max_input_buffers(policy.reduce_scatter_buffers)
+        _tell(root, "set_reduce_scatter_max_input_buffers", policy.reduce_scatter_buffers)
     return root
+
+
+def _tell(root: FSDPModule, method: str, value: int) -> None:
+    refusal = fsdp_method_refusal(method)
+    if refusal is not None:
+        raise ModelError(f"{refusal}: leave the option out")
+    getattr(root, method)(value)
 
 
 def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimizer | None:

@@ -38,6 +38,4 @@ def report(
         job = choice.open(path)
         refuse_without_traces(job)
         analysis = analyze_any(job, **options)
-    from fsdp2prof.reporters import html
-
-    output.write(html.render(str(path), analysis))
+    output.render(analysis, source=path)

@@ -57,5 +57,8 @@ class MemoryComparison(Shown):
     """``by_layer`` with layers whose names differ in one number folded, where they hold the same."""
     by_place: list[MemoryDelta] = field(default_factory=list)
     """``by_stack`` summed by operator and line of the program."""
+    before_path: str = ""
+    """What was compared; empty where two results are, and not two recordings."""
+    after_path: str = ""
     verdict: list[str] = field(default_factory=list)
     """How much the peak changed, what changed most, and where."""

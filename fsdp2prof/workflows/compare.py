@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -61,7 +62,8 @@ def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
 
     Raises ``SnapshotError`` for what cannot be read.
     """
-    return memory_peaks.compare_memory(_prepared(before), _prepared(after))
+    compared = memory_peaks.compare_memory(_prepared(before), _prepared(after))
+    return replace(compared, before_path=str(before.path), after_path=str(after.path))
 
 
 def _prepared(job: JobFiles) -> PreparedRecording:

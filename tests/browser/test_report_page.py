@@ -9,13 +9,21 @@ import pytest
 from support.chromium import Page, find_chromium
 from support.results import HOSTILE, run_analysis, trace_analysis
 
-from fsdp2prof.reporters import html
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results import RunAnalysis, TraceAnalysis
 
 CHROMIUM = find_chromium()
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 WIDE, NARROW = 1280, 390
+
+
+def page_of(result: RunAnalysis | TraceAnalysis, source: str) -> str:
+    text = RENDERERS["html"].render(build(result), RenderOptions(source=source))
+    assert isinstance(text, str)
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,7 @@ def page() -> Iterator[Page]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose first layer has a hostile name."""
     file = tmp_path_factory.mktemp("report") / "report.html"
-    file.write_text(html.render(HOSTILE, run_analysis(hostile=HOSTILE)), encoding="utf-8")
+    file.write_text(page_of(run_analysis(hostile=HOSTILE), HOSTILE), encoding="utf-8")
     return file
 
 
@@ -84,9 +92,15 @@ def test_tables_read_without_scripts(page: Page, report: Path) -> None:
 
 def test_a_trace_alone_has_its_own_sections(page: Page, tmp_path: Path) -> None:
     file = tmp_path / "trace.html"
-    file.write_text(html.render("traces", trace_analysis()), encoding="utf-8")
+    file.write_text(page_of(trace_analysis(), "traces"), encoding="utf-8")
     page.messages.clear()
     page.open(file)
     assert page.messages == []
     titles = page.evaluate("[...document.querySelectorAll('h2')].map(title => title.textContent)")
-    assert titles == ["Warnings", "Findings", "Where the step goes", "Communication by layer"]
+    assert titles == [
+        "Warnings",
+        "Findings",
+        "Where the step goes",
+        "Communication by layer",
+        "Ranks against each other",
+    ]

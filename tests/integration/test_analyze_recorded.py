@@ -121,19 +121,20 @@ def test_every_number_of_the_trace_stands_in_its_json(capfd: pytest.CaptureFixtu
     assert unexplained("\n".join(shown), document, without=raw) == []
 
 
-def test_text_reads_from_the_run_to_the_advice(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+def test_text_reads_from_the_verdict_to_what_was_run(capfd: pytest.CaptureFixture[str], run: Path) -> None:
     ended = call(capfd, "analyze", "run", run)
     assert ended.code == 0
     titles = [
         "Run",
-        "Ranks",
-        "How the model is sharded",
-        "Trace",
+        "A step takes ",
+        "Findings",
+        "What to look at next",
         "Where the step goes",
         "Communication by layer",
         "Peak memory",
         "What fills rank",
-        "What to look at next",
+        "What was run",
+        "How the model is sharded",
     ]
     places = [ended.out.index(title) for title in titles]
     assert places == sorted(places)
@@ -175,3 +176,14 @@ def test_a_recording_does_not_differ_from_itself(capfd: pytest.CaptureFixture[st
     flat = call(capfd, "analyze", "memory", run, "--diff", run, "--format", "csv").out
     assert {row["delta_bytes"] for row in csv.DictReader(io.StringIO(flat))} == {"0"}
     assert "Change by layer" in call(capfd, "analyze", "memory", run, "--diff", run).out
+
+
+def test_a_difference_of_memory_is_a_page_too(
+    capfd: pytest.CaptureFixture[str], run: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "diff.html"
+    one, other = (sorted(run.glob(f"rank-0000{rank}/memory.npz"))[0] for rank in (0, 1))
+    assert call(capfd, "analyze", "memory", one, "--diff", other, "-o", page).code == 0
+    text = page.read_text(encoding="utf-8")
+    for words in ("Change by kind", str(one), str(other), 'data-figure="memory_peaks"'):
+        assert words in text

@@ -85,11 +85,12 @@ def runs(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
 
     def record(name: str, nproc: int) -> Run:
         if name not in known:
+            training = torchrun(script_path(name), nproc, "--steps", "5")
             log = folder / f"{name}-log"
             log.mkdir()
             options = ["--wait", "1", "--warmup", "0", "--active", "1"]
             command = [sys.executable, "-m", "fsdp2prof", "record", "-q", *options, "-o", folder / name, "--"]
-            command += torchrun(script_path(name), nproc, "--steps", "5")
+            command += training
             environment = training_environment(LD_PRELOAD=str(shim), ALLOCATOR_LOG=str(log))
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=200, check=False

@@ -57,3 +57,12 @@ def test_nothing_changed_from_a_run_to_itself(run: Path) -> None:
     assert compared.communication_equal
     assert compared.step is not None
     assert compared.step.delta_ns == 0
+
+
+def test_tables_hold_what_the_result_says(run: Path) -> None:
+    result = fsdp2prof.analyze_trace(run)
+    groups = result.to_pandas()["groups"]
+    assert len(groups) == len(result.groups)
+    assert int(groups["exposed_ns"].sum()) == sum(row.exposed_ns for row in result.groups)
+    assert all(figure.data for figure in result.figures().values())
+    assert "Where the step goes" in result._repr_html_()

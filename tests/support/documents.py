@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fsdp2prof.reporters.charts.figure import figure
 from fsdp2prof.reporters.document import (
     Chart,
     Document,
@@ -94,11 +95,8 @@ def document(layers: list[str | None] | None = None) -> Document:
     table = layer_table(
         layers or ["", None, HOSTILE, "a.very.long.module.name." * 6, *(f"layers.{i}" for i in range(8))]
     )
-    grid = {"gridcolor": "#e4e7eb"}
-    figure = {
-        "data": [{"type": "bar", "x": [1, 2], "y": [3, 4], "marker": {"color": "#4c78a8"}}],
-        "layout": {"height": 200, "font": {"color": "#1f2933"}, "xaxis": grid, "yaxis": grid},
-    }
+    bars = {"type": "bar", "x": [1, 2], "y": [3, 4], "marker": {"color": "#4c78a8"}}
+    made = figure([bars], height=140)
     return Document(
         kind="test",
         title="Test of 2 ranks",
@@ -129,7 +127,7 @@ def document(layers: list[str | None] | None = None) -> Document:
                         name="course",
                         title="Memory over time",
                         note="bytes",
-                        figure=figure,
+                        figure=made,
                         spark=Spark(
                             values=[0, 1, 2, 3] * 60, full="12.0 MiB", marks="ffbb" * 60, legend="f forward"
                         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -43,6 +44,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.workflows.compare import read_side
+from fsdp2prof.workflows.kept import cut
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:
@@ -361,6 +363,25 @@ def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks
     assert comparison.settings == []
 
 
+def test_a_memory_analysis_kept_before_it_said_more_is_a_side(tmp_path) -> None:
+    """Keys are only added: a document without the later ones reads as what it says."""
+    document = json.loads(jsonreport.render(memory_analysis()))
+    for key in ("verdict", "advice", "key_figures"):
+        del document[key]
+    for rank in document["ranks"]:
+        rank["fragmentation"] = {}
+        for key in ("remedies", "device_total_bytes"):
+            del rank[key]
+        for key in ("by_category", "layers", "layers_folded"):
+            del rank["peak"][key]
+    kept, now = tmp_path / "kept.json", tmp_path / "now.json"
+    kept.write_text(json.dumps(document))
+    now.write_text(jsonreport.render(memory_analysis()))
+    comparison = compare(read_side(kept), read_side(now))
+    assert comparison.memory is not None
+    assert (comparison.memory.delta_bytes, len(comparison.memory.by_category)) == (0, 4)
+
+
 def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     kept = tmp_path / "baseline.json"
     kept.write_text(jsonreport.render(run_analysis()))
@@ -369,6 +390,7 @@ def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     assert [(rank.rank, [one.step for one in rank.steps]) for rank in read.trace.ranks] == [(1, [4])]
     assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
     assert list(read.peaks) == [1]
+    assert cut(memory_analysis(), kept, {1}, None).verdict[0] == "Rank 1 peaks at 100.0 MiB."
     kept.write_text(jsonreport.render(memory_analysis()))
     with pytest.raises(InputError, match="rank 9 is not here; it has rank"):
         read_side(kept, ranks={9})

@@ -13,6 +13,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch.distributed as dist
+from support.torch_versions import TENSOR_PARALLEL_SHARDS_UNEVENLY
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
@@ -93,6 +95,37 @@ def test_no_gradient_sync_keeps_whole_gradients_in_the_reduce_dtype() -> None:
     kept = in_step(allocations, 2, "layers.1", "unsharded_gradient")
     assert kept[4096 * 4, 0] == 1
     assert sum(in_step(allocations, 2, "layers.1", "sharded_gradient").values()) == 1
+
+
+def test_a_gather_nobody_waits_for_is_dropped_after_backward() -> None:
+    frozen = execute(SPEC, MESH, replace(POLICY, trainable=r"layers\.1"))
+    allocations = allocations_of(frozen)
+    assert in_step(allocations, 2, "layers.1", "sharded_gradient")
+    assert not in_step(allocations, 2, "layers.0", "sharded_gradient")
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        ({"separate_reduce_scatter_group": True}, "set_separate_reduce_scatter_group"),
+        ({"reduce_scatter_buffers": 2}, "set_reduce_scatter_max_input_buffers"),
+    ],
+)
+def test_what_the_installed_torch_does_not_have_is_refused(changes, method, monkeypatch) -> None:
+    monkeypatch.delattr(FSDPModule, method, raising=False)
+    with pytest.raises(ModelError, match=rf"torch .* has no FSDPModule.{method}: leave the option out"):
+        execute(SPEC, MESH, replace(POLICY, **changes))
+
+
+def test_uneven_tensor_parallel_parts_are_sharded_or_refused_in_one_line() -> None:
+    """Five ranks do not divide what two tensor-parallel ones leave of 4096 rows."""
+    policy, mesh = replace(POLICY, seq_len=16), MeshSpec(dp_shard=5, tp=2)
+    spec = ModelSpec(source="llama3-8b", layers=1)
+    if TENSOR_PARALLEL_SHARDS_UNEVENLY:
+        assert execute(spec, mesh, policy).recording.allocations.size.sum() > 0
+    else:
+        with pytest.raises(ModelError, match=r"cannot shard .*uneven"):
+            execute(spec, mesh, policy)
 
 
 def test_reshard_to_fewer_ranks_keeps_a_part() -> None:

@@ -304,9 +304,9 @@ def test_out_of_memory_by_hand(tmp_path: Path):
     (finding,) = [one for one in analysis.findings if one.id == "out_of_memory"]
     assert finding.severity == "high"
     assert finding.message == (
-        "Rank 0 ran out of memory in forward: aten::log_softmax_int asked for 4.00 MiB with 26.0 MiB "
+        "Rank 0 ran out of memory in forward: `aten::log_softmax_int` asked for 4.00 MiB with 26.0 MiB "
         "allocated and 3.00 MiB left on the device, 17.0 MiB too little. "
-        "This alone would have let it fit: expandable segments (22.0 MiB)."
+        "This alone would have let it fit: expandable segments (up to 22.0 MiB)."
     )
 
 
@@ -374,7 +374,7 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     [
         (700, 300, 0, "no manifest names it"),
         (700, 300, 1, "what the training keeps itself"),
-        (300, 700, 1, "made where no label tells the phase"),
+        (300, 700, 1, "made where neither a label nor a stack tells"),
     ],
 )
 def test_what_is_unattributed_says_why(tmp_path: Path, before: int, inside: int, tensors: int, why: str):
@@ -529,7 +529,9 @@ def test_every_real_snapshot_is_analysed_and_sums_up(real_data: Path):
     files = sorted((real_data / "snapshots").rglob("*.pickle"))
     for path in files:
         analysis = analyze_memory([(0, recording, None) for recording in read_memory(path)])
-        assert analysis.warnings == []
+        # the generated file's segments are smaller than what it says is allocated in them
+        contradicts = path.name == "generated_by_mosaic.pickle"
+        assert ["do not belong together" in text for text in analysis.warnings] == [True] * contradicts
         for rank in analysis.ranks:
             peak = rank.peak
             assert (
@@ -549,5 +551,5 @@ def test_live_at_is_half_open(tmp_path: Path):
 
 def test_the_document_has_every_memory_finding():
     text = (Path(__file__).parents[2] / "docs" / "findings.md").read_text()
-    for name in set(re.findall(r'id="(\w+)"', Path(memory_findings.__file__).read_text())):
+    for name in set(re.findall(r'finding\(\s*"(\w+)"', Path(memory_findings.__file__).read_text())):
         assert f"| `{name}` |" in text

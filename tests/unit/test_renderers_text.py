@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import document, layer_table
 
-from fsdp2prof.reporters.document import Column, Document, Section, Table
+from fsdp2prof.reporters.document import Column, Document, Facts, Findings, Section, Sentences, Table
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.reporters.renderers.fitting import Need, fit
+from fsdp2prof.results import Finding
 
 WIDTHS = [40, 80, 118, 200]
 
@@ -48,6 +49,22 @@ def test_the_first_column_never_goes(width: int) -> None:
     assert "(root)" in shown
     assert "(no layer)" in shown
     assert "layers.0" in shown
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_facts_and_sentences_are_never_cut(width: int) -> None:
+    word = "a_word_that_is_longer_than_the_narrowest_terminal_is_wide"
+    blocks = [
+        Facts(title="facts", pairs={"name": word}),
+        Findings(title="findings", findings=[Finding(id="a", severity="low", fqn=word, message=word)]),
+        Sentences(title="list", lines=[word], style="list"),
+        Sentences(title="plain", lines=[word]),
+    ]
+    section = Section(anchor="a", title="s", blocks=blocks)
+    made = Document(kind="test", title=word, verdict=[word], sections=[section], warnings=[word], result=None)
+    shown = RENDERERS["text"].render(made, RenderOptions(width=width))
+    assert isinstance(shown, str)
+    assert "".join(shown.split()).count(word) == 8
 
 
 def test_a_wide_screen_has_room_for_all() -> None:

@@ -10,9 +10,24 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, TypeAlias
 
-from fsdp2prof.vocabulary import printable
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, PHASES, printable
 
-__all__ = ["Figure", "bar", "figure", "label", "labels"]
+__all__ = ["DARK", "INK", "Figure", "bar", "figure", "label", "labels"]
+
+INK = "#1f2933"
+"""Text, and lines that stand out."""
+_SOFT, _LINE = "#9aa5b1", "#e4e7eb"
+
+DARK = {
+    INK: "#e4e7eb",
+    _SOFT: "#a3afbb",
+    _LINE: "#37424d",
+    PHASES["forward"].colour: "#2b4a68",
+    PHASES["backward"].colour: "#6b4a1c",
+    PHASES["optimizer"].colour: "#2f5a35",
+    BREAKDOWN_PARTS["idle"].colour: "#4b5763",
+}
+"""Colours of figures that are made for light paper, and what they become on a dark page."""
 
 Figure: TypeAlias = dict[str, Any]
 """``{"data": [...], "layout": {...}}``, as plotly.js takes it."""
@@ -47,7 +62,7 @@ def figure(
     """Return a figure with the look of all of them; ``x`` and ``y`` are the titles of its axes."""
     layout: dict[str, Any] = {
         "height": height + 60,
-        "font": {"family": _FONT, "size": 13, "color": "#1f2933"},
+        "font": {"family": _FONT, "size": 13, "color": INK},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
@@ -59,7 +74,7 @@ def figure(
             "yanchor": "bottom",
             "traceorder": "normal",
         },
-        "modebar": {"bgcolor": "rgba(255,255,255,0.8)", "color": "#9aa5b1", "activecolor": "#1f2933"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _SOFT, "activecolor": INK},
         "xaxis": _axis(x),
         "yaxis": _axis(y),
     }
@@ -72,7 +87,7 @@ def figure(
 
 
 def _axis(title: str | None) -> dict[str, Any]:
-    axis: dict[str, Any] = {"gridcolor": "#e4e7eb", "zerolinecolor": "#9aa5b1", "automargin": True}
+    axis: dict[str, Any] = {"gridcolor": _LINE, "zerolinecolor": _SOFT, "automargin": True}
     if title:
         axis["title"] = {"text": title, "standoff": 8}
     return axis

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2prof.reporters.charts.figure import Figure, bar, figure, label, labels
+from fsdp2prof.reporters.charts.figure import INK, Figure, bar, figure, label, labels
 from fsdp2prof.reporters.step_rows import StepRow
 from fsdp2prof.results import LayerRow, LayerTotal
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name, op_label
@@ -70,7 +70,7 @@ def layer_chart(layers: Sequence[LayerTotal], rows: Sequence[LayerRow]) -> Figur
             "name": "all of its communication",
             "x": list(names.values()),
             "y": [layer.total_ns / _MS for layer in layers],
-            "marker": {"color": "#333333", "symbol": "line-ew-open", "size": 12},
+            "marker": {"color": INK, "symbol": "line-ew-open", "size": 12},
             "hovertemplate": "%{y:.3f} ms",
         }
     )

@@ -12,8 +12,20 @@ from fsdp2prof.reporters.documents.hta import (
     idle_document,
     launch_document,
 )
+from fsdp2prof.reporters.documents.memory import memory_document
+from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
+from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.trace import trace_document
-from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceAnalysis, TraceDiff
+from fsdp2prof.results import (
+    CriticalPath,
+    IdleCauses,
+    LaunchStatistics,
+    MemoryAnalysis,
+    MemoryComparison,
+    RunAnalysis,
+    TraceAnalysis,
+    TraceDiff,
+)
 
 __all__ = ["build"]
 
@@ -21,6 +33,9 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
+    MemoryAnalysis: memory_document,
+    MemoryComparison: memory_comparison_document,
+    RunAnalysis: run_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.document import (
     Block,
     Chart,
     Document,
-    Findings,
     KeyFigure,
     Section,
     Sentences,
     Table,
 )
 from fsdp2prof.reporters.documents import trace_tables as tables
+from fsdp2prof.reporters.documents.findings import findings_section
 from fsdp2prof.reporters.step_rows import step_rows
-from fsdp2prof.results import Finding, TraceAnalysis
+from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
 
-__all__ = ["findings_section", "trace_data", "trace_document", "trace_numbers", "trace_sections"]
+__all__ = ["trace_data", "trace_document", "trace_numbers", "trace_sections"]
 
 _STATES_NAMED = 4
 
@@ -42,13 +40,6 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         result=analysis,
         data=trace_data(analysis),
     )
-
-
-def findings_section(findings: Sequence[Finding], advice: Sequence[str]) -> list[Section]:
-    """Lay out what is worth acting on, and what to look at next; nothing where there is neither."""
-    blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
-    blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
-    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
 
 
 def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof import __version__
+from fsdp2prof.reporters.charts.figure import DARK
 from fsdp2prof.reporters.document import Block, Column, Document, Table, Value
 from fsdp2prof.reporters.renderers.base import RenderOptions
 from fsdp2prof.reporters.renderers.fitting import shorten
@@ -54,6 +55,7 @@ class HtmlRenderer:
             document=document,
             title=options.source or document.title,
             figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+            dark=Markup(_json_in_script(DARK)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_hash(script) for script in scripts],
             css=Markup(_asset("page.css")),

@@ -129,15 +129,20 @@ def _indented(content: RenderableType) -> RenderableType:
     return Padding(content, (0, 0, 0, 2))
 
 
+def _pairs(*, gap: int) -> RichTable:
+    """Return an empty table of two columns in which nothing is ever cut."""
+    return RichTable.grid(RichColumn(overflow="fold"), RichColumn(overflow="fold"), padding=(0, gap))
+
+
 def _facts(block: Facts) -> RenderableType:
-    table = RichTable.grid(padding=(0, 2))
+    table = _pairs(gap=2)
     for name, value in block.pairs.items():
         table.add_row(_text(name, "dim"), _text(value))
     return table
 
 
 def _findings(findings: Sequence[Finding]) -> RenderableType:
-    table = RichTable.grid(padding=(0, 2))
+    table = _pairs(gap=2)
     for finding in findings:
         where = "" if finding.fqn is None else f"{layer_name(finding.fqn)}: "
         table.add_row(
@@ -153,7 +158,7 @@ def _sentences(block: Sentences) -> RenderableType:
 
 
 def _list(lines: Sequence[str], style: str = "") -> RenderableType:
-    table = RichTable.grid(padding=(0, 1))
+    table = _pairs(gap=1)
     for line in lines:
         table.add_row("-", _text(line, style))
     return table

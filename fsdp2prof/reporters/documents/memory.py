@@ -1,0 +1,135 @@
+"""Document of a memory analysis: how high the peaks are, what fills the highest, what would bring it down."""
+
+from __future__ import annotations
+
+from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.memory import course_chart, course_marks, course_totals, memory_layer_chart
+from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
+from fsdp2prof.reporters.documents import memory_tables as tables
+from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.results import Finding, MemoryAnalysis, OutOfMemory, RankMemory
+from fsdp2prof.units import format_bytes, format_frac, plural
+from fsdp2prof.vocabulary import PHASES, layer_name
+
+__all__ = ["memory_data", "memory_document", "memory_numbers", "memory_sections"]
+
+_WORTH_A_NUMBER = 0.001
+"""Unattributed part of the peak from which it is among the key figures."""
+
+
+def memory_document(analysis: MemoryAnalysis) -> Document:
+    """Lay out a memory analysis."""
+    return Document(
+        kind="memory",
+        title=f"Memory of {plural(len({rank.rank for rank in analysis.ranks}), 'rank')}",
+        subtitle=", ".join(sorted({rank.device for rank in analysis.ranks})),
+        verdict=analysis.verdict,
+        numbers=memory_numbers(analysis),
+        sections=[*findings_section(_findings(analysis), analysis.advice), *memory_sections(analysis)],
+        warnings=analysis.warnings,
+        result=analysis,
+        data=memory_data(analysis),
+    )
+
+
+def _findings(analysis: MemoryAnalysis) -> list[Finding]:
+    """A failed request has verdict and section of its own."""
+    return [finding for finding in analysis.findings if finding.id != "out_of_memory"]
+
+
+def memory_numbers(analysis: MemoryAnalysis) -> list[KeyFigure]:
+    """Return the numbers of the fullest rank that a reader needs first."""
+    found = analysis.key_figures
+    if found is None:
+        return []
+    numbers = [KeyFigure(value=format_bytes(found.allocated_bytes), label=f"peak memory, rank {found.rank}")]
+    if found.reserved_bytes is not None:
+        numbers.append(KeyFigure(value=format_bytes(found.reserved_bytes), label="reserved"))
+    if found.device_frac is not None:
+        numbers.append(KeyFigure(value=format_frac(found.device_frac), label="of the device"))
+    if found.unattributed_frac >= _WORTH_A_NUMBER:
+        numbers.append(KeyFigure(value=format_frac(found.unattributed_frac), label="of it unattributed"))
+    return numbers
+
+
+def memory_sections(analysis: MemoryAnalysis) -> list[Section]:
+    """Lay out the request that failed, if one did, then the peaks and the fullest rank in detail."""
+    if not analysis.ranks:
+        return []
+    fullest = analysis.ranks[0]
+    failed = [_failure_section(rank, rank.oom) for rank in analysis.ranks if rank.oom is not None][:1]
+    return [*failed, _peak_section(analysis), *_course_section(fullest), *_allocator_section(fullest)]
+
+
+def memory_data(analysis: MemoryAnalysis) -> list[Table]:
+    """Return the tables that only data formats hold."""
+    return [tables.peak_rows_table(analysis), tables.layer_rows_table(analysis)]
+
+
+def _failure_section(rank: RankMemory, oom: OutOfMemory) -> Section:
+    """Lay out a failed request of the fullest rank that has one."""
+    title = f"Out of memory on rank {rank.rank}"
+    by = oom.op or "-"
+    facts = {
+        "request": f"{format_bytes(oom.requested_bytes)} by {by}" + (f" at {oom.place}" if oom.place else ""),
+        "phase, layer": f"{oom.phase}, {layer_name(oom.fqn)}",
+        "allocated": format_bytes(oom.allocated_bytes),
+        "reserved, cache given back": _bytes(oom.reserved_bytes),
+        "free on the device": _bytes(oom.device_free_bytes),
+        "missing": _bytes(oom.missing_bytes),
+        "largest free block": _bytes(oom.largest_free_block_bytes),
+    }
+    blocks: list[Block] = [Facts(title=title, pairs=facts)]
+    if oom.remedies:
+        blocks.append(tables.remedy_table("What would let it fit", oom.remedies, oom))
+    return Section(anchor="out_of_memory", title=title, blocks=blocks)
+
+
+def _bytes(size: int | None) -> str:
+    return "unknown" if size is None else format_bytes(size)
+
+
+def _peak_section(analysis: MemoryAnalysis) -> Section:
+    rank = analysis.ranks[0]
+    blocks: list[Block] = [tables.peak_table(analysis), tables.category_table(rank)]
+    if any(row.fqns != [None] for row in rank.peak.layers):
+        table = tables.layer_memory_table(rank)
+        figure = memory_layer_chart(rank.peak.layers)
+        blocks += [*_chart("memory_layers", "Alive at the peak, by layer", figure), table]
+    if rank.peak.largest_blocks:
+        blocks.append(tables.block_table(rank))
+    if rank.remedies and rank.oom is None:
+        blocks.append(tables.remedy_table("What would bring the peak down", rank.remedies))
+    return Section(
+        anchor="memory",
+        title="Memory at the peak",
+        lead="The peak is the instant of the most allocated bytes; its kinds and layers sum to it exactly.",
+        blocks=blocks,
+    )
+
+
+def _course_section(rank: RankMemory) -> list[Section]:
+    title = f"Memory of rank {rank.rank} over time"
+    totals, marks = course_totals(rank), course_marks(rank)
+    legend = ", ".join(f"{word.header} {word.label}" for word in PHASES.values() if word.header in marks)
+    spark = Spark(values=totals, full=format_bytes(max(totals, default=0)), marks=marks, legend=legend)
+    figure = course_chart(rank)
+    blocks: list[Block] = []
+    if figure is not None:
+        blocks.append(
+            Chart(name="memory_course", title=title, note="allocated bytes", figure=figure, spark=spark)
+        )
+    if any(row.fqn is not None for row in rank.layers):
+        blocks.append(tables.layer_peak_table(rank))
+    return [Section(anchor="memory_over_time", title=title, blocks=blocks)] if blocks else []
+
+
+def _allocator_section(rank: RankMemory) -> list[Section]:
+    if rank.fragmentation is None:
+        return []
+    table = tables.fragmentation_table(rank.fragmentation, rank.rank)
+    return [Section(anchor="allocator", title=table.title, blocks=[table])]
+
+
+def _chart(name: str, title: str, figure: Figure | None) -> list[Chart]:
+    return [] if figure is None else [Chart(name=name, title=title, figure=figure)]
