@@ -14,6 +14,8 @@ __all__ = [
     "ACTIVITIES",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
+    "EXPOSED_PARTS",
+    "FITS",
     "IDLE_CAUSES",
     "KERNEL_BOUNDS",
     "LATE_CAUSES",
@@ -95,6 +97,14 @@ BREAKDOWN_PARTS = {
 }
 """Disjoint parts of a step window, in the order of precedence."""
 
+EXPOSED_PARTS = (
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "exposed_other_comm",
+)
+"""Parts of a step window that are communication which nothing hides."""
+
 CATEGORIES = {
     "sharded_parameter": Word("sharded parameters", "sharded\nparams", "#4c78a8"),
     "sharded_gradient": Word("sharded gradients", "sharded\ngrads", "#9ecae9"),
@@ -110,6 +120,13 @@ CATEGORIES = {
 }
 """What an allocation holds, lasting ones first."""
 
+FITS = {
+    "fits": Word("fits"),
+    "depends": Word("may fit"),
+    "does_not_fit": Word("does not fit"),
+}
+"""Whether a predicted peak fits on a device."""
+
 REMEDIES = {
     "activation_checkpointing": Word("activation checkpointing"),
     "smaller_batch": Word("smaller batch"),
@@ -118,6 +135,9 @@ REMEDIES = {
     "reshard_after_forward": Word("reshard after forward"),
     "wider_sharding": Word("wider sharding"),
     "expandable_segments": Word("expandable segments"),
+    "cpu_offload": Word("CPU offload"),
+    "low_precision_states": Word("low-precision states"),
+    "fused_optimizer": Word("fused optimizer"),
 }
 """What may bring a peak down."""
 

@@ -21,7 +21,6 @@ from fsdp2prof.manifest import (
 )
 from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.recorder.recording_file import write_recording
-from fsdp2prof.reporters import jsonreport
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["describe_run", "refuse_existing_run", "save_run"]
@@ -59,14 +58,17 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
         finished_at=now,
         world_size=1,
         options=RecordOptions(active=0, ranks="0"),
-        messages=[f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all"],
+        messages=[
+            f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all",
+            *prediction.estimate.verdict[:2],
+        ],
     )
     folder = path / rank_folder(0)
     try:
         folder.mkdir(parents=True)
         write_json(path / RUN_FILE, info)
         write_json(folder / MANIFEST_FILE, prediction.manifest)
-        (path / COMMUNICATION_FILE).write_text(jsonreport.render(communication))
+        write_json(path / COMMUNICATION_FILE, communication)
         write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error
