@@ -8,10 +8,11 @@ recorded traces say where it goes.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -26,7 +27,7 @@ from fsdp2prof.estimators.timeline.program import capture_step
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.results import BreakdownNs, TraceAnalysis
+from fsdp2prof.results import BreakdownNs, EstimatedModel, TraceAnalysis
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns
@@ -116,9 +117,9 @@ def _estimate(
     seconds = (step.duration_ns + bubble) / 1e9
     made = StepEstimate(
         verdict=[],
-        model={"name": model.source, "parameters": program.parameters},
-        mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=asdict(policy),
+        model=EstimatedModel(name=model.source, parameters=program.parameters),
+        mesh=mesh_as_given(mesh),
+        policy=policy_as_given(policy),
         hardware=_hardware_use(mesh, costs, peak),
         step_ns=step.duration_ns + bubble,
         tokens_per_step=tokens,

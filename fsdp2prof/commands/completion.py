@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import click
     from click.shell_completion import CompletionItem
 
-__all__ = ["complete_hardware", "complete_model"]
+__all__ = ["complete_hardware", "complete_model", "complete_network"]
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
@@ -24,6 +24,13 @@ def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list
     from fsdp2prof.estimators.spec.hardware import known_hardware
 
     return _names(known_hardware(), begun)
+
+
+def complete_network(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer networks."""
+    from fsdp2prof.estimators.spec.hardware import known_networks
+
+    return _names(known_networks(), begun)
 
 
 def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:

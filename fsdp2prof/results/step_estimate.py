@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp2prof.results.communication import LayerRow
+from fsdp2prof.results.estimate import EstimatedMesh, EstimatedModel, EstimatedPolicy
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
@@ -43,9 +43,9 @@ class StepEstimate(Shown):
     """What one rank's step will take."""
 
     schema: str = STEP_ESTIMATE_SCHEMA
-    model: dict[str, Any]
-    mesh: dict[str, Any]
-    policy: dict[str, Any]
+    model: EstimatedModel
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
     hardware: HardwareUse
     verdict: list[str]
     """At most three sentences: how long, what bounds it, where communication shows most."""
