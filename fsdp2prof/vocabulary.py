@@ -147,6 +147,7 @@ LATE_CAUSES = {
     "stream": Word("queued behind other work"),
     "transfer": Word("slow transfer"),
     "peer": Word("waited for a late peer"),
+    "transfer_or_peer": Word("slow transfer or late peer"),
 }
 """Why a collective came late."""
 

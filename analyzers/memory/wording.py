@@ -38,10 +38,17 @@ _CLOSE = 0.95
 
 
 def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[str]:
-    """Say of the fullest rank how high its peak is, where it is and what fills it, and what to try."""
-    rank = ranks[0]
-    height = _failure(rank, rank.oom) if rank.oom else _height(figures, len({one.rank for one in ranks}))
-    return [height, _place_and_filling(rank.peak), *_what_to_try(rank, figures)]
+    """Say how high the peak is, where it is and what fills it, and what to try.
+
+    Of the fullest rank, or of the fullest one that ran out of memory.
+    """
+    failed = [(rank, rank.oom) for rank in ranks if rank.oom is not None]
+    if failed:
+        rank, oom = failed[0]
+        who = len({one.rank for one, _ in failed})
+        return [_failure(rank.rank, oom, who), _place_and_filling(rank.peak), what_would_fit(oom)]
+    height = _height(figures, len({one.rank for one in ranks}))
+    return [height, _place_and_filling(ranks[0].peak), *_what_to_try(ranks[0], figures)]
 
 
 def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
@@ -127,8 +134,9 @@ def what_would_fit(oom: OutOfMemory) -> str:
     return "No change that would save memory was found."
 
 
-def _failure(rank: RankMemory, oom: OutOfMemory) -> str:
-    return f"Rank {rank.rank} ran out of memory {where(oom.phase, oom.fqn)}: {request_story(oom)}."
+def _failure(rank: int, oom: OutOfMemory, ranks: int) -> str:
+    who = f"Rank {rank} ran out of memory" if ranks == 1 else f"{ranks} ranks ran out of memory, rank {rank}"
+    return f"{who} {where(oom.phase, oom.fqn)}: {request_story(oom)}."
 
 
 def _height(figures: MemoryFigures, ranks: int) -> str:
@@ -152,8 +160,6 @@ def _place_and_filling(peak: Peak) -> str:
 
 
 def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
-    if rank.oom is not None:
-        return [what_would_fit(rank.oom)]
     if figures.unattributed_frac >= _UNKNOWN:
         return [
             "Most of it has no known role; fsdp2prof record notes what every parameter, gradient and "

@@ -53,8 +53,8 @@ def _sentences(cross: CrossRank, rows: list[RankWait], analysed_ns: float) -> li
             continue
         share = format_frac(row.wait_caused_ns / total)
         lines.append(
-            f"Rank {row.rank} kept the others waiting for {format_ns(row.wait_caused_ns)}, {share} of all "
-            f"waiting{_mostly(cross, row.rank)}."
+            f"The others waited {format_ns(row.wait_caused_ns)} for rank {row.rank}, {share} of all waiting, "
+            f"and it {format_ns(row.wait_ns)} for them{_mostly(cross, row.rank)}."
         )
     return lines
 

@@ -39,10 +39,10 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
     return [_bound(analysis), *_most_expensive(analysis), *try_first(analysis.findings)]
 
 
-def try_first(findings: Iterable[Finding]) -> list[str]:
-    """Return the change that the first finding worth one asks for."""
+def try_first(findings: Iterable[Finding], aim: str = "") -> list[str]:
+    """Return the change that the first finding worth one asks for; ``aim`` says what it is good for."""
     changes = (one.change for one in findings if one.change and one.severity != "info")
-    return [f"Try this first: {change[0].lower()}{change[1:]}" for change in changes][:1]
+    return [f"Try this first{aim}: {change[0].lower()}{change[1:]}" for change in changes][:1]
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:

@@ -35,7 +35,14 @@ from fsdp2prof.results.comparison import (
     StepSpread,
     TimeChange,
 )
-from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup, RankWait, Straggler
+from fsdp2prof.results.cross_rank import (
+    CrossRank,
+    CrossRankGroup,
+    LateRank,
+    LateRanks,
+    RankWait,
+    Straggler,
+)
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -154,6 +161,8 @@ __all__ = [
     "HostSyncRow",
     "IdleCauses",
     "LateCause",
+    "LateRank",
+    "LateRanks",
     "LateRow",
     "Launch",
     "LaunchStatistics",

@@ -104,7 +104,7 @@ def test_usage_errors_exit_2_and_stay_off_stdout(
     ("arguments", "words"),
     [
         (["analyze", "trace", "x", "-o", "result.pdf"], ["result.pdf", "--format"]),
-        (["analyze", "run", "x", "-o", "result.csv"], ["result.csv", "text, json, html"]),
+        (["report", "x", "-o", "result.csv"], ["result.csv", "writes html"]),
         (["analyze", "trace", "x", "--format", "html"], ["-o report.html"]),
         (["report", "x"], ["-o report.html"]),
         (["analyze", "trace", "x", "--fail-on", "speed>1"], ["speed", "exposed_frac"]),

@@ -417,6 +417,18 @@ def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
         read_side(kept, ranks={9})
 
 
+def test_a_baseline_from_before_the_summaries_is_summed_up_as_it_is_read(tmp_path) -> None:
+    document = json.loads(jsonreport.render(trace_analysis()))
+    for key in ("verdict", "totals", "by_rank", "by_layer", "by_layer_folded", "layers", "advice", "late"):
+        del document[key]
+    kept = tmp_path / "old.json"
+    kept.write_text(json.dumps(document))
+    assert read_side(kept).trace == trace_analysis()
+    only = read_side(kept, ranks={1}, steps={4}).trace
+    assert only is not None
+    assert (only.totals.windows, [row.exposed_ns / MS for row in only.by_layer]) == (1, [4, 3, 1, 1, 1])
+
+
 def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> None:
     def run(*durations: int) -> RunSummary:
         plain = [StepTime(step=i, duration_ns=ns, kind="plain") for i, ns in enumerate(durations)]

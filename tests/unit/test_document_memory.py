@@ -136,6 +136,17 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     )
 
 
+def test_a_rank_that_ran_out_comes_before_a_fuller_one() -> None:
+    analysis = memory_analysis()
+    assert analysis.key_figures is not None
+    ranks = [analysis.ranks[0], replace(analysis.ranks[1], oom=out_of_memory())]
+    assert memory_verdict(ranks, analysis.key_figures)[0].startswith("Rank 1 ran out of memory in forward")
+    both = [replace(rank, oom=out_of_memory()) for rank in ranks]
+    assert memory_verdict(both, analysis.key_figures)[0].startswith(
+        "2 ranks ran out of memory, rank 0 in forward of the root module: `aten::empty` asked for 6.00 MiB"
+    )
+
+
 def test_what_nobody_knows_is_said_to_be_unknown() -> None:
     silent = replace(
         out_of_memory(),

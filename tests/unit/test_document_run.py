@@ -36,7 +36,10 @@ def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
     assert combine(run_summary(), trace, memory).verdict == [*trace.verdict, "a"]
     assert combine(run_summary(), replace(trace, verdict=["x"]), memory).verdict == ["x", "a"]
     tried = replace(memory, findings=[finding("m1", "medium", "Do m1.")])
-    assert combine(run_summary(), trace, tried).verdict == [*trace.verdict, "Try this first: do m1."]
+    assert combine(run_summary(), trace, tried).verdict == [
+        *trace.verdict,
+        "Try this first for memory: do m1.",
+    ]
     assert combine(run_summary(), None, memory).verdict == ["a", "b", "c"]
     assert combine(run_summary(), trace, None).verdict == trace.verdict
 

@@ -85,6 +85,9 @@ def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
     analysis = replace(trace_analysis(), bandwidth=[row])
     cells = row_of(text_of(analysis).split("of the best")[1], "all-gather")
     assert " ".join(cells) == "all-gather 1.00 MiB 10 20.00 17.50 50.0% bf16 8 7"
+    alone = text_of(replace(analysis, bandwidth=[replace(row, waits_known=False)]))
+    assert "where other ranks' traces are missing" in " ".join(alone.split())
+    assert "traces are missing" not in text_of(replace(analysis, bandwidth=[row]))
     with_peak = text_of(replace(analysis, bandwidth=[replace(row, of_peak_frac=0.04)]))
     assert "4.0%" in row_of(with_peak.split("of the peak")[1], "all-gather")
 

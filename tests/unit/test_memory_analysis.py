@@ -373,7 +373,7 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     ("before", "inside", "tensors", "why"),
     [
         (700, 300, 0, "no manifest names it"),
-        (700, 300, 1, "what the training keeps itself"),
+        (700, 300, 1, "the training keeps it itself"),
         (300, 700, 1, "made where neither a label nor a stack tells"),
     ],
 )

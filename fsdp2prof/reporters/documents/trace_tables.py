@@ -276,11 +276,14 @@ def bandwidth_table(analysis: TraceAnalysis) -> Table:
         number_column("group_size", "ranks"),
     ]
     group = text_column("group", "group")
+    missing = (
+        "" if all(row.waits_known for row in rows) else ", or with it where other ranks' traces are missing"
+    )
     return Table(
         name="bandwidth",
         title="Bandwidth",
         note="GB/s, medians, most bytes first; algbw with the wait for the last rank, busbw (as in "
-        "nccl-tests) without",
+        f"nccl-tests) without{missing}",
         columns=[*columns, group],
         rows=[
             [*values, row.mesh_dim or row.process_group]
