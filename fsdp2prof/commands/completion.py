@@ -23,7 +23,7 @@ def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list
     """Offer accelerators."""
     from fsdp2prof.estimators.spec.hardware import known_hardware
 
-    return _names(known_hardware(), begun)
+    return _names(dict.fromkeys(spec.name for spec in known_hardware().values()), begun)
 
 
 def complete_network(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
