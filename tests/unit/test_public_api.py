@@ -52,4 +52,4 @@ def test_import_is_cheap() -> None:
 
 
 def test_every_result_with_a_document_shows_itself() -> None:
-    assert [kind for kind in documents._BUILDERS if not issubclass(kind, Shown)] == []
+    assert [kind for kind in documents.BUILDERS if not issubclass(kind, Shown)] == []
