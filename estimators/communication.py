@@ -20,7 +20,7 @@ from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_s
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
 from fsdp2prof.results import CommEstimate
 
-__all__ = ["estimate_comm", "group_traffic"]
+__all__ = ["estimate_built", "estimate_comm", "group_traffic"]
 
 _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
@@ -31,7 +31,11 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
     """
-    built = _build(model, policy)
+    return estimate_built(_build(model, policy), mesh, policy)
+
+
+def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
+    """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
     freeze(built.module, policy)
     check_parallelism(built, mesh, policy)
     built = stage_of(built, mesh, policy)
