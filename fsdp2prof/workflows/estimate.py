@@ -60,7 +60,7 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
         options=RecordOptions(active=0, ranks="0"),
         messages=[
             f"an estimate: rank 0 of {prediction.manifest.world_size} stands for all",
-            *prediction.estimate.verdict[:2],
+            *([] if prediction.estimate.fit is None else prediction.estimate.verdict[1:2]),
         ],
     )
     folder = path / rank_folder(0)

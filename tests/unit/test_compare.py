@@ -418,7 +418,7 @@ def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
 
 
 def test_a_baseline_from_before_the_summaries_is_summed_up_as_it_is_read(tmp_path) -> None:
-    document = json.loads(jsonreport.render(trace_analysis()))
+    document = json.loads(as_json(trace_analysis()))
     for key in ("verdict", "totals", "by_rank", "by_layer", "by_layer_folded", "layers", "advice", "late"):
         del document[key]
     kept = tmp_path / "old.json"
