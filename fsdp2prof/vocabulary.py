@@ -17,6 +17,7 @@ __all__ = [
     "EXPOSED_PARTS",
     "FITS",
     "IDLE_CAUSES",
+    "KERNEL_BOUNDS",
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
@@ -176,6 +177,14 @@ PATH_BOUNDS = {
     "launch_delay": Word("launch delay"),
 }
 """What bounds a stretch of a critical path."""
+
+KERNEL_BOUNDS = {
+    "matmul": Word("matrix products"),
+    "attention": Word("attention"),
+    "memory": Word("memory bandwidth"),
+    "launch": Word("being launched"),
+}
+"""What a predicted kernel's time goes to."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

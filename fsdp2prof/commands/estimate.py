@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware, complete_model
+from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
 from fsdp2prof.commands.options import Output, output_options, refuse_given
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
@@ -32,7 +32,7 @@ _MODEL = "MODEL"
 
 @click.group()
 def estimate() -> None:
-    """Estimate memory, communication or checkpoints of a run that has not happened.
+    """Estimate memory, communication, step time or checkpoints of a run that has not happened.
 
     The model is a built-in name (llama3-8b), a Hugging Face config.json, or package.module:factory. Nothing
     is downloaded and no GPU is needed.
@@ -195,6 +195,62 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) 
         spec = make_spec(values)
         result = estimate_comm(spec.model, spec.mesh, spec.policy)
     output.render(result)
+
+
+@estimate.command()
+@_input_options
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--network", shell_complete=complete_network, help="What connects the nodes (400gb-ib).")
+@click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
+@click.option(
+    "--save-run",
+    type=click.Path(path_type=Path),
+    help="Also write the predicted step as a run for analyze, report and compare.",
+)
+@output_options()
+def step(
+    values: dict[str, Any],
+    manifest: RankManifest | None,
+    hardware: str | None,
+    gpus_per_node: int,
+    network: str | None,
+    nics_per_node: int | None,
+    save_run: Path | None,
+    output: Output,
+) -> None:
+    """Estimate how long a training step takes, where it goes, and which communication is not hidden.
+
+    The commands of the step are captured from FSDP2 itself and run through a simulation of the streams.
+    """
+    from fsdp2prof.estimators.spec.cluster import Cluster
+    from fsdp2prof.estimators.spec.hardware import NetworkSpec
+    from fsdp2prof.estimators.spec.inputs import make_spec
+    from fsdp2prof.estimators.step import predict_step
+    from fsdp2prof.workflows import estimate as runs
+
+    if save_run is not None:
+        runs.refuse_existing_run(save_run)
+    if manifest is not None and "model" not in values:
+        raise UsageError("estimate step --from-run needs the model too: add --model")
+    spec = make_spec(values if hardware is None else {**values, "hardware": hardware})
+    if spec.hardware is None:
+        raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
+    cluster = Cluster(
+        hardware=spec.hardware,
+        gpus_per_node=gpus_per_node,
+        network=None if network is None else NetworkSpec.parse(network),
+        nics_per_node=nics_per_node,
+    )
+    with output.progress(f"executing {spec.model.source} on fake tensors"):
+        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster)
+    if save_run is not None:
+        runs.save_step_run(save_run, prediction)
+    output.render(prediction.estimate)
 
 
 @estimate.command()

@@ -32,9 +32,12 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import estimate_step
 from fsdp2prof.reporters.documents import BUILDERS, build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
@@ -58,6 +61,11 @@ SCHEMAS = {
         results.CommEstimate,
         "fsdp2prof.estimate.comm/1",
         lambda: estimate_comm(MODEL, MESH, POLICY),
+    ),
+    "step_estimate": (
+        results.StepEstimate,
+        "fsdp2prof.estimate.step/1",
+        lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
     ),
     "checkpoint_estimate": (
         results.CheckpointEstimate,

@@ -19,6 +19,7 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.run import run_document
+from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
     CheckpointEstimate,
@@ -31,6 +32,7 @@ from fsdp2prof.results import (
     MemoryEstimate,
     RunAnalysis,
     RunComparison,
+    StepEstimate,
     TraceAnalysis,
     TraceDiff,
 )
@@ -48,6 +50,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryEstimate: memory_estimate_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
+    StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }
