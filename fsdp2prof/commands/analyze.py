@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import (
-    JobChoice,
-    Output,
-    job_options,
-    one_of,
-    output_options,
-    refuse_given,
-)
+from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 

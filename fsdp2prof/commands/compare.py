@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import JobChoice, Output, job_options, numbers_option, output_options
+from fsdp2prof.commands.options import JobChoice, job_options, numbers_option
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["compare"]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
-from fsdp2prof.commands.options import Output, output_options, refuse_given
+from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec

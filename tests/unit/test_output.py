@@ -11,14 +11,14 @@ import pytest
 from support.documents import Said, document
 from support.terminal import on_terminal
 
-from fsdp2prof.commands.options import Output
+from fsdp2prof.commands.output import Output
 from fsdp2prof.reporters import documents
 
 TESTS = Path(__file__).resolve().parents[1]
 
 PRINT = """
 from support.documents import Said, document
-from fsdp2prof.commands.options import Output
+from fsdp2prof.commands.output import Output
 from fsdp2prof.reporters import documents
 
 documents.BUILDERS[Said] = lambda _: document()

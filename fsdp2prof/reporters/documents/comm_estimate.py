@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from fsdp2prof.reporters.document import Column, Document, KeyFigure, Section, Sentences, Table
+from fsdp2prof.reporters.document import Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
+    cells,
     count_column,
+    data_columns,
     layer_column,
     number_column,
     show_dtype,
@@ -18,10 +20,7 @@ from fsdp2prof.reporters.formats import (
     show_op,
     text_column,
 )
-from fsdp2prof.results import (
-    CommEstimate,
-    CommRow,
-)
+from fsdp2prof.results import CommEstimate, CommRow
 from fsdp2prof.units import format_bytes, format_count
 
 __all__ = ["comm_estimate_document"]
@@ -128,10 +127,10 @@ def _in_its_model(row: CommRow, several: bool) -> str | None:
 
 def _group_table(estimate: CommEstimate) -> Table:
     """Every collective under the keys that a recording's have too, for data."""
-    names = [field.name for field in fields(CommRow) if field.name != "layers"]
+    columns = data_columns(field.name for field in fields(CommRow) if field.name != "layers")
     return Table(
         name="groups",
         title="Collectives",
-        columns=[Column(name=name, label=name) for name in names],
-        rows=[[getattr(row, name) for name in names] for row in estimate.groups],
+        columns=columns,
+        rows=cells(columns, estimate.groups),
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from fsdp2prof.reporters.document import Column, Table, Value
+from fsdp2prof.reporters.document import Table, Value
+from fsdp2prof.reporters.formats import data_columns
 from fsdp2prof.results import CommFigures, MemoryDelta, RunComparison
 
 __all__ = ["changes_table"]
@@ -24,7 +25,7 @@ def changes_table(comparison: RunComparison) -> Table:
     return Table(
         name="changes",
         title="Changes",
-        columns=[Column(name=name, label=name) for name in _NAMES],
+        columns=data_columns(_NAMES),
         rows=[*_settings(comparison), *_times(comparison), *_communication(comparison), *_memory(comparison)],
     )
 
