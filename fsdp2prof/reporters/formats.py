@@ -76,8 +76,13 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def scaled(value: float | None, scale: int, digits: int) -> str:
-    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero."""
-    return _UNKNOWN if value is None else "0" if value == 0 else f"{value / scale:,.{digits}f}"
+    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero, ``<0.01`` for less."""
+    if value is None:
+        return _UNKNOWN
+    text = f"{value / scale:,.{digits}f}"
+    if float(text.replace(",", "")):
+        return text
+    return "0" if value == 0 else f"{'<' if value > 0 else '>-'}{10**-digits:.{digits}f}"
 
 
 # Functions for Column.show.
