@@ -10,7 +10,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ DOCS = HERE.parents[1] / "docs" / "json.md"
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
 
-SCHEMAS = {
+SCHEMAS: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),

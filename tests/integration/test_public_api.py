@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,9 +16,9 @@ from fsdp2prof.errors import InputError
 
 
 @pytest.fixture(scope="module")
-def run(recorded: Callable[..., object]) -> Path:
+def run(recorded: Callable[..., Any]) -> Path:
     made = recorded("train_tiny_fsdp2", 2)
-    path = made.run  # type: ignore[attr-defined]
+    path = made.run
     assert isinstance(path, Path)
     return path
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
+from support.scripts import load_script
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
@@ -18,7 +20,7 @@ from fsdp2prof.estimators.memory_fit import room_on, verdict
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
 from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
 
 GIB = 1 << 30
@@ -100,7 +102,7 @@ def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
 
 def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
     """What is set already is not proposed; a saving counts as not enough only below what is missing."""
-    policy = PolicySpec(seq_len=256, batch_size=8, loss="chunked:8")
+    policy = PolicySpec(seq_len=256, batch_size=8, loss=Chunked(8))
     eager = estimate_memory(SPEC, MESH, policy, hardware=HardwareSpec.parse("1MiB"))
     options = {remedy.action: remedy for remedy in eager.remedies}
     assert "ac=full" in options["activation_checkpointing"].how
@@ -160,13 +162,13 @@ def test_offloading_moves_the_states_to_the_host() -> None:
 
 
 def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
-    def active(mesh: MeshSpec = MESH, **changes: object) -> int:
+    def active(mesh: MeshSpec = MESH, **changes: Any) -> int:
         return estimate_memory(SPEC, mesh, replace(POLICY, batch_size=8, **changes)).peak.active_bytes
 
     plain = active()
     assert active(ac="full") < plain
     assert active(MeshSpec(dp_shard=16)) < plain
-    assert active(loss="chunked:4") < plain
+    assert active(loss=Chunked(4)) < plain
     assert active(reshard="never") >= plain
 
 
@@ -194,7 +196,7 @@ def test_tensor_parallelism_is_executed() -> None:
         (MESH, {"reshard": 3}, "reshard: 3 ranks do not divide the 4 ranks"),
     ],
 )
-def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, object], message: str) -> None:
+def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         estimate_memory(SPEC, mesh, replace(POLICY, **changes))
 
@@ -208,10 +210,8 @@ def test_published_peaks_are_met(
     real_data: Path, monkeypatch: pytest.MonkeyPatch, row: str | None, percent: int
 ) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
-    spec = importlib.util.spec_from_file_location("accuracy", script)
-    accuracy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "accuracy", accuracy)
-    spec.loader.exec_module(accuracy)
+    monkeypatch.setitem(sys.modules, "accuracy", ModuleType("accuracy"))
+    accuracy = load_script(script)
     checked = 0
     for run in accuracy.read(real_data / "published" / "fsdp2_peaks.csv"):
         if run.kind in ("eager", "compile", "float8") and row in (None, run.id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import PrefetchRow
 
-GATHER = {
+GATHER: dict[str, Any] = {
     "collective": "_allgather_base", "dtype": "BFloat16", "in_nelems": 50, "out_nelems": 100,
     "group_size": 2, "process_group": "1",
 }  # fmt: skip
