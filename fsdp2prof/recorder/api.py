@@ -35,7 +35,7 @@ class Recorder:
     the end of each training step. What is captured, and the options, are those of ``fsdp2prof record``. Under
     the launcher its directory and options hold, and only the step boundaries are taken from here.
 
-    Raises ``UsageError`` for options that cannot be meant, ``RunDirectoryError`` if the directory is
+    Raises ``UsageError`` for inconsistent options, ``RunDirectoryError`` if the directory is
     there and ``force`` is not given.
     """
 

@@ -76,7 +76,7 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def scaled(value: float | None, scale: int, digits: int) -> str:
-    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero."""
+    """Format a number in units of ``scale``: ``-`` for None, ``0`` for an exact zero."""
     return _UNKNOWN if value is None else "0" if value == 0 else f"{value / scale:,.{digits}f}"
 
 

@@ -125,6 +125,7 @@ class TestGoodInput:
         """The payload of a step's bandwidth row over 450 GB/s, the H100's links in one direction."""
         options = ("--hardware", "h100-sxm", "--tokens-per-step", "1000")
         document = trace_json(capfd, traces, *options)
+        assert document["bandwidth"]
         for row in document["bandwidth"]:
             assert row["of_peak_frac"] == pytest.approx(row["busbw_bytes_per_s"] / 450e9)
         for rank in document["ranks"]:

@@ -394,7 +394,9 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in estimate["groups"]
     }
     analysis = command_output("analyze", "trace", run)
-    for step in (step["step"] for step in analysis["ranks"][0]["steps"]):
+    steps = [step["step"] for step in analysis["ranks"][0]["steps"]]
+    assert len(steps) == 3
+    for step in steps:
         rows = [row for row in analysis["groups"] if (row["rank"], row["step"]) == (0, step)]
         measured = {tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in rows}
         assert measured == predicted_rows

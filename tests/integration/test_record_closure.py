@@ -31,7 +31,9 @@ def test_collectives_belong_to_forward_and_backward(capfd, run):
 
 
 def test_optimizer_state_is_what_the_optimizer_holds(run):
-    for rank in open_run(run).ranks:
+    ranks = open_run(run).ranks
+    assert len(ranks) == 2
+    for rank in ranks:
         (recording,) = read_memory(present(rank.memory))
         rows = prepare(recording, rank.manifest).allocations
         states = rows.category.equals("optimizer_state")

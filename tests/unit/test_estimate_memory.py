@@ -147,8 +147,14 @@ def test_an_estimate_is_analysed_like_a_recording() -> None:
     prediction = predict_memory(SPEC, MESH, POLICY)
     rank = analyze_memory([(0, prediction.recording, prediction.manifest)]).ranks[0]
     assert rank.source == "estimate"
-    assert rank.peak.reserved_bytes == prediction.estimate.peak.reserved_bytes
-    assert rank.peak.categories == prediction.estimate.peak.categories
+    # Of a layer: its weights in fp32 on a fourth of the ranks, and Adam's two moments of them.
+    weights = 4 * (12 * 768 * 768 + 13 * 768) // 4
+    held = {(row.fqn, row.category): row.bytes for row in rank.peak.by_layer}
+    for layer in ("layers.0", "layers.1"):
+        assert held[layer, "sharded_parameter"] == weights
+        assert held[layer, "optimizer_state"] == 2 * weights
+    # Tokens and targets of one sequence, 8 bytes each.
+    assert rank.peak.categories["input"] == 2 * 256 * 8
 
 
 def test_offloading_moves_the_states_to_the_host() -> None:
@@ -173,10 +179,18 @@ def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
 
 
 def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
-    halved = estimate_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
-    local = estimate_memory(SPEC, MESH, replace(POLICY, seq_len=128))
-    assert halved.peak.reserved_bytes == local.peak.reserved_bytes
-    assert any("context parallelism as analysed" in line for line in halved.assumptions)
+    whole = predict_memory(SPEC, MESH, POLICY)
+    halved = predict_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
+    # Logits in fp32: 50,257 words for each of the 256 tokens, then for each of a rank's 128.
+    assert 50_257 * 256 * 4 in whole.recording.allocations.size
+    assert 50_257 * 128 * 4 in halved.recording.allocations.size
+    assert 50_257 * 256 * 4 not in halved.recording.allocations.size
+    # Tokens and targets, 8 bytes each.
+    assert halved.estimate.peak.categories["input"] == 2 * 128 * 8
+    # Parameters are sharded over both dimensions.
+    for states in ("sharded_parameter", "optimizer_state"):
+        assert halved.estimate.peak.categories[states] == whole.estimate.peak.categories[states]
+    assert any("runs its 128 of 256 tokens" in line for line in halved.estimate.assumptions)
 
 
 def test_tensor_parallelism_is_executed() -> None:

@@ -310,9 +310,7 @@ def test_on_a_cpu_only_the_plain_truth_is_told() -> None:
     analysis = trace_analysis()
     assert {rank.device_type for rank in analysis.ranks} == {"cpu"}
     found = {finding.id: finding for finding in find(replace(analysis, findings=[]))}
-    assert found["cpu_collectives_in_line"].severity == "info"
-    assert {finding.severity for finding in found.values()} <= {"info", "low"}
-    assert set(found) <= {"cpu_collectives_in_line", "straggler", "ranks_take_turns"}
+    assert {name: finding.severity for name, finding in found.items()} == {"cpu_collectives_in_line": "info"}
 
 
 def test_collectives_that_are_not_fsdps_are_told_apart() -> None:

@@ -144,7 +144,7 @@ def test_stalls_are_shared_out_exactly_on_a_simulated_run(tmp_path: Path) -> Non
     expected = {(g.rank, g.step, g.fqn, g.phase, g.op): g.stall_ns for g in result.groups}
     assert stalls == {key: value for key, value in expected.items() if value is not None}
     causes = {cause for row in result.prefetch for cause in row.late_ns}
-    assert causes >= {"launch", "communicator", "peer", "transfer"}
+    assert causes == {"launch", "communicator", "peer", "stream", "transfer"}
 
 
 @pytest.mark.parametrize(("late", "cause"), [(0, "communicator"), (3_000_000, "launch")])
