@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
+from fsdp2prof.analyzers.wording import in_phase, named_layer
 from fsdp2prof.results import (
     CommEstimate,
     CommRow,
@@ -16,9 +17,12 @@ from fsdp2prof.results import (
     EstimatedPolicy,
 )
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac
-from fsdp2prof.vocabulary import layer_name, op_label
+from fsdp2prof.vocabulary import op_label
 
 __all__ = ["fold_layers", "summarise", "totals"]
+
+_WORTH_NAMING = 0.001
+"""Part of all wire bytes from which an operation is worth naming."""
 
 _MODEL_PARALLEL = ("tp", "cp", "pp")
 """Mesh dimensions whose collectives move activations, whatever FSDP does."""
@@ -111,14 +115,18 @@ def _verdict(total: CommTotals, per_step: dict[str, CommTotals], folded: Sequenc
     if not total.wire_bytes:
         return ["Nothing is sent: every group has one rank."]
     parts = sorted(per_step.items(), key=lambda item: -item[1].wire_bytes)
-    sent = [(op_label(op), format_frac(part.wire_frac)) for op, part in parts if part.wire_bytes]
+    sent = [(op_label(op), format_frac(part.wire_frac)) for op, part in parts if _is_named(part)]
     most = max(folded, key=lambda row: row.wire_bytes)
     share = format_frac(most.wire_bytes / total.wire_bytes)
     return [
         f"A rank sends {format_bytes(total.wire_bytes)} in a step: {', '.join(map(' '.join, sent))}.",
-        f"Most of it is the {op_label(most.op)} of {layer_name(most.fqn)} in {most.phase}: "
+        f"Most of it is the {op_label(most.op)} of {named_layer(most.fqn)} {in_phase(most.phase)}: "
         f"{format_bytes(most.wire_bytes)} ({share}).",
     ]
+
+
+def _is_named(part: CommTotals) -> bool:
+    return part.wire_frac is not None and part.wire_frac >= _WORTH_NAMING
 
 
 def _advice(rows: Sequence[CommRow], policy: EstimatedPolicy) -> list[str]:

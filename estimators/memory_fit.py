@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdp2prof.analyzers.memory.wording import where
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes, format_frac
-from fsdp2prof.vocabulary import category_label, layer_name
+from fsdp2prof.vocabulary import category_label
 
 __all__ = ["Room", "room_on", "verdict"]
 
@@ -49,7 +50,7 @@ def room_on(hardware: HardwareSpec | None, peak: PredictedPeak, outside: Outside
 
 def verdict(peak: PredictedPeak, room: Room | None, options: Sequence[Remedy]) -> list[str]:
     """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
-    place = f"in {peak.phase} of {layer_name(peak.fqn)}, step {peak.step}"
+    place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
     lines = [
         f"A rank reserves {format_bytes(peak.reserved_bytes)} at most; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fsdp2prof.analyzers.wording import in_phase, named_layer
 from fsdp2prof.results import CommChange, CommFigures, RunComparison, StepSpread, TimeChange
 from fsdp2prof.units import format_bytes, format_ns, plural
-from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, layer_name, op_label
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, op_label
 
 __all__ = ["equalities", "verdict"]
 
@@ -95,7 +96,8 @@ def _and(timed: list[CommChange]) -> str:
 
 
 def _collective(row: CommChange) -> str:
-    return f"{op_label(row.op)} of {layer_name(row.fqn)} in {row.phase}"
+    where = f"of {named_layer(row.fqn)}" if row.fqn is not None else "outside every layer"
+    return f"{op_label(row.op)} {where} {in_phase(row.phase)}"
 
 
 def _sent(row: CommChange) -> str:

@@ -54,7 +54,9 @@ def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstima
 
     Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
     """
-    with _new_run(path, prediction.manifest, prediction.estimate.verdict) as folder:
+    estimate = prediction.estimate
+    fit = [] if estimate.fit is None else estimate.verdict[1:2]
+    with _new_run(path, prediction.manifest, fit) as folder:
         write_json(path / COMMUNICATION_FILE, communication)
         write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
 
@@ -72,14 +74,12 @@ def save_step_run(path: Path, prediction: StepPrediction) -> None:
         process_groups=list(trace.process_groups),
         traced_steps=[step.step for rank in prediction.estimate.trace.ranks for step in rank.steps],
     )
-    with _new_run(path, manifest, prediction.estimate.verdict, active=1) as folder:
+    with _new_run(path, manifest, prediction.estimate.verdict[:2], active=1) as folder:
         write_trace(folder / TRACE_FILE, trace)
 
 
 @contextmanager
-def _new_run(
-    path: Path, manifest: RankManifest, verdict: Sequence[str], *, active: int = 0
-) -> Iterator[Path]:
+def _new_run(path: Path, manifest: RankManifest, said: Sequence[str], *, active: int = 0) -> Iterator[Path]:
     """Make a run directory of rank 0 and give the rank's folder to write into."""
     refuse_existing_run(path)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -90,7 +90,7 @@ def _new_run(
         finished_at=now,
         world_size=1,
         options=RecordOptions(active=active, ranks="0", memory=not active),
-        messages=[f"an estimate: rank 0 of {manifest.world_size} stands for all", *verdict[:2]],
+        messages=[f"an estimate: rank 0 of {manifest.world_size} stands for all", *said],
     )
     folder = path / rank_folder(0)
     try:

@@ -135,7 +135,7 @@ def test_the_worst_layer_and_operation_are_named() -> None:
     comparison = compare(side("a", trace=trace_analysis()), side("b", trace=after))
     assert comparison.verdict[1] == (
         "Of the traced step, exposed all-gather (+3.00 ms) changed most; among collectives, "
-        "the all-gather of layers.2 in forward (+2.00 ms exposed)."
+        "the all-gather of `layers.2` in forward (+2.00 ms exposed)."
     )
     assert comparison.exposed is not None
     assert (comparison.exposed.delta_ns, comparison.exposed.delta_frac) == (3 * MS, 3 / 10)

@@ -91,7 +91,7 @@ def test_memory_saved_as_a_run_is_analysed_like_one(run, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     analysed = json.loads(done.stdout)["ranks"][0]
-    assert (analysed["source"], analysed["device"]) == ("estimate", "cuda")
+    assert (analysed["source"], analysed["device"]) == ("estimate", "80GiB")
     assert analysed["device_total_bytes"] == 80 << 30
     assert analysed["peak"]["allocated_bytes"] == peak["active_bytes"]
     assert analysed["peak"]["reserved_bytes"] == peak["reserved_bytes"]

@@ -119,9 +119,10 @@ def _settings_table(comparison: RunComparison) -> list[Table]:
             unabridged=unabridged,
         )
 
-    if not comparison.settings:
+    folded, every = comparison.settings_folded, comparison.settings
+    if not every:
         return []
-    return [laid(comparison.settings_folded, laid(comparison.settings))]
+    return [laid(folded, laid(every) if len(folded) < len(every) else None)]
 
 
 # Time.
