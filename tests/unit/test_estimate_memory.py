@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
 
 GIB = 1 << 30
@@ -85,6 +88,18 @@ def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
     assert outside == OutsideAllocator(low=450 << 20, high=1300 << 20)
     assert estimate.headroom_high_bytes == estimate.headroom_bytes + (850 << 20)
     assert estimate.device == "256MiB"
+
+
+@pytest.mark.parametrize("form", ["text", "html"])
+def test_it_says_the_device_it_is_for_and_whether_it_fits(estimate: MemoryEstimate, form: str) -> None:
+    text = str(RENDERERS[form].render(build(estimate), RenderOptions(width=200)))
+    shown = " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    assert "does not fit on 256MiB, 256.0 MiB" in shown
+    assert "batch 1 x 256 tokens, 256MiB" in shown
+    for sentence in estimate.verdict:
+        assert sentence in shown
+    for remedy in estimate.remedies:
+        assert remedy.how in shown
 
 
 def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:

@@ -173,7 +173,9 @@ def _exposed_table(comparison: RunComparison) -> list[Table]:
     def laid(rows: Sequence[CommChange], unabridged: Table | None = None) -> Table:
         sides = [side for row in rows for side in (row.before, row.after) if side is not None]
         show = show_ms(decimals(largest(side.total_ns for side in sides) / MS))
-        labels = ("exposed\nbefore", "exposed\nafter", "change", "stall\nbefore", "stall\nafter", "change")
+        labels = [
+            f"{what}\n{when}" for what in ("exposed", "stall") for when in ("before", "after", "change")
+        ]
         return Table(
             name="exposed",
             title="Exposed communication by layer",
