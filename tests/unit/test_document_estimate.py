@@ -17,7 +17,7 @@ from fsdp2prof.estimators.communication_summary import fold_layers
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.option import options_of
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import Every, PolicySpec
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import CommEstimate, EstimatedPolicy
@@ -40,7 +40,7 @@ def wire(estimate: CommEstimate) -> int:
 
 def test_every_option_of_a_policy_is_said() -> None:
     assert [field.name for field in fields(EstimatedPolicy)] == list(options_of(PolicySpec))
-    said = estimate_comm(MODEL, MESH, replace(POLICY, ac="every:2")).policy
+    said = estimate_comm(MODEL, MESH, replace(POLICY, ac=Every(2))).policy
     assert (said.ac, said.wrap, said.grad_accum) == ("every:2", ("block",), 3)
 
 
