@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.flight_dumps import two_ranks_that_differ
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -25,6 +26,7 @@ from support.results import (
 from support.traces import two_kernel_trace
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
@@ -46,6 +48,7 @@ SCHEMAS = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
+    "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.hang import hang_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
     diff_document,
@@ -18,6 +19,7 @@ from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
     CriticalPath,
+    HangAnalysis,
     IdleCauses,
     LaunchStatistics,
     MemoryAnalysis,
@@ -31,6 +33,7 @@ __all__ = ["build"]
 
 _BUILDERS: dict[type, Callable[[Any], Document]] = {
     CriticalPath: critical_path_document,
+    HangAnalysis: hang_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
     MemoryAnalysis: memory_document,
