@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -84,24 +84,27 @@ class _Record(msgspec.Struct, kw_only=True, omit_defaults=False):
     """Base: keyword-only, unknown keys ignored (a newer minor writer may add some)."""
 
 
-class RecordOptions(_Record):
-    """Options of ``fsdp2prof record``: which steps of which ranks, and what is captured."""
+def _told(description: str, **constraints: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=description, **constraints)
 
-    wait: int = 1
-    """Training steps before the profiler warms up."""
-    warmup: int = 1
-    """Steps the profiler runs without keeping anything."""
-    active: int = 3
-    """Traced steps."""
-    memory_steps: int = 1
-    """Steps after the traced ones whose allocations are recorded."""
-    start_step: int | None = None
-    """First traced step; overrides ``wait``."""
-    ranks: str = "all"
-    """``all``, ``0,3`` or ``sample:K``."""
-    shapes: bool = True
-    stacks: bool = False
-    memory: bool = True
+
+class RecordOptions(_Record):
+    """What is recorded: which steps of which ranks, and what of them.
+
+    The command line and ``Recorder`` are made from these fields; a description is an option's help.
+    """
+
+    wait: Annotated[int, _told("Steps before the warm-up.", ge=0)] = 1
+    warmup: Annotated[int, _told("Steps the profiler warms up.", ge=0)] = 1
+    active: Annotated[int, _told("Steps to trace.", ge=0)] = 3
+    start_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
+    memory_steps: Annotated[int, _told("How many of them.", ge=0)] = 1
+    ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
+    shapes: Annotated[
+        bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
+    ] = True
+    stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
 
 class RunInfo(_Record):

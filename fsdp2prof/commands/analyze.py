@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import (
-    JobChoice,
-    Output,
-    job_options,
-    one_of,
-    output_options,
-    refuse_given,
-)
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.trace_options import cache_option, refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 
 if TYPE_CHECKING:
@@ -73,6 +67,7 @@ def trace(
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
+@cache_option
 @fail_on_option("memory", "peak_allocated_gib>70")
 @output_options()
 def memory(
@@ -80,6 +75,7 @@ def memory(
     *,
     choice: JobChoice,
     diff: Path | None,
+    cache: bool,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -88,7 +84,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--fail-on", because="--diff compares two peaks")
+        refuse_given("--cache", "--fail-on", because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
         with output.progress(f"comparing {diff} with {path}"):
             from fsdp2prof.workflows.compare import compare_memory
@@ -99,7 +95,7 @@ def memory(
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory(choice.open(path), cache=True)
+        analysis = analyze_memory(choice.open(path), cache=cache)
     output.render(analysis, source=path)
     gate.check(analysis)
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
+from fsdp2prof.commands.options import JobChoice, job_options
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 
 if TYPE_CHECKING:

@@ -61,6 +61,8 @@ class RankSession:
             self._watch.install()
             training_profilers.install()
             training_profilers.listener = self
+        else:
+            training_profilers.remove()
 
     def watch(self, module: nn.Module) -> None:
         """Watch a module that ``fully_shard`` was applied to."""

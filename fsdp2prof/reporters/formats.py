@@ -22,6 +22,7 @@ __all__ = [
     "bytes_column",
     "cells",
     "count_column",
+    "data_columns",
     "decimals",
     "largest",
     "layer_column",
@@ -75,8 +76,13 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def scaled(value: float | None, scale: int, digits: int) -> str:
-    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero."""
-    return _UNKNOWN if value is None else "0" if value == 0 else f"{value / scale:,.{digits}f}"
+    """Format a number in units of ``scale``: ``-`` for None, ``0`` for zero, ``<0.01`` for nearly that."""
+    if value is None:
+        return _UNKNOWN
+    if value == 0:
+        return "0"
+    least = 10**-digits
+    return f"<{least:.{digits}f}" if 0 < value < scale * least / 2 else f"{value / scale:,.{digits}f}"
 
 
 # Functions for Column.show.
@@ -202,6 +208,11 @@ def bytes_column(name: str, label: str, values: Iterable[float | None]) -> Colum
 def bar_column(name: str) -> Column:
     """Return a column of fractions drawn as bars; empty where unknown."""
     return Column(name=name, label="", kind="bar", show=format_frac)
+
+
+def data_columns(names: Iterable[str]) -> list[Column]:
+    """Return columns for data formats alone: raw values, a layer (``fqn``) by its name."""
+    return [layer_column(name, name) if name == "fqn" else Column(name=name, label=name) for name in names]
 
 
 def cells(columns: Sequence[Column], items: Iterable[Any]) -> list[list[Value]]:

@@ -32,6 +32,7 @@ from fsdp2prof.results.comparison import (
     RankPeakChange,
     RunComparison,
     SettingChange,
+    StepSpread,
     TimeChange,
 )
 from fsdp2prof.results.cross_rank import (
@@ -50,7 +51,12 @@ from fsdp2prof.results.estimate import (
     CommEstimate,
     CommRow,
     CommTotals,
+    EstimatedMesh,
+    EstimatedModel,
+    EstimatedPolicy,
+    Fit,
     MemoryEstimate,
+    OutsideAllocator,
     PredictedPeak,
     PredictedStep,
 )
@@ -114,6 +120,7 @@ from fsdp2prof.results.step import (
     TraceTotals,
     UnrecordedStep,
 )
+from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -129,6 +136,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
+    "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
     "AtPeak",
@@ -149,8 +157,12 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EstimatedMesh",
+    "EstimatedModel",
+    "EstimatedPolicy",
     "EvidenceValue",
     "Finding",
+    "Fit",
     "Fragmentation",
     "GroupRow",
     "HangAnalysis",
@@ -158,6 +170,7 @@ __all__ = [
     "HangMismatch",
     "HangRank",
     "HangStanding",
+    "HardwareUse",
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
@@ -183,6 +196,7 @@ __all__ = [
     "NameChange",
     "OtherPeak",
     "OutOfMemory",
+    "OutsideAllocator",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -208,6 +222,9 @@ __all__ = [
     "ShardGroup",
     "Shown",
     "StepBreakdown",
+    "StepEstimate",
+    "StepRange",
+    "StepSpread",
     "StepTime",
     "Straggler",
     "StreamIdle",

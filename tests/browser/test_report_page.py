@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.chromium import Page
-from support.results import HOSTILE, run_analysis, trace_analysis
+from support.results import (
+    HOSTILE,
+    MIB,
+    fragmentation,
+    memory_analysis,
+    memory_comparison,
+    out_of_memory,
+    run_analysis,
+    trace_analysis,
+)
 
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results import RunAnalysis, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
 
 
-def page_of(result: RunAnalysis | TraceAnalysis, source: str) -> str:
+def page_of(result: RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryComparison, source: str) -> str:
     text = RENDERERS["html"].render(build(result), RenderOptions(source=source))
     assert isinstance(text, str)
     return text
@@ -67,3 +77,29 @@ def test_a_trace_alone_has_its_own_sections(page: Page, tmp_path: Path) -> None:
         "Communication by layer",
         "Ranks against each other",
     ]
+
+
+@pytest.mark.parametrize(("result", "charts"), [("failed", 2), ("compared", 1)])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_memory_has_pages_of_its_own(
+    page: Page, tmp_path: Path, result: str, charts: int, width: int
+) -> None:
+    analysis = memory_analysis(hostile=HOSTILE)
+    rank = replace(
+        analysis.ranks[0], oom=out_of_memory(), fragmentation=fragmentation(), device_total_bytes=200 * MIB
+    )
+    results: dict[str, MemoryAnalysis | MemoryComparison] = {
+        "failed": replace(analysis, ranks=[rank]),
+        "compared": memory_comparison(),
+    }
+    file = tmp_path / "memory.html"
+    file.write_text(page_of(results[result], HOSTILE), encoding="utf-8")
+    page.messages.clear()
+    page.open(file, width=width)
+    assert page.messages == []
+    heights = page.evaluate(
+        "[...document.querySelectorAll('.chart')].map(c => c.getBoundingClientRect().height)"
+    )
+    assert len(heights) == charts
+    assert all(height > 100 for height in heights)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width

@@ -65,7 +65,7 @@ def test_a_shell_completes_verbs_models_and_hardware() -> None:
         "plain,llama3-405b",
     ]
     assert completed("estimate", "memory", "--model", "./con") == ["file,./con"]
-    assert completed("estimate", "memory", "--hardware", "a100") == ["plain,a100-40gb", "plain,a100-80gb"]
+    assert completed("estimate", "memory", "--hardware", "mi300") == ["plain,mi300x"]
     assert "plain,h200" in completed("analyze", "trace", "x", "--hardware", "h")
 
 

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
+from support.scripts import load_script
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
+from fsdp2prof.estimators.memory_fit import room_on, verdict
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.results import MemoryEstimate
+from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
 
 GIB = 1 << 30
 SPEC = ModelSpec(source="gpt2", layers=2)
@@ -27,7 +34,7 @@ POLICY = PolicySpec(seq_len=256)
 
 @pytest.fixture(scope="module")
 def estimate() -> MemoryEstimate:
-    return estimate_memory(SPEC, MESH, POLICY, device_bytes=GIB // 4)
+    return estimate_memory(SPEC, MESH, POLICY, hardware=HardwareSpec.parse("256MiB"))
 
 
 def test_parts_sum_to_the_whole(estimate: MemoryEstimate) -> None:
@@ -49,7 +56,7 @@ def test_the_second_step_holds_the_optimizers_state(estimate: MemoryEstimate) ->
     # GPT-2's tied embeddings, two layers and a norm; Adam's moments in fp32 on a fourth of the ranks.
     layer = 12 * 768 * 768 + 13 * 768
     parameters = 50_257 * 768 + 1024 * 768 + 2 * layer + 2 * 768
-    assert estimate.model == {"name": "gpt2", "parameters": parameters, "blocks": 2}
+    assert estimate.model == EstimatedModel(name="gpt2", parameters=parameters, blocks=2)
     states = estimate.peak.categories["optimizer_state"]
     padded = parameters + 3 * 768  # 50,257 rows of the vocabulary are padded to 50,260
     assert states == 2 * 4 * padded // 4
@@ -76,23 +83,93 @@ def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
     assert estimate.fits is False
     assert estimate.headroom_bytes is not None
     outside = estimate.outside_allocator_bytes
-    assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside["high"] < 0
-    assert any("ac=full" in line for line in estimate.advice)
+    assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside.high < 0
     # Context 400 to 900 MiB, one communicator of 50 to 400 MiB.
-    assert outside == {"low": 450 << 20, "high": 1300 << 20}
+    assert outside == OutsideAllocator(low=450 << 20, high=1300 << 20)
+    assert estimate.headroom_high_bytes == estimate.headroom_bytes + (850 << 20)
+    assert estimate.device == "256MiB"
+
+
+@pytest.mark.parametrize("form", ["text", "html"])
+def test_it_says_the_device_it_is_for_and_whether_it_fits(estimate: MemoryEstimate, form: str) -> None:
+    text = str(RENDERERS[form].render(build(estimate), RenderOptions(width=200)))
+    shown = " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    assert "does not fit on 256MiB, 256.0 MiB" in shown
+    assert "batch 1 x 256 tokens, 256MiB" in shown
+    for sentence in estimate.verdict:
+        assert sentence in shown
+    for remedy in estimate.remedies:
+        assert remedy.how in shown
+
+
+def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
+    """Offload takes all states away, twice as many ranks or bf16 states half of them; most first."""
+    held = estimate.peak.categories
+    states = held["sharded_parameter"] + held["sharded_gradient"] + held["optimizer_state"]
+    saves = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
+    assert (saves["cpu_offload"], saves["low_precision_states"]) == (states, states // 2)
+    assert saves["wider_sharding"] == states // 2
+    assert list(saves.values()) == sorted(saves.values(), reverse=True)
+    assert "smaller_batch" not in saves  # of one sequence
+    assert estimate.advice[0].startswith(estimate.remedies[0].how)
+    assert estimate.verdict[2].startswith(f"What takes off most: {estimate.remedies[0].how}")
+
+
+def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
+    """What is set already is not proposed; a saving counts as not enough only below what is missing."""
+    policy = PolicySpec(seq_len=256, batch_size=8, loss=Chunked(8))
+    eager = estimate_memory(SPEC, MESH, policy, hardware=HardwareSpec.parse("1MiB"))
+    options = {remedy.action: remedy for remedy in eager.remedies}
+    assert "ac=full" in options["activation_checkpointing"].how
+    assert "batch_size=4, grad_accum=2" in options["smaller_batch"].how
+    assert "chunked_loss" not in options
+    missing = -(eager.headroom_high_bytes or 0)
+    assert all((remedy.enough is False) == (remedy.saves_bytes < missing) for remedy in eager.remedies)
+    assert "combine them" in eager.advice[-1]
+    checkpointed = estimate_memory(SPEC, MESH, replace(policy, ac="full"))
+    assert "activation_checkpointing" not in {remedy.action for remedy in checkpointed.remedies}
+    assert {remedy.enough for remedy in checkpointed.remedies} == {None}
+
+
+@pytest.mark.parametrize(
+    ("spare_mib", "fit", "words"),
+    [
+        (1300, "fits", "It fits on"),
+        (1299, "depends", "depends on what context and communicators take: from 1.00 MiB short"),
+        (450, "depends", "to 0 B left"),
+        (449, "does_not_fit", "It does not fit on"),
+    ],
+)
+def test_whether_it_fits_depends_between_the_ends_of_the_range(
+    estimate: MemoryEstimate, spare_mib: int, fit: str, words: str
+) -> None:
+    """Context and one communicator take 450 to 1,300 MiB."""
+    device = HardwareSpec.parse(f"{(estimate.peak.reserved_bytes >> 20) + spare_mib}MiB")
+    room = room_on(device, estimate.peak, estimate.outside_allocator_bytes)
+    assert room is not None
+    assert room.fit == fit
+    assert words in verdict(estimate.peak, room, estimate.remedies)[1]
 
 
 def test_without_a_device_nothing_is_said_about_fitting() -> None:
     estimate = estimate_memory(SPEC, MESH, POLICY)
     assert (estimate.fits, estimate.headroom_bytes, estimate.advice) == (None, None, [])
+    assert (estimate.fit, estimate.device) == (None, None)
+    assert len(estimate.verdict) == 2
 
 
 def test_an_estimate_is_analysed_like_a_recording() -> None:
     prediction = predict_memory(SPEC, MESH, POLICY)
     rank = analyze_memory([(0, prediction.recording, prediction.manifest)]).ranks[0]
     assert rank.source == "estimate"
-    assert rank.peak.reserved_bytes == prediction.estimate.peak.reserved_bytes
-    assert rank.peak.categories == prediction.estimate.peak.categories
+    # Of a layer: its weights in fp32 on a fourth of the ranks, and Adam's two moments of them.
+    weights = 4 * (12 * 768 * 768 + 13 * 768) // 4
+    held = {(row.fqn, row.category): row.bytes for row in rank.peak.by_layer}
+    for layer in ("layers.0", "layers.1"):
+        assert held[layer, "sharded_parameter"] == weights
+        assert held[layer, "optimizer_state"] == 2 * weights
+    # Tokens and targets of one sequence, 8 bytes each.
+    assert rank.peak.categories["input"] == 2 * 256 * 8
 
 
 def test_offloading_moves_the_states_to_the_host() -> None:
@@ -106,21 +183,29 @@ def test_offloading_moves_the_states_to_the_host() -> None:
 
 
 def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
-    def active(mesh: MeshSpec = MESH, **changes: object) -> int:
+    def active(mesh: MeshSpec = MESH, **changes: Any) -> int:
         return estimate_memory(SPEC, mesh, replace(POLICY, batch_size=8, **changes)).peak.active_bytes
 
     plain = active()
     assert active(ac="full") < plain
     assert active(MeshSpec(dp_shard=16)) < plain
-    assert active(loss="chunked:4") < plain
+    assert active(loss=Chunked(4)) < plain
     assert active(reshard="never") >= plain
 
 
 def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
-    halved = estimate_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
-    local = estimate_memory(SPEC, MESH, replace(POLICY, seq_len=128))
-    assert halved.peak.reserved_bytes == local.peak.reserved_bytes
-    assert any("context parallelism as analysed" in line for line in halved.assumptions)
+    whole = predict_memory(SPEC, MESH, POLICY)
+    halved = predict_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
+    # Logits in fp32: 50,257 words for each of the 256 tokens, then for each of a rank's 128.
+    assert 50_257 * 256 * 4 in whole.recording.allocations.size
+    assert 50_257 * 128 * 4 in halved.recording.allocations.size
+    assert 50_257 * 256 * 4 not in halved.recording.allocations.size
+    # Tokens and targets, 8 bytes each.
+    assert halved.estimate.peak.categories["input"] == 2 * 128 * 8
+    # Parameters are sharded over both dimensions.
+    for states in ("sharded_parameter", "optimizer_state"):
+        assert halved.estimate.peak.categories[states] == whole.estimate.peak.categories[states]
+    assert any("runs its 128 of 256 tokens" in line for line in halved.estimate.assumptions)
 
 
 def test_tensor_parallelism_is_executed() -> None:
@@ -140,7 +225,7 @@ def test_tensor_parallelism_is_executed() -> None:
         (MESH, {"reshard": 3}, "reshard: 3 ranks do not divide the 4 ranks"),
     ],
 )
-def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, object], message: str) -> None:
+def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         estimate_memory(SPEC, mesh, replace(POLICY, **changes))
 
@@ -154,10 +239,8 @@ def test_published_peaks_are_met(
     real_data: Path, monkeypatch: pytest.MonkeyPatch, row: str | None, percent: int
 ) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
-    spec = importlib.util.spec_from_file_location("accuracy", script)
-    accuracy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "accuracy", accuracy)
-    spec.loader.exec_module(accuracy)
+    monkeypatch.setitem(sys.modules, "accuracy", ModuleType("accuracy"))
+    accuracy = load_script(script)
     checked = 0
     for run in accuracy.read(real_data / "published" / "fsdp2_peaks.csv"):
         if run.kind in ("eager", "compile", "float8") and row in (None, run.id):

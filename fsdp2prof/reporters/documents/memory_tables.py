@@ -15,6 +15,7 @@ from fsdp2prof.reporters.formats import (
     layer_column,
     name_column,
     number_column,
+    scaled,
     show_bytes,
     show_category,
     show_ns,
@@ -28,6 +29,8 @@ from fsdp2prof.results import (
     LiveBlock,
     MemoryAnalysis,
     OutOfMemory,
+    Peak,
+    PredictedPeak,
     RankMemory,
     Remedy,
 )
@@ -145,9 +148,8 @@ def _running_then(seen: AtPeak | None) -> list[str]:
     return [f"{when}: {'; '.join(part for part in parts if part)}."]
 
 
-def layer_memory_table(rank: RankMemory) -> Table:
+def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
     """Return what fills a rank at its peak, by layer and category; layers that are alike share a row."""
-    peak = rank.peak
     names = [row.category for row in peak.by_category]
     unit, scale = byte_unit(max(row.bytes for row in peak.layers_folded))
     show = _sparse(scale, decimals(peak.allocated_bytes / scale))
@@ -184,14 +186,8 @@ def layer_memory_table(rank: RankMemory) -> Table:
 
 
 def _sparse(scale: int, digits: int) -> Show:
-    """Return what writes bytes in one unit, nothing for none and ``<0.01`` for next to none."""
-    least = f"{0.1**digits:.{digits}f}"
-
-    def show(value: int) -> str:
-        text = f"{value / scale:,.{digits}f}"
-        return "" if not value else f"<{least}" if float(text.replace(",", "")) == 0 else text
-
-    return show
+    """Return what writes bytes in one unit, nothing for none."""
+    return lambda value: scaled(value, scale, digits) if value else ""
 
 
 def block_table(rank: RankMemory) -> Table:

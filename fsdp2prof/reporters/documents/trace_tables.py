@@ -10,6 +10,7 @@ from fsdp2prof.reporters.formats import (
     bytes_column,
     cells,
     count_column,
+    data_columns,
     decimals,
     largest,
     layer_column,
@@ -208,7 +209,7 @@ def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
 
 def group_table(analysis: TraceAnalysis) -> Table:
     """Return the collectives of every rank, step and layer, for data formats."""
-    columns = [Column(name=field.name, label=field.name) for field in fields(GroupRow)]
+    columns = data_columns(field.name for field in fields(GroupRow))
     return Table(
         name="groups",
         title="Collectives of every rank, step and layer",
