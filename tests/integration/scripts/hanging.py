@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,14 @@ class Uneven(nn.Module):
                 time.sleep(60)
             if number != left_out:
                 x = layer(x)
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def dump(folder: Path) -> None:
     """Write the dump as a pickle, or as JSON for odd ranks; whole or not at all."""
-    rank, recorder = dist.get_rank(), torch._C._distributed_c10d
+    rank = dist.get_rank()
+    recorder: Any = torch._C._distributed_c10d
     temporary = folder / f".{rank}"
     with _ONE_AT_A_TIME:
         if rank % 2:
