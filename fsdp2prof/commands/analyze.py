@@ -1,4 +1,4 @@
-"""``fsdp2prof analyze trace|memory|run``: read what a run left, analyse it, print or write the result."""
+"""``fsdp2prof analyze trace|memory|run|hang``: read what a job left, analyse it, write the result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _path = click.argument("path", type=click.Path(path_type=Path))
 
 @click.group()
 def analyze() -> None:
-    """Analyse a run directory, traces or memory snapshots."""
+    """Analyse a run directory, traces, memory snapshots or the dumps of a job that hangs."""
 
 
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
@@ -126,3 +126,24 @@ def run(
         analysis = analyze_run(job, **options)
     output.render(analysis, source=run)
     gate.check(analysis)
+
+
+@analyze.command(short_help="A job that hangs: who waits where, and for whom.")
+@_path
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
+)
+@output_options()
+def hang(path: Path, *, run: Path | None, output: Output) -> None:
+    """Which collective a job stands in, which ranks have not come, and which issue something else.
+
+    PATH is a Flight Recorder dump, a folder of them (one a rank), or a run directory that holds them.
+    """
+    with output.progress(f"analysing the dumps of {path}"):
+        from fsdp2prof.workflows.hang import analyze_hang
+
+        analysis = analyze_hang(path, run=run)
+    output.render(analysis, source=path)
