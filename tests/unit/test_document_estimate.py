@@ -132,3 +132,15 @@ def test_what_people_see_stands_in_the_json(kind: str, form: str) -> None:
         "grad_accum=3, sync=each",
     ):
         assert given in shown
+
+
+def test_an_estimate_kept_before_there_were_sums_and_sentences_is_read() -> None:
+    """A document of an older version has fewer keys, and its mesh whatever names the run gave."""
+    estimate = estimate_comm(MODEL, MESH, POLICY)
+    document = msgspec.json.decode(rendered(estimate, "json"))
+    older = {key: document[key] for key in ("schema", "model", "policy", "groups", "per_step", "assumptions")}
+    for row in older["groups"]:
+        del row["layers"]
+    older["mesh"] = {"dp": 8, "world_size": 8}
+    read = msgspec.convert(older, CommEstimate)
+    assert (read.groups, read.mesh.world_size, read.verdict) == (estimate.groups, 8, [])
