@@ -38,7 +38,8 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
+        with _events():
+            yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
     finally:
         dist.destroy_process_group()
 
@@ -73,7 +74,6 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
-        stack.enter_context(_events())
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
