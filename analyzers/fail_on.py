@@ -26,6 +26,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
     UnrecordedStep,
 )
+from fsdp2prof.vocabulary import EXPOSED_PARTS
 
 __all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
 
@@ -47,12 +48,6 @@ _CONDITION = re.compile(
     r"\s*([A-Za-z_][\w.]*)\s*(>=|<=|==|!=|>|<)\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*"
 )
 _GIB = 1 << 30
-_EXPOSED = (
-    "exposed_all_gather",
-    "exposed_reduce_scatter",
-    "exposed_all_reduce",
-    "exposed_other_comm",
-)
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "step": (RunAnalysis, TraceAnalysis),
     "trace": TraceAnalysis,
@@ -184,11 +179,7 @@ def _of_steps(part: Callable[[RankTrace], int]) -> Callable[[TraceAnalysis], _Pe
 
 
 def _exposed_ns(rank: RankTrace) -> int:
-    parts = [step.breakdown_ns for step in rank.steps]
-    return sum(
-        p.exposed_all_gather + p.exposed_reduce_scatter + p.exposed_all_reduce + p.exposed_other_comm
-        for p in parts
-    )
+    return sum(getattr(step.breakdown_ns, part) for step in rank.steps for part in EXPOSED_PARTS)
 
 
 def _traced_ms(pick: Callable[[Sequence[int]], float]) -> Callable[[TraceAnalysis], _PerRank]:
@@ -271,22 +262,6 @@ def _frac(change: TimeChange | None) -> float | None:
 
 def _delta_ms(change: TimeChange | None) -> float | None:
     return change.delta_ns / 1e6 if change else None
-
-
-def _exposed_change(comparison: RunComparison) -> tuple[float, float] | None:
-    """Exposed communication of a mean step before and after."""
-    parts = [row for row in comparison.breakdown if row.part in _EXPOSED]
-    return (sum(p.before_ns for p in parts), sum(p.after_ns for p in parts)) if parts else None
-
-
-def _exposed_frac(comparison: RunComparison) -> float | None:
-    before, after = _exposed_change(comparison) or (0, 0)
-    return after / before - 1 if before else None
-
-
-def _exposed_ms(comparison: RunComparison) -> float | None:
-    change = _exposed_change(comparison)
-    return None if change is None else (change[1] - change[0]) / 1e6
 
 
 def _wire_frac(comparison: RunComparison) -> float | None:
@@ -380,10 +355,14 @@ METRICS: dict[str, Metric] = {
         _of_whole(lambda comparison: _frac(comparison.unrecorded_step)),
     ),
     "exposed_time_frac": Metric(
-        "change of exposed communication in a mean step, of before", "comparison", _of_whole(_exposed_frac)
+        "change of exposed communication in a mean step, of before",
+        "comparison",
+        _of_whole(lambda comparison: _frac(comparison.exposed)),
     ),
     "exposed_time_delta_ms": Metric(
-        "change of exposed communication in a mean step, milliseconds", "comparison", _of_whole(_exposed_ms)
+        "change of exposed communication in a mean step, milliseconds",
+        "comparison",
+        _of_whole(lambda comparison: _delta_ms(comparison.exposed)),
     ),
     "wire_bytes_frac": Metric(
         "change of the bytes a rank sends in a step, of before", "comparison", _of_whole(_wire_frac)

@@ -35,15 +35,8 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
 
 
-def fold_names(
-    items: Sequence[tuple[str | None, Hashable]], *, every: bool = False
-) -> list[tuple[str, list[int]]]:
-    """Fold names that differ in one number and share a key: (name for people, rows), in order of appearance.
-
-    ``every`` leaves each item on its own.
-    """
-    if every:
-        return [(layer_name(name), [i]) for i, (name, _) in enumerate(items)]
+def fold_names(items: Sequence[tuple[str | None, Hashable]]) -> list[tuple[str, list[int]]]:
+    """Fold names that differ in one number and share a key: (name for people, rows), in order."""
     folded: list[tuple[str, list[int]]] = []
     for siblings in families(items):
         if len(siblings) < FOLD_FROM:

@@ -10,7 +10,8 @@ between them. :func:`build_phases` replays the labels in time order:
 - backward lasts from the first backward label until ``root_post_backward_callback`` ends, on whatever
   threads (on CUDA it has its own); a forward recomputed inside it is backward;
 - the loss, between the root's ``post_forward`` and the backward, is forward without a module;
-- ``Optimizer.*`` ranges are the optimizer's.
+- ``Optimizer.*`` ranges are the optimizer's, except where it calls a closure: the forward and backward
+  inside are what their labels say, and what comes before them is not the optimizer's.
 
 With several roots in a process, module names repeat. A range ``fsdp2prof::root (i)`` around a root's forward
 (and, where they can be had, around its backward hooks) tells them apart: names become ``root1:layers.0``
@@ -42,6 +43,10 @@ __all__ = ["build_phases", "find_rows", "transfer_rows"]
 
 _TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 """Labels that a collective itself may carry, on the thread of the backend that carries it out."""
+_AFTER_FORWARD = frozenset({"post_forward", "cast_forward_outputs"})
+"""Labels that end a module's forward."""
+_BEFORE_LOSS = frozenset({"cast_forward_outputs", "optimizer"})
+"""Labels that may come between the end of the root's forward and the backward of its loss."""
 
 
 def build_phases(labels: LabelTable, steps: StepTable, roots: int = 0) -> PhaseTable:
@@ -122,6 +127,8 @@ class _Open:
     fqn: str | None
     state: _State | None
     root: int | None
+    closure: int | None = None
+    """For an optimizer: the first of FSDP's labels inside it."""
 
 
 class _Replay:
@@ -149,6 +156,7 @@ class _Replay:
         self.stacks: dict[int, list[_Open]] = {thread: [] for thread in self.thread}
         self.cursor: dict[int, int] = {}
         self.active: int | None = None
+        self.reached = -1
         self.forward: list[str] = []
         self.backward: list[str] = []
         self.in_backward = False
@@ -171,7 +179,8 @@ class _Replay:
         stack = self.stacks[thread]
         root = label.root if label.kind == "root" else (stack[-1].root if stack else None)
         end = min(self.end[position], stack[-1].end) if stack else self.end[position]
-        self.active, self.finishing, self.before_loss = thread, None, False
+        self.active, self.finishing = thread, None
+        self.before_loss &= label.kind == "optimizer"
         if label.is_backward and not self.in_backward:
             self.in_backward, self.forward = True, []
         fqn = self._module(position, root)
@@ -187,7 +196,9 @@ class _Replay:
                 del modules[modules.index(fqn) :]
             elif label.kind.startswith("post_backward"):
                 modules.remove(fqn)
-        stack.append(_Open(position, end, label, fqn, state, root))
+        closure = self._closure(position) if label.kind == "optimizer" else None
+        stack.append(_Open(position, end, label, fqn, state, root, closure))
+        self.reached = position
 
     def _finish(self, opened: _Open) -> None:
         kind, fqn = opened.label.kind, opened.fqn
@@ -202,16 +213,15 @@ class _Replay:
             if following is not None and self.labels[following].kind.startswith("post_backward"):
                 same = self._module(following, opened.root) == fqn
                 self.finishing = fqn if same else None
-        elif kind == "post_forward" and not self.in_backward and not self.forward:
-            following = opened.position + 1
-            while following < len(self.labels) and self.labels[following].kind == "cast_forward_outputs":
-                following += 1
-            self.before_loss = following < len(self.labels) and self.labels[following].is_backward
-        elif kind == "cast_forward_outputs" and not self.in_backward and not self.forward:
-            following = opened.position + 1
-            self.before_loss = following < len(self.labels) and self.labels[following].is_backward
+        elif kind in _AFTER_FORWARD and not self.in_backward and not self.forward:
+            self.before_loss = self._backward_follows(opened.position)
         elif kind == "root_post_backward_callback":
             self.in_backward, self.backward = False, []
+
+    def _backward_follows(self, position: int) -> bool:
+        """Whether nothing but the optimizer's ``zero_grad`` lies between a root's forward and a backward."""
+        following = (self.labels[index] for index in range(position + 1, len(self.labels)))
+        return next((one.is_backward for one in following if one.kind not in _BEFORE_LOSS), False)
 
     def _context(self) -> _State | None:
         """What work between labels belongs to, on the thread whose label came last."""
@@ -231,10 +241,27 @@ class _Replay:
             if now <= since:
                 continue
             self.cursor[thread] = now
-            inside = next((opened.state for opened in reversed(stack) if opened.state is not None), None)
-            state = inside or (self._context() if thread == self.active else None)
+            inside = next((opened for opened in reversed(stack) if opened.state is not None), None)
+            state = self._context() if thread == self.active else None
+            if inside is not None and not self._leaves_to_closure(inside):
+                state = inside.state
             if state is not None:
                 self.rows.append(_Row(thread, since, now, state))
+
+    def _closure(self, position: int) -> int | None:
+        """Return the first of FSDP's labels that begins inside an optimizer's range, on whatever thread."""
+        for index in range(position + 1, len(self.labels)):
+            if self.start[index] >= self.end[position]:
+                return None
+            if self.labels[index].kind not in ("optimizer", "root"):
+                return index
+        return None
+
+    def _leaves_to_closure(self, opened: _Open) -> bool:
+        """Whether time in a label is its closure's: an optimizer updates after it has called that."""
+        if opened.closure is None:
+            return False
+        return self.reached < opened.closure or self._context() is not None
 
     def _close_until(self, now: int | None) -> None:
         """End the labels that end by ``now`` (``None``: all), earliest first."""

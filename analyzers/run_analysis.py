@@ -48,5 +48,7 @@ def _verdict(
     if any(rank.oom is not None for rank in memory.ranks):
         return [*memory.verdict[:1], *trace.verdict[:1], *memory.verdict[-1:]]
     change = try_first(findings)
+    if change != try_first(trace.findings):
+        change = try_first(findings, " for memory")
     seen = [line for line in trace.verdict if line not in try_first(trace.findings)]
     return [*[*seen, *memory.verdict[:1]][: _SENTENCES - len(change)], *change]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
 from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
@@ -12,6 +11,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import CheckpointEstimate
+from fsdp2prof.units import format_bytes, plural
 
 __all__ = ["estimate_checkpoint"]
 
@@ -39,10 +39,11 @@ def estimate_checkpoint(
     shards = [_shard_bytes(parameters, policy, rank) for rank in range(mesh.fsdp_size)]
     largest = -(-max(shards) // mesh.dp_replicate)
     bandwidth = bandwidth_bytes_per_s
+    seconds = None if bandwidth is None else (largest / bandwidth, full_bytes / bandwidth)
     return CheckpointEstimate(
-        model={"name": built.name, "parameters": sum(p.numel for p in parameters)},
-        mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=policy.to_mapping(),
+        model=model_as_built(built, sum(p.numel for p in parameters)),
+        mesh=mesh_as_given(mesh),
+        policy=policy_as_given(policy),
         writers=mesh.world_size,
         files=mesh.world_size + 1,
         parameter_bytes=parameter_bytes,
@@ -52,14 +53,29 @@ def estimate_checkpoint(
         rank_bytes_min=min(shards) // mesh.dp_replicate,
         full_parameter_bytes=parameter_bytes,
         full_bytes=full_bytes,
-        sharded_seconds=None if bandwidth is None else largest / bandwidth,
-        full_seconds=None if bandwidth is None else full_bytes / bandwidth,
+        sharded_seconds=seconds and seconds[0],
+        full_seconds=seconds and seconds[1],
+        bandwidth_bytes_per_s=bandwidth,
+        verdict=_verdict(full_bytes, largest, mesh.world_size, seconds),
         assumptions=[
             "parameters and optimizer state only: no buffers, no headers (about a kilobyte per tensor)",
             "padding is not saved; each rank writes one file, replicas share the work evenly",
             "a full state dict is gathered and written by one rank",
         ],
     )
+
+
+def _verdict(
+    full_bytes: int, largest_bytes: int, writers: int, seconds: tuple[float, float] | None
+) -> list[str]:
+    lines = [
+        f"The sharded checkpoint holds {format_bytes(full_bytes)} in {plural(writers + 1, 'file')}: "
+        f"a rank writes {format_bytes(largest_bytes)} at most.",
+        f"A full state dict passes through one rank, which needs {format_bytes(full_bytes)} for it.",
+    ]
+    if seconds is not None:
+        lines.append(f"Writing takes {seconds[0]:.1f} s sharded, {seconds[1]:.1f} s in full.")
+    return lines
 
 
 def _shard_bytes(parameters: list[ShardedParameter], policy: PolicySpec, rank: int) -> int:

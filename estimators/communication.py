@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication_summary import summarise
+from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.execution.forward_flow import forward_flow
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
@@ -16,9 +18,9 @@ from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.torch_rules import clipping_reduces_every_norm
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
-from fsdp2prof.results import CommEstimate, CommRow, CommTotals
+from fsdp2prof.results import CommEstimate
 
-__all__ = ["estimate_built", "estimate_comm", "group_traffic", "summarise", "totals"]
+__all__ = ["estimate_built", "estimate_comm", "group_traffic"]
 
 _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
@@ -62,13 +64,9 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     _add_step_end(ledger, groups, mesh, policy)
     return summarise(
         ledger.to_rows(),
-        model={
-            "name": built.name,
-            "parameters": sum(parameter.numel() for parameter in built.module.parameters()),
-            "blocks": len(built.blocks),
-        },
-        mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=policy.to_mapping(),
+        model=model_as_built(built, sum(parameter.numel() for parameter in built.module.parameters())),
+        mesh=mesh_as_given(mesh),
+        policy=policy_as_given(policy),
         assumptions=notes,
     )
 
@@ -100,34 +98,6 @@ def group_traffic(
         for group in groups
     }
     return _with_explicit_prefetch([traffic[fqn] for fqn in flow], model.blocks, policy.backward_prefetch)
-
-
-def summarise(
-    rows: list[CommRow],
-    *,
-    model: dict[str, object],
-    mesh: dict[str, object],
-    policy: dict[str, object],
-    assumptions: list[str],
-) -> CommEstimate:
-    """Assemble the result from its rows."""
-    return CommEstimate(
-        model=model, mesh=mesh, policy=policy, groups=rows, per_step=totals(rows), assumptions=assumptions
-    )
-
-
-def totals(rows: Iterable[CommRow]) -> dict[str, CommTotals]:
-    """Sum rows by op."""
-    sums: dict[str, list[int]] = {}
-    for row in rows:
-        total = sums.setdefault(row.op, [0, 0, 0])
-        total[0] += row.count
-        total[1] += row.payload_bytes
-        total[2] += row.wire_bytes
-    return {
-        op: CommTotals(count=count, payload_bytes=payload, wire_bytes=wire)
-        for op, (count, payload, wire) in sums.items()
-    }
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.communication import summarise
+from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.spec.policy import Sync, dtype_bytes
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
-from fsdp2prof.results import CommEstimate
+from fsdp2prof.results import CommEstimate, EstimatedMesh, EstimatedModel, EstimatedPolicy
 
 __all__ = ["estimate_comm_of_run", "micro_batches_of_run"]
 
@@ -42,22 +41,22 @@ def estimate_comm_of_run(
     first = manifest.param_groups[0]
     return summarise(
         ledger.to_rows(),
-        model={
-            "name": " ".join(manifest.script),
-            "parameters": sum(
+        model=EstimatedModel(
+            name=" ".join(manifest.script),
+            parameters=sum(
                 prod(parameter.global_shape)
                 for group in manifest.param_groups
                 for parameter in group.parameters
             ),
-            "groups": len(manifest.param_groups),
-        },
+            groups=len(manifest.param_groups),
+        ),
         mesh=_mesh(first, manifest.world_size),
-        policy={
-            "grad_accum": micro_batches,
-            "sync": synced,
-            "param_dtype": first.param_dtype,
-            "reduce_dtype": first.reduce_dtype,
-        },
+        policy=EstimatedPolicy(
+            grad_accum=micro_batches,
+            sync=synced,
+            param_dtype=first.param_dtype,
+            reduce_dtype=first.reduce_dtype,
+        ),
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
             "modules run in the order they are registered, and gradients flow from the first trainable "
@@ -178,6 +177,11 @@ def _gathered(parameter: ParameterInfo) -> list[tuple[str, int]]:
     return list(zip(parameter.all_gather_dtypes, parameter.all_gather_numels, strict=True))
 
 
-def _mesh(group: ParamGroupInfo, world_size: int) -> dict[str, Any]:
+def _mesh(group: ParamGroupInfo, world_size: int) -> EstimatedMesh:
     names = group.mesh.dim_names or [f"dim{index}" for index in range(len(group.mesh.shape))]
-    return {**dict(zip(names, group.mesh.shape, strict=True)), "world_size": world_size}
+    return EstimatedMesh(
+        dp_replicate=group.replicate_world_size,
+        dp_shard=group.shard_world_size,
+        world_size=world_size,
+        dims=dict(zip(names, group.mesh.shape, strict=True)),
+    )

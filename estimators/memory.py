@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,20 +12,27 @@ from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
 from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
-from fsdp2prof.estimators.memory_notes import advice, assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_advice import advice, remedies
+from fsdp2prof.estimators.memory_fit import room_on, verdict
+from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism, stage_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.results import MemoryEstimate, PredictedPeak, PredictedStep
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
 __all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
+
+_ANY_DEVICE = "any GPU"
+"""Stands where a device's name would, for an estimate that is for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +45,17 @@ class MemoryPrediction:
 
 
 def estimate_memory(
-    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, hardware: HardwareSpec | None = None
 ) -> MemoryEstimate:
-    """Predict the memory of rank 0; ``device_bytes`` is what its device has in total.
+    """Predict the memory of rank 0; ``hardware`` is the device that it has to fit on.
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
     """
-    return predict_memory(model, mesh, policy, device_bytes=device_bytes).estimate
+    return predict_memory(model, mesh, policy, hardware=hardware).estimate
 
 
 def predict_memory(
-    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, device_bytes: int | None = None
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, hardware: HardwareSpec | None = None
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     check_modelled(mesh, policy)
@@ -60,18 +67,23 @@ def predict_memory(
     on_device = as_on_cuda(execution.recording, execution.host)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
-    recording = replay(on_device, allocator_settings(policy.allocator))
+    device = DeviceInfo(
+        type="cuda",
+        name=_ANY_DEVICE if hardware is None else hardware.name,
+        total_bytes=None if hardware is None else hardware.memory_bytes,
+    )
+    recording = replace(replay(on_device, allocator_settings(policy.allocator)), device=device.name)
     manifest = RankManifest(
         state="complete",
         world_size=mesh.world_size,
-        device=DeviceInfo(type="cuda", name="estimate", total_bytes=device_bytes),
+        device=device,
         tensors=[
             *_at_replayed_addresses(execution.tensors, on_device, recording),
             *_blas_workspaces(recording),
         ],
         memory_source=recording.source,
     )
-    estimate = _estimate(execution, how, recording, manifest, mesh, policy, device_bytes)
+    estimate = _estimate(execution, how, recording, manifest, mesh, policy, hardware)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
@@ -82,7 +94,7 @@ def _estimate(
     manifest: RankManifest,
     mesh: MeshSpec,
     policy: PolicySpec,
-    device_bytes: int | None,
+    hardware: HardwareSpec | None,
 ) -> MemoryEstimate:
     rank = analyze_memory([(0, recording, manifest)]).ranks[0]
     peak = rank.peak
@@ -96,26 +108,34 @@ def _estimate(
         categories=peak.categories,
         by_layer=peak.by_layer,
         streams=_reserved_by_stream(recording),
+        by_category=peak.by_category,
+        layers=peak.layers,
+        layers_folded=peak.layers_folded,
     )
     outside = outside_allocator_bytes(mesh, policy)
-    headroom = None if device_bytes is None else device_bytes - peak.reserved_bytes - outside["high"]
+    room = room_on(hardware, predicted, outside)
+    missing = None if room is None else max(0, -room.most_bytes)
+    options = remedies(rank.remedies, predicted, mesh, policy, missing)
     return MemoryEstimate(
-        model={
-            "name": execution.name,
-            "parameters": execution.parameters,
-            "blocks": len(execution.blocks),
-        },
-        mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=policy.to_mapping(),
+        model=EstimatedModel(
+            name=execution.name, parameters=execution.parameters, blocks=len(execution.blocks)
+        ),
+        mesh=mesh_as_given(mesh),
+        policy=policy_as_given(policy),
+        verdict=verdict(predicted, room, options),
         peak=predicted,
         steps=_steps(recording),
         layers=rank.layers,
         host_bytes=_host_bytes(execution),
         outside_allocator_bytes=outside,
-        device_total_bytes=device_bytes,
-        fits=None if headroom is None else headroom >= 0,
-        headroom_bytes=headroom,
-        advice=advice(predicted, -headroom, mesh, policy) if headroom is not None and headroom < 0 else [],
+        device=None if room is None else room.device,
+        device_total_bytes=None if room is None else room.total_bytes,
+        fits=None if room is None else room.least_bytes >= 0,
+        fit=None if room is None else room.fit,
+        headroom_bytes=None if room is None else room.least_bytes,
+        headroom_high_bytes=None if room is None else room.most_bytes,
+        remedies=options,
+        advice=[] if room is None or room.fit == "fits" else advice(options, missing or 0),
         assumptions=assumptions(how, mesh, policy),
     )
 

@@ -1,4 +1,4 @@
-"""What a memory estimate refuses, what it assumes, and what it advises when the run does not fit."""
+"""What a memory estimate refuses, what it assumes, and what it cannot count."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import root_obeys_reshard
-from fsdp2prof.results import PredictedPeak
+from fsdp2prof.results import OutsideAllocator
 from fsdp2prof.units import format_bytes
 
-__all__ = ["advice", "assumptions", "check_modelled", "outside_allocator_bytes"]
+__all__ = ["assumptions", "check_modelled", "outside_allocator_bytes"]
 
 _CONTEXT_BYTES = (400 << 20, 900 << 20)
 _COMMUNICATOR_BYTES = (50 << 20, 400 << 20)
@@ -27,7 +27,7 @@ def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
         )
 
 
-def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int]:
+def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:
     """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
 
     The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
@@ -39,7 +39,7 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> dict[str, int
         context + communicators * each
         for context, each in zip(_CONTEXT_BYTES, _COMMUNICATOR_BYTES, strict=True)
     )
-    return {"low": low, "high": high}
+    return OutsideAllocator(low=low, high=high)
 
 
 def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
@@ -94,37 +94,3 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     if policy.extra_model is not None:
         notes.append(f"{policy.extra_model} runs forward only, without gradients, before each micro-batch")
     return notes
-
-
-def advice(peak: PredictedPeak, missing_bytes: int, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
-    """What would make a run fit that misses ``missing_bytes``, by what fills its peak."""
-    lines = []
-    held = peak.categories
-    activations = held["activation"] + held["temporary"]
-    states = sum(held[name] for name in ("sharded_parameter", "sharded_gradient", "optimizer_state"))
-    if policy.ac != "full":
-        lines.append(
-            f"activations and temporaries hold {format_bytes(activations)} at the peak: checkpoint (ac=full)"
-        )
-    if policy.loss_chunks is None and peak.phase in ("forward", "backward") and peak.fqn is None:
-        lines.append("the peak is in the loss: compute it in chunks (loss=chunked:8)")
-    if policy.batch_size > 1:
-        lines.append(f"halve the batch size of {policy.batch_size} and accumulate gradients instead")
-    if mesh.dp_shard < 8 or states > missing_bytes:
-        lines.append(
-            f"parameters, gradients and optimizer state hold {format_bytes(states)} "
-            f"on {mesh.fsdp_size} ranks: shard over more"
-        )
-    if not policy.offload and states > 0:
-        lines.append("offload them to the host (offload)")
-    if policy.optimizer_impl == "foreach" and peak.phase == "optimizer":
-        lines.append("the peak is in the optimizer: its fused implementation makes no temporaries")
-    if policy.allocator == "classic":
-        fragmented = peak.reserved_bytes - peak.active_bytes
-        lines.append(
-            f"{format_bytes(fragmented)} is reserved and not active: "
-            "set PYTORCH_ALLOC_CONF=expandable_segments:True"
-        )
-    if dtype_bytes(policy.orig_dtype) == 4 and states > missing_bytes:
-        lines.append("optimizer state in bf16 (orig_dtype=bf16) halves it, at the price of precision")
-    return lines

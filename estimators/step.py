@@ -8,10 +8,11 @@ recorded traces say where it goes.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -26,7 +27,7 @@ from fsdp2prof.estimators.timeline.program import capture_step
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.results import BreakdownNs, TraceAnalysis
+from fsdp2prof.results import BreakdownNs, EstimatedModel, TraceAnalysis
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns
@@ -44,7 +45,6 @@ class StepPrediction:
 
     estimate: StepEstimate
     trace: Trace
-    analysis: TraceAnalysis
 
 
 def estimate_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepEstimate:
@@ -95,7 +95,7 @@ def simulate_program(
     )
     analysis = analyze_trace([(trace, None)])
     estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
-    return StepPrediction(estimate=estimate, trace=trace, analysis=analysis)
+    return StepPrediction(estimate=estimate, trace=trace)
 
 
 def _estimate(
@@ -117,9 +117,9 @@ def _estimate(
     seconds = (step.duration_ns + bubble) / 1e9
     made = StepEstimate(
         verdict=[],
-        model={"name": model.source, "parameters": program.parameters},
-        mesh={**asdict(mesh), "world_size": mesh.world_size},
-        policy=asdict(policy),
+        model=EstimatedModel(name=model.source, parameters=program.parameters),
+        mesh=mesh_as_given(mesh),
+        policy=policy_as_given(policy),
         hardware=_hardware_use(mesh, costs, peak),
         step_ns=step.duration_ns + bubble,
         tokens_per_step=tokens,
@@ -131,9 +131,7 @@ def _estimate(
         kernels_ns=kernels,
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=analysis.by_layer,
-        by_layer_folded=analysis.by_layer_folded,
-        late=analysis.late,
-        late_folded=analysis.late_folded,
+        trace=analysis,
         range=_range(program, costs, bubble),
         assumptions=_assumptions(mesh, policy, costs),
     )

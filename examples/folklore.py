@@ -9,6 +9,7 @@ Bytes are decimal (1 GB = 10^9 bytes), as in the claims. Nothing is executed or 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fsdp2prof.estimators.communication import estimate_built, estimate_comm
-from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.catalog import builtin_config
-from fsdp2prof.estimators.models.foreign import build_factory
-from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.optimizer_state import ModelStates, model_states
-from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, parameter_groups
-from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+import fsdp2prof
+from fsdp2prof import MeshSpec, ModelSpec, PolicySpec
 
 GB = 10**9
 MB = 10**6
+
+QWEN2_VOCABULARY = 152_064
+"""From Qwen2-7B's config.json."""
 
 
 @dataclass(frozen=True)
@@ -46,28 +42,35 @@ class Row:
 
 def policy(**changes: object) -> PolicySpec:
     """Every module reshards, bf16 compute, fp32 reduction; only FSDP's own collectives are counted."""
-    return PolicySpec(**{"reshard": "always", "clip_grad": False, **changes})  # type: ignore[arg-type]
+    chosen = {"reshard": "always", "clip_grad": False, "seq_len": 1024, **changes}
+    return PolicySpec(**chosen)  # type: ignore[arg-type]
 
 
-def wire_gb(model: Model, ranks: int, **changes: object) -> float:
+def traffic(model: str, ranks: int, **changes: object) -> fsdp2prof.CommEstimate:
+    """What one rank sends in a step; every block and the root is a group."""
+    return fsdp2prof.estimate_comm(ModelSpec(source=model), MeshSpec(dp_shard=ranks), policy(**changes))
+
+
+def wire_gb(model: str, ranks: int, **changes: object) -> float:
     """Bytes one rank sends per step, in GB."""
-    estimate = estimate_built(model, MeshSpec(dp_shard=ranks), policy(**changes))
-    return sum(total.wire_bytes for total in estimate.per_step.values()) / GB
+    return sum(total.wire_bytes for total in traffic(model, ranks, **changes).per_step.values()) / GB
 
 
-def builtin(name: str) -> Model:
-    """A built-in model on the meta device."""
-    return build_model(ModelSpec(source=name), seq_len=1024)
+def gathered_bytes(estimate: fsdp2prof.CommEstimate, fqn: str) -> int:
+    """Bytes of one all-gather of a module."""
+    rows = [row for row in estimate.groups if row.op == "all_gather" and row.fqn == fqn]
+    return rows[0].payload_bytes // rows[0].count
 
 
-def groups_of(model: Model, ranks: int) -> tuple[ParameterGroup, ...]:
-    """Its FSDP parameter groups, one per block and the root."""
-    return parameter_groups(model, MeshSpec(dp_shard=ranks), policy())
+def states_gb(model: str, ranks: int, *, gradients: bool = True) -> float:
+    """Parameters, AdamW's state and perhaps gradients of one rank, all in fp32, in GB."""
+    saved = fsdp2prof.estimate_checkpoint(ModelSpec(source=model), MeshSpec(dp_shard=ranks), policy())
+    return (saved.full_bytes + gradients * saved.parameter_bytes) / ranks / GB
 
 
-def states_of(name: str, ranks: int) -> ModelStates:
-    """fp32 shards and AdamW state of one rank."""
-    return model_states(groups_of(builtin(name), ranks), policy())
+def own(factory: Callable[[], nn.Module]) -> str:
+    """Name of a model of this file."""
+    return f"{Path(__file__).stem}:{factory.__name__}"
 
 
 def thirty_billion() -> nn.Module:
@@ -75,10 +78,15 @@ def thirty_billion() -> nn.Module:
     return nn.Sequential(*(nn.Linear(31_250, 32_000, bias=False) for _ in range(30)))
 
 
+def three_rows() -> nn.Module:
+    """A layer with a 3 x 4 weight."""
+    return nn.Sequential(nn.Linear(4, 3, bias=False))
+
+
 def traffic_of_a_step() -> Row:
     """All-gather in forward, all-gather in backward, reduce-scatter."""
-    model, ranks = builtin("llama3-8b"), 8
-    once = model.config.parameters * 2 * (ranks - 1) / ranks / GB
+    model, ranks = "llama3-8b", 8
+    once = traffic(model, ranks).model.parameters * 2 * (ranks - 1) / ranks / GB
     one_dtype = wire_gb(model, ranks, reduce_dtype="bf16") / once
     mixed = wire_gb(model, ranks) / once
     return Row(
@@ -91,7 +99,7 @@ def traffic_of_a_step() -> Row:
 
 def thirty_billion_on_eight() -> Row:
     """A round 30B model."""
-    model = build_factory(f"{Path(__file__).stem}:thirty_billion", "bfloat16")
+    model = own(thirty_billion)
     bf16 = wire_gb(model, 8, orig_dtype="bf16", reduce_dtype="bf16")
     fp32 = wire_gb(model, 8, orig_dtype="bf16")
     return Row(
@@ -104,23 +112,22 @@ def thirty_billion_on_eight() -> Row:
 
 def qwen_traffic() -> Row:
     """Layers, bytes of one, bytes of a step."""
-    model = builtin("qwen2-7b")
-    block = next(group for group in groups_of(model, 8) if group.fqn == "layers.0")
-    layer = sum(parameter.numel for parameter in block.parameters) * 2 / MB
+    model = "qwen2-7b"
+    estimate = traffic(model, 8)
+    layers, layer = estimate.model.blocks, gathered_bytes(estimate, "layers.0") / MB
     fp32, bf16 = wire_gb(model, 8), wire_gb(model, 8, reduce_dtype="bf16")
     return Row(
         "Qwen2-7B: 32 layers, ~100 MB a layer, 11.2 GB per step",
-        f"{len(model.blocks)} layers, {layer:.0f} MB each; {fp32:.1f} GB (fp32 reduce), {bf16:.1f} GB (bf16)",
+        f"{layers} layers, {layer:.0f} MB each; {fp32:.1f} GB (fp32 reduce), {bf16:.1f} GB (bf16)",
         "a layer has 233 M parameters, and embedding and head, 1.09 G, move too",
-        {"layers": len(model.blocks), "layer_mb": layer, "fp32": fp32, "bf16": bf16},
+        {"layers": layers, "layer_mb": layer, "fp32": fp32, "bf16": bf16},
     )
 
 
 def qwen_peak() -> Row:
     """States and logits alone."""
-    states = states_of("qwen2-7b", 8).total_bytes / GB
-    config = builtin_config("qwen2-7b")
-    logits = 2 * 4096 * config.vocab_size * 4 / GB
+    states = states_gb("qwen2-7b", 8)
+    logits = 2 * 4096 * QWEN2_VOCABULARY * 4 / GB
     return Row(
         "Qwen2-7B on 8 GPUs peaks at 18 GB",
         f"{states:.1f} GB of states + {logits:.1f} GB of fp32 logits and their gradient",
@@ -131,9 +138,7 @@ def qwen_peak() -> Row:
 
 def llama_on_one_node() -> Row:
     """States alone."""
-    states = states_of("llama3-70b", 8)
-    kept = (states.parameter_bytes + states.optimizer_bytes) / GB
-    total = states.total_bytes / GB
+    kept, total = states_gb("llama3-70b", 8, gradients=False), states_gb("llama3-70b", 8)
     return Row(
         "Llama-70B on 8 x 80 GB: 45 GB a GPU",
         f"{kept:.1f} GB of parameters and AdamW state, {total:.1f} GB with gradients: out of memory",
@@ -144,13 +149,10 @@ def llama_on_one_node() -> Row:
 
 def offloaded_175b() -> Row:
     """Where the states go, and what stays on the device."""
-    model = builtin("gpt3-175b")
-    groups = groups_of(model, 16)
-    host = model_states(groups, policy()).total_bytes / GB
-    block = next(group for group in groups if group.fqn == "layers.0")
-    root = next(group for group in groups if group.fqn == "")
-    gathered = [2 * sum(p.padded_numel for p in group.parameters) / GB for group in (block, root)]
-    device = 2 * gathered[0] + gathered[1]
+    host = states_gb("gpt3-175b", 16)
+    estimate = traffic("gpt3-175b", 16)
+    block, root = (gathered_bytes(estimate, fqn) / GB for fqn in ("layers.0", ""))
+    device = 2 * block + root
     return Row(
         "175B on 16 GPUs with offload: 45.23 GB by formula",
         f"{host:.1f} GB of host memory a rank; {device:.1f} GB of gathered parameters on the device",
@@ -173,35 +175,22 @@ def overlap() -> Row:
     )
 
 
-def sharded(rows: int, columns: int, ranks: int) -> ShardedParameter:
-    """A matrix sharded over ranks."""
-    return ShardedParameter(
-        fqn="weight",
-        shape=(rows, columns),
-        dtype="float32",
-        requires_grad=True,
-        shards=ranks,
-        gather_dtype="float32",
-        position=0,
-    )
-
-
 def uneven_shards() -> Row:
-    """Linear(4, 3) has a 3 x 4 weight."""
-    weight = sharded(3, 4, 4)
-    rows = [weight.shard_rows(rank) for rank in range(4)]
+    """Linear(4, 3) has a 3 x 4 weight; FSDP2 shards as ``torch.chunk`` cuts."""
+    cut = [len(shard) for shard in torch.empty(3, 4).chunk(4)]
+    rows = cut + [0] * (4 - len(cut))
+    padded = gathered_bytes(traffic(own(three_rows), 4, param_dtype=None, wrap=("root",)), "") // (4 * 4)
     return Row(
         "local shard = global / world size",
-        f"Linear(4, 3) on 4 ranks: {', '.join(map(str, rows))} rows, gathered as {weight.padded_numel // 4}",
+        f"Linear(4, 3) on 4 ranks: {', '.join(map(str, rows))} rows, gathered as {padded}",
         "dimension 0 is cut in pieces of ceil(d0/W) rows: the last ranks get short or empty shards",
-        {f"rank{rank}": count for rank, count in enumerate(rows)} | {"padded": weight.padded_numel // 4},
+        {f"rank{rank}": count for rank, count in enumerate(rows)} | {"padded": padded},
     )
 
 
 def local_gradients() -> Row:
     """Which rows each rank's gradient is of."""
-    weight = sharded(8, 8, 4)
-    starts = [sum(weight.shard_rows(before) for before in range(rank)) for rank in range(4)]
+    starts = [int(shard[0]) for shard in torch.arange(8).chunk(4)]
     return Row(
         "all ranks' local gradients must be equal after the sync",
         f"an 8-row gradient on 4 ranks: local parts start at rows {', '.join(map(str, starts))}",
@@ -212,13 +201,13 @@ def local_gradients() -> Row:
 
 def bucket() -> Row:
     """One all-gather is one wrapped module."""
-    estimate = estimate_comm(ModelSpec(source="llama3-8b"), MeshSpec(dp_shard=8), policy())
-    sizes = {row.fqn: row.payload_bytes / MB for row in estimate.groups if row.op == "all_gather"}
+    estimate = traffic("llama3-8b", 8)
+    block, root = (gathered_bytes(estimate, fqn) / MB for fqn in ("layers.0", ""))
     return Row(
         "the bucket size is 25 MB",
-        f"Llama 3 8B: {sizes['layers.0']:.0f} MB a block, {sizes['']:.0f} MB for embedding and head",
+        f"Llama 3 8B: {block:.0f} MB a block, {root:.0f} MB for embedding and head",
         "25 MB is DDP's; FSDP2 gathers what was wrapped, in one all-gather each",
-        {"block": sizes["layers.0"], "root": sizes[""]},
+        {"block": block, "root": root},
     )
 
 
@@ -236,8 +225,7 @@ def context_parallel() -> Row:
 
 def growth() -> Row:
     """(W-1)/W."""
-    model = builtin("llama3-8b")
-    sent = {ranks: wire_gb(model, ranks) for ranks in (16, 512)}
+    sent = {ranks: wire_gb("llama3-8b", ranks) for ranks in (16, 512)}
     more = sent[512] / sent[16] - 1
     return Row(
         "communication grows with W, so more than 16 GPUs need a hybrid mesh",

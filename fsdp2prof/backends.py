@@ -59,7 +59,7 @@ class Backend:
     device_copies: re.Pattern[str]
     """Found in the name of a copy that stays on devices."""
     collective_kernels: re.Pattern[str]
-    """Begins the name of a kernel that communicates."""
+    """Begins the name of a kernel of its collectives' library."""
     collective_ranges: str
     """Begins the name of the range around a collective (``nccl:all_reduce``)."""
     cuda_names: Mapping[str, str] = field(default_factory=dict)
@@ -77,10 +77,7 @@ BACKENDS: tuple[Backend, ...] = (
         blocking_copies=re.compile(r"cudaMemcpy"),
         graph_launches=re.compile(r"cu(?:da)?GraphLaunch\w*"),
         device_copies=re.compile(r"DtoD|PtoP"),
-        # Symmetric memory and NVSHMEM communicate in kernels of their own.
-        collective_kernels=re.compile(
-            r"nccl|nvshmem|multimem_|cross_device_reduce|(?:one|two)_shot_all_reduce", re.IGNORECASE
-        ),
+        collective_kernels=re.compile(r"nccl|msccl", re.IGNORECASE),
         collective_ranges="nccl:",
         cuda_names={"cuLaunchKernel": "cudaLaunchKernel", "cuLaunchKernelEx": "cudaLaunchKernelExC"},
     ),
@@ -93,7 +90,7 @@ BACKENDS: tuple[Backend, ...] = (
         blocking_copies=re.compile(r"hipMemcpy|hipMemcpyWithStream"),
         graph_launches=re.compile(r"hipGraphLaunch\w*"),
         device_copies=re.compile(r"DtoD|PtoP|DeviceToDevice|PeerToPeer"),
-        collective_kernels=re.compile(r"rccl|nccl|msccl|rocshmem", re.IGNORECASE),
+        collective_kernels=re.compile(r"rccl|nccl|msccl", re.IGNORECASE),
         collective_ranges="nccl:",
         cuda_names={
             "hipLaunchKernel": "cudaLaunchKernel",
@@ -205,7 +202,7 @@ def stays_on_device(copy: str) -> bool:
 
 
 def is_collective_kernel(function: str) -> bool:
-    """Whether a kernel communicates, by the name of its function alone."""
+    """Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
     return any(row.collective_kernels.match(function) for row in BACKENDS)
 
 

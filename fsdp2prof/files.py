@@ -35,8 +35,10 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
 
 
-def write_json(path: Path, document: msgspec.Struct) -> None:
-    r"""Write a struct as indented JSON; bytes that are no text, of a command line say, appear as ``\xe9``."""
+def write_json(path: Path, document: object) -> None:
+    r"""Write a struct or dataclass as indented JSON; bytes that are no text, of a command line say, appear as
+    ``\xe9``.
+    """
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -84,24 +84,27 @@ class _Record(msgspec.Struct, kw_only=True, omit_defaults=False):
     """Base: keyword-only, unknown keys ignored (a newer minor writer may add some)."""
 
 
-class RecordOptions(_Record):
-    """Options of ``fsdp2prof record``: which steps of which ranks, and what is captured."""
+def _told(description: str, **constraints: Any) -> msgspec.Meta:
+    return msgspec.Meta(description=description, **constraints)
 
-    wait: int = 1
-    """Training steps before the profiler warms up."""
-    warmup: int = 1
-    """Steps the profiler runs without keeping anything."""
-    active: int = 3
-    """Traced steps."""
-    memory_steps: int = 1
-    """Steps after the traced ones whose allocations are recorded."""
-    start_step: int | None = None
-    """First traced step; overrides ``wait``."""
-    ranks: str = "all"
-    """``all``, ``0,3`` or ``sample:K``."""
-    shapes: bool = True
-    stacks: bool = False
-    memory: bool = True
+
+class RecordOptions(_Record):
+    """What is recorded: which steps of which ranks, and what of them.
+
+    The command line and ``Recorder`` are made from these fields; a description is an option's help.
+    """
+
+    wait: Annotated[int, _told("Steps before the warm-up.", ge=0)] = 1
+    warmup: Annotated[int, _told("Steps the profiler warms up.", ge=0)] = 1
+    active: Annotated[int, _told("Steps to trace.", ge=0)] = 3
+    start_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
+    memory_steps: Annotated[int, _told("How many of them.", ge=0)] = 1
+    ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
+    shapes: Annotated[
+        bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
+    ] = True
+    stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
 
 class RunInfo(_Record):
@@ -212,6 +215,14 @@ class ParamGroupInfo(_Record):
     parameters: list[ParameterInfo]
     forward_prefetch: list[str] = []
     backward_prefetch: list[str] = []
+    unshard_in_backward: bool = True
+    """False if its parameters are not gathered again for the backward."""
+    reshard_after_backward: bool = True
+    reduce_scatter_max_input_buffers: int = 1
+    """Reduce-scatter inputs that its root keeps at a time; 1 where this torch cannot set it."""
+    all_gather_comm: str | None = None
+    """Class that allocates and runs its all-gathers if it is not FSDP's default; null: the default."""
+    reduce_scatter_comm: str | None = None
 
 
 class OptimizerInfo(_Record):
@@ -269,6 +280,9 @@ class RankManifest(_Record):
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))
+    compiled_modules: list[str] | None = None
+    """Modules that run compiled, by their names under their root, which is the empty string itself; null if
+    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
@@ -285,6 +299,7 @@ class RankManifest(_Record):
     allocator: dict[str, int] = {}
     """``torch.cuda.memory_stats`` of interest; empty on CPU."""
     allocator_settings: dict[str, str] = {}
+    """How the CUDA allocator is set, ``backend`` and ``expandable_segments`` among it; empty on CPU."""
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""

@@ -14,7 +14,10 @@ __all__ = [
     "ACTIVITIES",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
+    "EXPOSED_PARTS",
+    "FITS",
     "IDLE_CAUSES",
+    "KERNEL_BOUNDS",
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
@@ -94,6 +97,14 @@ BREAKDOWN_PARTS = {
 }
 """Disjoint parts of a step window, in the order of precedence."""
 
+EXPOSED_PARTS = (
+    "exposed_all_gather",
+    "exposed_reduce_scatter",
+    "exposed_all_reduce",
+    "exposed_other_comm",
+)
+"""Parts of a step window that are communication which nothing hides."""
+
 CATEGORIES = {
     "sharded_parameter": Word("sharded parameters", "sharded\nparams", "#4c78a8"),
     "sharded_gradient": Word("sharded gradients", "sharded\ngrads", "#9ecae9"),
@@ -109,6 +120,13 @@ CATEGORIES = {
 }
 """What an allocation holds, lasting ones first."""
 
+FITS = {
+    "fits": Word("fits"),
+    "depends": Word("may fit"),
+    "does_not_fit": Word("does not fit"),
+}
+"""Whether a predicted peak fits on a device."""
+
 REMEDIES = {
     "activation_checkpointing": Word("activation checkpointing"),
     "smaller_batch": Word("smaller batch"),
@@ -117,6 +135,9 @@ REMEDIES = {
     "reshard_after_forward": Word("reshard after forward"),
     "wider_sharding": Word("wider sharding"),
     "expandable_segments": Word("expandable segments"),
+    "cpu_offload": Word("CPU offload"),
+    "low_precision_states": Word("low-precision states"),
+    "fused_optimizer": Word("fused optimizer"),
 }
 """What may bring a peak down."""
 
@@ -126,6 +147,7 @@ LATE_CAUSES = {
     "stream": Word("queued behind other work"),
     "transfer": Word("slow transfer"),
     "peer": Word("waited for a late peer"),
+    "transfer_or_peer": Word("slow transfer or late peer"),
 }
 """Why a collective came late."""
 
@@ -155,6 +177,14 @@ PATH_BOUNDS = {
     "launch_delay": Word("launch delay"),
 }
 """What bounds a stretch of a critical path."""
+
+KERNEL_BOUNDS = {
+    "matmul": Word("matrix products"),
+    "attention": Word("attention"),
+    "memory": Word("memory bandwidth"),
+    "launch": Word("being launched"),
+}
+"""What a predicted kernel's time goes to."""
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.results import CommChange, CommEstimate, CommFigures, CommRow, GroupRow, TraceAnalysis
 
-__all__ = ["communication_changes"]
+__all__ = ["communication_changes", "largest_first"]
 
 _Key: TypeAlias = "tuple[str | None, str, str]"
 """Layer, phase, op."""
@@ -51,6 +51,11 @@ def communication_changes(
     if sums[0] is None or sums[1] is None:
         return None
     rows = [_change(key, sums[0].get(key), sums[1].get(key)) for key in {**sums[0], **sums[1]}]
+    return largest_first(rows)
+
+
+def largest_first(rows: Iterable[CommChange]) -> list[CommChange]:
+    """Sort by growth of exposed time, then by change of bytes."""
     return sorted(rows, key=lambda row: (-(row.delta.exposed_ns or 0), -abs(row.delta.wire_bytes or 0)))
 
 

@@ -6,15 +6,24 @@ Both sides are results already, measured or predicted, and each part is compared
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 from fsdp2prof.analyzers.compare.communication import communication_changes
+from fsdp2prof.analyzers.compare.folding import fold_changes, fold_differing
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
-from fsdp2prof.analyzers.means import mean
+from fsdp2prof.analyzers.compare.settings import fold_settings, setting_changes
+from fsdp2prof.analyzers.compare.times import (
+    beyond_spread,
+    exposed_change,
+    step_changes,
+    traced_spread,
+    unrecorded_change,
+    unrecorded_spread,
+)
+from fsdp2prof.analyzers.compare.wording import equalities, verdict
 from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
-    BreakdownNs,
     CommEstimate,
     ComparedInput,
     Peak,
@@ -22,9 +31,9 @@ from fsdp2prof.results import (
     RankTrace,
     RunComparison,
     RunSummary,
-    SettingChange,
-    TimeChange,
+    StepSpread,
     TraceAnalysis,
+    UnrecordedStep,
 )
 
 __all__ = ["Side", "compare"]
@@ -51,8 +60,9 @@ def compare(before: Side, after: Side) -> RunComparison:
     communication = communication_changes(
         before.trace or before.communication, after.trace or after.communication
     )
-    step, breakdown = _times(before.trace, after.trace)
-    unrecorded = _unrecorded_step(before.run, after.run)
+    step, breakdown = step_changes(before.trace, after.trace)
+    unrecorded = unrecorded_change(_unrecorded(before), _unrecorded(after))
+    spreads = _spreads(before, after)
     pairs = _rank_pairs(before.peaks, after.peaks)
     if step is None and unrecorded is None and communication is None and not pairs:
         raise InputError(
@@ -60,14 +70,20 @@ def compare(before: Side, after: Side) -> RunComparison:
         )
     peaks = [_peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
-    return RunComparison(
-        before=_describe(before),
-        after=_describe(after),
-        settings=_settings(before.run, after.run) if before.run and after.run else [],
+    settings = setting_changes(before.run, after.run)
+    comparison = RunComparison(
+        before=_describe(before, spreads[0]),
+        after=_describe(after, spreads[1]),
+        settings=settings,
+        settings_folded=fold_settings(settings),
         step=step,
         breakdown=breakdown,
+        exposed=exposed_change(breakdown),
         unrecorded_step=unrecorded,
+        beyond_spread=beyond_spread(*spreads),
         communication=communication or [],
+        communication_folded=fold_changes(communication or []),
+        communication_differing=fold_differing(communication or []),
         communication_equal=None if communication is None else all(row.equal for row in communication),
         peaks=peaks,
         memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])
@@ -75,9 +91,10 @@ def compare(before: Side, after: Side) -> RunComparison:
         else None,
         warnings=_warnings(before, after),
     )
+    return replace(comparison, verdict=verdict(comparison), equalities=equalities(comparison))
 
 
-def _describe(side: Side) -> ComparedInput:
+def _describe(side: Side, spread: StepSpread | None) -> ComparedInput:
     durations = [step.duration_ns for rank in _ranks(side.trace) for step in rank.steps]
     return ComparedInput(
         path=side.path,
@@ -88,43 +105,22 @@ def _describe(side: Side) -> ComparedInput:
         steps=len(durations),
         step_min_ns=min(durations, default=None),
         step_max_ns=max(durations, default=None),
+        spread=spread,
     )
 
 
-def _times(
-    before: TraceAnalysis | None, after: TraceAnalysis | None
-) -> tuple[TimeChange | None, list[TimeChange]]:
-    """Return the change of the step and of its parts; none without steps on both sides."""
-    steps = [[step for rank in _ranks(trace) for step in rank.steps] for trace in (before, after)]
-    if not all(steps):
-        return None, []
-    whole = [[step.duration_ns for step in side] for side in steps]
-    parts = [field.name for field in fields(BreakdownNs)]
-    return _time("step", *map(_mean, whole)), [
-        _time(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in steps))
-        for part in parts
-    ]
+def _spreads(before: Side, after: Side) -> tuple[StepSpread | None, StepSpread | None]:
+    """Return the spreads of unrecorded steps, else of traced ones: whichever both sides know."""
+    unrecorded = unrecorded_spread(_unrecorded(before)), unrecorded_spread(_unrecorded(after))
+    traced = traced_spread(before.trace), traced_spread(after.trace)
+    return next((pair for pair in (unrecorded, traced) if None not in pair), (None, None))
 
 
-def _unrecorded_step(before: RunSummary | None, after: RunSummary | None) -> TimeChange | None:
-    """Compare the medians, each over all ranks."""
-    sides = [unrecorded_step(rank.steps for rank in run.ranks) for run in (before, after) if run is not None]
-    known = [step.median_ns for step in sides if step is not None]
-    return _time("unrecorded_step", *known) if len(known) == 2 else None
-
-
-def _mean(values: Sequence[int]) -> float:
-    return mean(sum(values), len(values))
-
-
-def _time(part: str, before: float, after: float) -> TimeChange:
-    return TimeChange(
-        part=part,
-        before_ns=before,
-        after_ns=after,
-        delta_ns=after - before,
-        delta_frac=(after - before) / before if before else None,
-    )
+def _unrecorded(side: Side) -> UnrecordedStep | None:
+    """Return the steps that pay for no recording, over all ranks."""
+    if side.run is not None:
+        return unrecorded_step(rank.steps for rank in side.run.ranks)
+    return None if side.trace is None else side.trace.unrecorded_step
 
 
 def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[tuple[int, int]]:
@@ -152,36 +148,6 @@ def _peak_change(before: Peak, after: Peak, before_rank: int, after_rank: int) -
         if reserved[0] is None or reserved[1] is None
         else reserved[1] - reserved[0],
     )
-
-
-def _settings(before: RunSummary, after: RunSummary) -> list[SettingChange]:
-    """Return what was set up otherwise: command, libraries, environment, devices, sharding, optimizers."""
-    sides = _setup(before), _setup(after)
-    return [
-        SettingChange(name=name, before=sides[0].get(name), after=sides[1].get(name))
-        for name in {**sides[0], **sides[1]}
-        if sides[0].get(name) != sides[1].get(name)
-    ]
-
-
-def _setup(run: RunSummary) -> dict[str, str]:
-    known = {
-        "command": " ".join(run.command),
-        "world_size": "" if run.world_size is None else str(run.world_size),
-        "device": ", ".join(sorted({rank.device for rank in run.ranks if rank.device})),
-        "optimizer": ", ".join(run.optimizers),
-        **{f"versions.{name}": value for name, value in run.versions.items()},
-        **{f"environment.{name}": value for name, value in run.environment.items()},
-    }
-    several = len({group.root for group in run.shard_groups}) > 1
-    for group in run.shard_groups:
-        name = f"root{group.root}:{group.fqn or '(root)'}" if several else group.fqn or "(root)"
-        known[f"sharding of {name}"] = (
-            f"mesh {group.mesh}; {group.dtype}, gathered as {group.param_dtype or group.dtype}, "
-            f"reduced as {group.reduce_dtype or group.param_dtype or group.dtype}; "
-            f"reshard after forward: {group.reshard_after_forward}{'; offloaded' if group.offload else ''}"
-        )
-    return {name: value for name, value in known.items() if value}
 
 
 def _warnings(before: Side, after: Side) -> list[str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, finding
 from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow, Severity
-from fsdp2prof.units import format_bytes, format_frac, plural
+from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow
+from fsdp2prof.units import format_bytes, format_frac
 
 __all__ = ["find"]
 
@@ -42,12 +42,6 @@ def _in_line(evidence: Evidence) -> list[Finding]:
     return evidence.finding("cpu_collectives_in_line", None, exposed, problem, severity="info")
 
 
-_SEND_LESS = (
-    "do more work per gathered parameter (larger batch, gradient accumulation without sync) or send less "
-    "(smaller dtypes, shard over fewer ranks with HSDP)."
-)
-
-
 def _communication_bound(evidence: Evidence) -> list[Finding]:
     ranks = evidence.analysis.ranks
     waiting = sum(evidence.analysis.cross_rank.wait_ns.values())
@@ -55,28 +49,41 @@ def _communication_bound(evidence: Evidence) -> list[Finding]:
     compute = sum(step.breakdown_ns.compute for rank in ranks for step in rank.steps)
     if total <= compute:
         return []
+    if total - evidence.analysis.cross_rank.waits_unknown_ns <= compute:
+        return _waiting_or_transfer(evidence, total, compute)
     problem = (
         f"Communication takes longer than compute ({evidence.per_step(total)} against "
-        f"{evidence.per_step(compute)})"
+        f"{evidence.per_step(compute)}), so no schedule can hide it all."
     )
-    change = _SEND_LESS[0].upper() + _SEND_LESS[1:]
-    severity: Severity | None = None
-    if unseen := evidence.unseen_ranks:
-        problem += f"; how much of it is waiting for the {plural(unseen, 'rank')} without a trace is unknown."
-        change = f"Analyse the traces of all ranks together. If it is not waiting: {_SEND_LESS}"
-        severity = "info"
-    else:
-        problem += ", so no schedule can hide it all."
+    change = (
+        "Do more work per gathered parameter (larger batch, gradient accumulation without sync) or send less "
+        "(smaller dtypes, shard over fewer ranks with HSDP)."
+    )
     exposed = sum(rank.communication.exposed_ns for rank in ranks)
+    cost = min(exposed, total)
     return evidence.finding(
-        "communication_bound",
+        "communication_bound", None, cost, problem, change, communication_ns=total, compute_ns=compute
+    )
+
+
+def _waiting_or_transfer(evidence: Evidence, total: int, compute: int) -> list[Finding]:
+    """More communication than compute, of which too much may be waiting for ranks that are not there."""
+    unknown = evidence.analysis.cross_rank.waits_unknown_ns
+    exposed = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
+    problem = (
+        f"Communication takes longer than compute ({evidence.per_step(total)} against "
+        f"{evidence.per_step(compute)}), but how much of it is waiting for other ranks is not known. "
+        f"{evidence.missing_traces}"
+    )
+    return evidence.finding(
+        "waiting_or_transfer",
         None,
-        min(exposed, total),
+        exposed,
         problem,
-        change,
-        severity,
+        severity="info",
         communication_ns=total,
         compute_ns=compute,
+        waits_unknown_ns=unknown,
     )
 
 
@@ -93,6 +100,12 @@ _OWN_COMMUNICATOR = (
     "Give reductions a communicator of their own: set_separate_reduce_scatter_group() (torch 2.13)."
 )
 
+_SLOW_OR_LATE = _Lateness(
+    "slow_transfer_or_late_peer",
+    "take longer than the median of their size, for slow links or for a rank that comes late",
+    "",
+)
+
 _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ("all_gather", "any", "launch"): _Lateness(
         "all_gather_launched_late",
@@ -102,14 +115,14 @@ _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
     ),
     ("all_gather", "forward", "communicator"): _Lateness(
         "all_gathers_back_to_back",
-        "follow one another without a pause, because gathering a layer takes longer than computing one",
+        "follow one another without a pause: gathering a layer takes longer than computing one",
         "Do more work per gathered parameter (larger batch), gather in a smaller dtype, or shard over "
         "fewer ranks.",
     ),
     ("all_gather", "backward", "communicator"): _Lateness(
         "all_gather_queued",
-        "are launched in time but queue behind other collectives of their process group (all-gather and "
-        "reduce-scatter share one)",
+        "are launched in time but queue behind other collectives of their process group, which they share "
+        "with reduce-scatters",
         _OWN_COMMUNICATOR,
     ),
     ("all_gather", "any", "stream"): _Lateness(
@@ -123,8 +136,12 @@ _LATENESS: dict[tuple[str, str, LateCause], _Lateness] = {
         "take longer than the median of their size",
         "Look at the links of the ranks involved, and at traffic that shares them.",
     ),
+    ("all_gather", "any", "transfer_or_peer"): _SLOW_OR_LATE,
+    ("reduce_scatter", "any", "transfer_or_peer"): _SLOW_OR_LATE,
     ("reduce_scatter", "any", "communicator"): _Lateness(
-        "reduce_scatter_queued", "queue behind all-gathers of their process group", _OWN_COMMUNICATOR
+        "reduce_scatter_queued",
+        "queue behind other collectives of their process group, which they share with all-gathers",
+        _OWN_COMMUNICATOR,
     ),
     ("reduce_scatter", "any", "transfer"): _Lateness(
         "slow_transfer",
@@ -144,6 +161,9 @@ def _late(evidence: Evidence) -> list[Finding]:
     """Judge stalls by operation, phase and cause; the first gathers of a step have nothing to hide behind."""
     kinds: dict[tuple[str, str, LateCause], list[PrefetchRow]] = defaultdict(list)
     unavoidable = _first_and_last(evidence)
+    shared = {row.process_group for row in evidence.all_gathers} & {
+        row.process_group for row in evidence.reduce_scatters
+    }
     for row in evidence.analysis.prefetch:
         if row.fqn is None or (row.rank, row.step, row.op, row.phase, row.fqn) in unavoidable:
             continue
@@ -152,7 +172,9 @@ def _late(evidence: Evidence) -> list[Finding]:
     found = []
     for (op, phase, cause), rows in kinds.items():
         lateness = _LATENESS.get((op, phase, cause), _LATENESS.get((op, "any", cause)))
-        if lateness is None:
+        if cause == "communicator" and lateness is not None and lateness.change == _OWN_COMMUNICATOR:
+            rows = [row for row in rows if row.process_group in shared]
+        if lateness is None or not rows:
             continue
         layers = by_layer(rows, lambda row, cause=cause: row.late_ns.get(cause, 0))  # type: ignore[misc]
         cost = sum(late for _, late in layers)
@@ -162,7 +184,7 @@ def _late(evidence: Evidence) -> list[Finding]:
         detail = f", most for {named_layer(worst)} ({evidence.per_step(most)})" if many else ""
         problem = (
             f"{op.replace('_', '-').capitalize()}s of {whose} in {phase} {lateness.what}: the compute "
-            f"stream waits {evidence.per_step(cost)}{detail}."
+            f"stream waits {evidence.per_step(cost)}{detail}.{_contains_waiting(evidence, cause)}"
         )
         found += evidence.finding(
             lateness.name,
@@ -175,6 +197,13 @@ def _late(evidence: Evidence) -> list[Finding]:
             layers={layer or "": late // evidence.rank_steps for layer, late in layers[:5]},
         )
     return found
+
+
+def _contains_waiting(evidence: Evidence, cause: LateCause) -> str:
+    """Say what is missing where another collective may have been long only for a rank that came late."""
+    if cause in ("launch", "stream", "peer") or evidence.waits_known:
+        return ""
+    return f" {evidence.missing_traces}"
 
 
 def _first_and_last(evidence: Evidence) -> set[tuple[int, int, str, str, str | None]]:
@@ -234,8 +263,8 @@ def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
     cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
     problem = (
         f"One all-gather, of {named_layer(fqn)}, brings {format_frac(share)} of all parameters "
-        f"({format_bytes(payload)}) at once; nothing can run before it ends, and {evidence.per_step(cost)} "
-        "of it is exposed."
+        f"({format_bytes(payload)}) at once; its module cannot begin before it ends, and "
+        f"{evidence.per_step(cost)} of it is exposed."
     )
     change = "Apply fully_shard to the blocks inside before the module around them."
     return evidence.finding(
@@ -315,9 +344,10 @@ def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
     if sum(row.total_ns for row in wide) - _waited(evidence, "reduce_scatter") < gathers:
         return []
     cost = sum(row.exposed_ns for row in wide) - _for_peers(evidence, "reduce_scatter")
+    included = "" if evidence.waits_known else " (waiting for other ranks included)"
     problem = (
         "Gradients are reduced in float32 while parameters are gathered in half precision: reduce-scatter "
-        f"takes more time than all-gather, and {evidence.per_step(cost)} of it is exposed."
+        f"takes more time than all-gather{included}, and {evidence.per_step(cost)} of it is exposed."
     )
     change = (
         "Halve its bytes with MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), if training stays stable "
@@ -350,10 +380,10 @@ def _exposed_all_reduce(evidence: Evidence) -> list[Finding]:
 
 
 _OUTSIDE = {
-    "all_gather": "Keep what gathers there out of the step: full_tensor(), a state dict, or another "
-    "parallelism.",
-    "all_reduce": "Gradient clipping, metrics or another parallelism reduces there: log less often, and keep "
-    "metrics on the device.",
+    "all_gather": "Usually these are full_tensor(), a state dict or another parallelism: keep what you can "
+    "out of the step.",
+    "all_reduce": "Usually these are gradient clipping, metrics or another parallelism: log less often, and "
+    "keep metrics on the device.",
 }
 
 
@@ -369,7 +399,7 @@ def _outside_fsdp(evidence: Evidence) -> list[Finding]:
         cost = sum(row.exposed_ns for row in rows)
         count = sum(row.count for row in rows) / evidence.rank_steps
         phases = ", ".join(dict.fromkeys(row.phase for row in rows))
-        change = _OUTSIDE.get(op, "Another parallelism or your own code communicates there.")
+        change = _OUTSIDE.get(op, "Usually these are another parallelism, or code of your own.")
         problem = (
             f"{count:.3g} {op.replace('_', '-')}s a step ({phases}) are not FSDP's and are exposed for "
             f"{evidence.per_step(cost)}."

@@ -15,6 +15,9 @@ from fsdp2prof.units import format_frac, format_ns
 
 __all__ = ["Evidence", "FindingThresholds", "by_layer", "cost_frac", "finding"]
 
+_NEARLY_NONE = 0.05
+"""Part of all communication whose waits may be unknown without a word."""
+
 _Row = TypeVar("_Row", GroupRow, PrefetchRow)
 
 
@@ -68,10 +71,20 @@ class Evidence:
         return any(rank.device_type != "cpu" for rank in self.analysis.ranks)
 
     @property
-    def unseen_ranks(self) -> int:
-        """Ranks of the job whose trace is not here: what is waited for them looks like communication."""
+    def waits_known(self) -> bool:
+        """Whether, for nearly all communication, waiting is told from transfer."""
+        total = self.analysis.attribution.comm_ns
+        return self.analysis.cross_rank.waits_unknown_ns <= _NEARLY_NONE * total
+
+    @property
+    def missing_traces(self) -> str:
+        """What would tell waiting from transfer, as a sentence."""
+        ranks = len(self.analysis.ranks)
         worlds = [rank.world_size for rank in self.analysis.ranks if rank.world_size is not None]
-        return max(0, max(worlds, default=0) - len(self.analysis.ranks))
+        sizes = [row.group_size for row in self.analysis.groups if row.group_size is not None]
+        if max([*worlds, *sizes], default=2) <= ranks:
+            return "Which collectives of the ranks belong together would tell waiting from transfer."
+        return "Traces of the other ranks of this group would tell waiting from transfer."
 
     @property
     def has_layers(self) -> bool:

@@ -1,29 +1,31 @@
-"""Findings about ranks that come late, in every step or in turns."""
+"""Findings about ranks that come late: in most steps, now and then, or too seldom seen to tell."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 
 from fsdp2prof.analyzers.findings.evidence import Evidence, cost_frac, finding
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.results import SEVERITIES, CrossRank, EvidenceValue, Finding, Severity, Straggler
-from fsdp2prof.units import format_frac
+from fsdp2prof.results import (
+    SEVERITIES,
+    CrossRank,
+    EvidenceValue,
+    Finding,
+    LateRank,
+    LateRanks,
+    Severity,
+    Straggler,
+)
+from fsdp2prof.units import format_frac, plural
 
 __all__ = ["find"]
 
 _NAMED = 3
-"""Findings about late ranks; the result lists more."""
+"""Late ranks in findings and in a sentence; the result lists more."""
 
-_FAIR_SHARES = 2
-"""A rank that causes so many times its fair share of all waiting is late by itself, whoever else is late."""
-
-_EVERY_STEP = 1.25
-"""Fair shares of a step's waiting that a late rank causes in every step: ranks that take turns do not."""
-
-_SURE_STEPS = 3
-"""Steps from which on coming late in each of them is more than chance."""
+_MOST = 0.5
+"""Part of the waiting from which on it is said whom it is for."""
 
 _SAME_SHARE = 0.01
 """Shares that differ by less are told as one."""
@@ -32,60 +34,32 @@ _REMEDY = {
     "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
     "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
     "host": "Look at the data loader, CPU affinity and other processes on the host of rank {rank}.",
-    "communication": "Look at the links of rank {rank}'s other process groups.",
+    "communication": "Look at the rank that rank {rank} waits for there, and at the links between them.",
     "unknown": "Record more steps to see what rank {rank} does before.",
 }
 """What to change, by kind of work; ``operator`` is a kernel of a CPU."""
 
+_EVEN_OUT = "Even out their inputs (sequence lengths), and keep other work off their hosts."
+
 
 def find(evidence: Evidence) -> list[Finding]:
-    """Return the findings about late ranks; waiting that no rank is to blame for is ranks taking turns."""
-    cross = evidence.analysis.cross_rank
-    causes: dict[int, list[Straggler]] = defaultdict(list)
-    for straggler in cross.stragglers:
-        if straggler.cause != LATE_FROM_THE_START:
-            causes[straggler.rank].append(straggler)
-    peers, felt = max(len(cross.wait_ns) - 1, 1), _felt_frac(evidence)
-    concentrated = {rank for rank in causes if _share(cross, rank) * len(cross.wait_ns) >= _FAIR_SHARES}
+    """Return the findings about late ranks; waiting that no rank is to blame for is told as such."""
+    cross, felt = evidence.analysis.cross_rank, _felt_frac(evidence)
     found, explained = [], 0
-    for rank, its in causes.items():
-        net = _net_ns(cross, rank, concentrated)
-        share = evidence.frac(net) * len(evidence.analysis.ranks) / peers
-        if share * felt < evidence.thresholds.straggler_frac or not _in_every_step(cross, rank):
-            continue
-        explained += _caused_ns(cross, rank)
-        found.append(_straggler(evidence, rank, its[0], share, share * felt))
+    if cross.late is not None and cross.late.steady:
+        for late in cross.late.ranks:
+            share = _share(evidence, cross.late, late)
+            if share * felt >= evidence.thresholds.straggler_frac:
+                explained += _caused_ns(cross, [late.rank])
+                found.append(_straggler(evidence, cross.late, late, share, share * felt))
     found.sort(key=lambda one: -cost_frac(one))
     before = _before_ns(cross)
     rest = sum(cross.wait_ns.values()) - explained - before
     return [
         *found[:_NAMED],
-        *_in_turns(evidence, rest * felt),
+        *_for_one_another(evidence, rest * felt, beside=bool(found)),
         *_late_from_the_start(evidence, before * felt),
     ]
-
-
-def _late_from_the_start(evidence: Evidence, cost: float) -> list[Finding]:
-    if evidence.frac(cost) < evidence.thresholds.straggler_frac:
-        return []
-    problem = (
-        f"Ranks wait {evidence.per_step(cost)} for others that were late when the recording began: what made "
-        "them so is not in the trace, and may be the start of the recording itself."
-    )
-    change = "Trace more steps to see whether they stay late."
-    return evidence.finding("late_from_the_start", None, cost, problem, change, severity="info")
-
-
-def _in_turns(evidence: Evidence, rest: float) -> list[Finding]:
-    if evidence.frac(rest) < evidence.thresholds.straggler_frac:
-        return []
-    problem = (
-        f"Ranks take turns in coming late and wait {evidence.per_step(rest)} for one another; no single "
-        "one is to blame."
-    )
-    change = "Even out their inputs (sequence lengths), and keep other work off their hosts."
-    calm: Severity | None = None if evidence.on_device else "info"
-    return evidence.finding("ranks_take_turns", None, rest, problem, change, calm)
 
 
 def _felt_frac(evidence: Evidence) -> float:
@@ -103,56 +77,37 @@ def _felt_frac(evidence: Evidence) -> float:
     return min(felt / waited, 1.0)
 
 
-def _before_ns(cross: CrossRank, rank: int | None = None) -> int:
-    """Waiting for what was late when the recording began, of one rank or of all."""
+def _before_ns(cross: CrossRank, ranks: Iterable[int] | None = None) -> int:
+    """Waiting for what was late when the recording began, of some ranks or of all."""
+    chosen = None if ranks is None else set(ranks)
     causes = [one for one in cross.stragglers if one.cause == LATE_FROM_THE_START]
-    return sum(one.wait_caused_ns for one in causes if rank is None or one.rank == rank)
+    return sum(one.wait_caused_ns for one in causes if chosen is None or one.rank in chosen)
 
 
-def _caused_ns(cross: CrossRank, rank: int) -> int:
-    """Waiting that a rank caused by what it did in the recording."""
-    return cross.wait_caused_ns.get(str(rank), 0) - _before_ns(cross, rank)
+def _caused_ns(cross: CrossRank, ranks: Sequence[int]) -> int:
+    """Waiting that ranks caused by what they did in the recording."""
+    return sum(cross.wait_caused_ns.get(str(rank), 0) for rank in ranks) - _before_ns(cross, ranks)
 
 
-def _share(cross: CrossRank, rank: int) -> float:
-    """Part of that waiting that one rank caused."""
-    total = sum(cross.wait_ns.values()) - _before_ns(cross)
-    return _caused_ns(cross, rank) / total if total else 0.0
+def _share(evidence: Evidence, among: LateRanks, late: LateRank) -> float:
+    """What a rank outside the set waits for a late one, net of what that waits itself, of one rank's time."""
+    caused = late.wait_caused_ns - _before_ns(evidence.analysis.cross_rank, [late.rank])
+    net = caused / (among.compared - len(among.ranks)) - late.wait_ns
+    return evidence.frac(net) * len(evidence.analysis.ranks)
 
 
-def _net_ns(cross: CrossRank, rank: int, concentrated: Collection[int]) -> float:
-    """Return the waiting a rank caused beyond what it waited itself, on the others' account.
-
-    Waiting for a rank that is late by itself excuses nothing.
-    """
-    caused = _caused_ns(cross, rank)
-    own = cross.wait_ns.get(str(rank), 0) * max(len(cross.wait_ns) - 1, 1)
-    by_others = sum(cross.wait_caused_ns.values()) - cross.wait_caused_ns.get(str(rank), 0)
-    by_late = sum(cross.wait_caused_ns.get(str(late), 0) for late in concentrated if late != rank)
-    return caused - own * (1 - by_late / by_others if by_others else 1.0)
-
-
-def _in_every_step(cross: CrossRank, rank: int) -> bool:
-    """Whether a rank causes more than its fair share of the waiting in every step that has any."""
-    steps = list(zip(*cross.wait_caused_in_steps_ns.values(), strict=True))
-    mine = cross.wait_caused_in_steps_ns.get(str(rank), [])
-    fair = _EVERY_STEP / max(len(cross.wait_ns), 1)
-    return all(own >= fair * sum(step) for own, step in zip(mine, steps, strict=True))
-
-
-def _straggler(evidence: Evidence, rank: int, worst: Straggler, share: float, cost: float) -> Finding:
-    cross = evidence.analysis.cross_rank
-    steps = len(cross.wait_caused_in_steps_ns.get(str(rank), []))
-    where = "" if worst.fqn is None else f", at {named_layer(worst.fqn)}"
-    waited = format_frac(cost)
+def _straggler(evidence: Evidence, among: LateRanks, late: LateRank, share: float, cost: float) -> Finding:
+    cross, rank = evidence.analysis.cross_rank, late.rank
+    worst = _main_cause(cross, rank)
+    waited = f"{format_frac(cost)} of their time"
     if share - cost >= _SAME_SHARE:
-        waited = f"{format_frac(share)} of their time, {waited} of it with no other work to do meanwhile"
-    else:
-        waited += " of their time"
-    when = {0: "T", 1: "In the one traced step t"}.get(steps, f"In each of {steps} steps t")
+        waited = (
+            f"{format_frac(share)} of their time ({format_frac(cost)} with no other work to do meanwhile)"
+        )
     problem = (
-        f"{when}he other ranks wait in collectives for rank {rank}: {waited}. Mostly: "
-        f"{worst.cause or 'unknown'}{where}."
+        f"In {late.late_steps} of {plural(among.steps, 'step')} the other ranks wait in collectives for rank "
+        f"{rank}, longer than it waits itself: {waited}.{_together(among, late)} Mostly: "
+        f"{worst.cause or 'unknown'}{'' if worst.fqn is None else f', at {named_layer(worst.fqn)}'}."
     )
     kind = worst.kind or "unknown"
     if kind == "host" and evidence.on_device:
@@ -163,17 +118,84 @@ def _straggler(evidence: Evidence, rank: int, worst: Straggler, share: float, co
         "wait_frac": share,
         "rank": rank,
         "wait_caused_ns": cross.wait_caused_ns.get(str(rank), 0),
+        "late_steps": late.late_steps,
         "kind": worst.kind,
         "cause": worst.cause,
     }
-    severity = _no_more_than("medium" if _unsure(evidence, steps) else "high", evidence.severity(cost))
-    return finding("straggler", severity, worst.fqn, problem, remedy.format(rank=rank), facts)
+    # The ranks of a CPU run mostly share the cores of one machine.
+    severity = max("high" if evidence.on_device else "medium", evidence.severity(cost), key=SEVERITIES.index)
+    return finding("straggler", severity, worst.fqn, problem, remedy.format(rank=rank), facts | _facts(among))
 
 
-def _unsure(evidence: Evidence, steps: int) -> bool:
-    """Whether lateness may be chance: few steps, or ranks that share the cores of one machine."""
-    return 0 < steps < _SURE_STEPS or not evidence.on_device
+def _main_cause(cross: CrossRank, rank: int) -> Straggler:
+    its = (one for one in cross.stragglers if one.rank == rank and one.cause != LATE_FROM_THE_START)
+    return next(its, Straggler(rank=rank, fqn=None, wait_caused_ns=0))
 
 
-def _no_more_than(limit: Severity, severity: Severity) -> Severity:
-    return max(limit, severity, key=SEVERITIES.index)
+def _together(among: LateRanks, late: LateRank) -> str:
+    others = [one.rank for one in among.ranks if one is not late]
+    if not others:
+        return ""
+    return f" With {_names(others)} it causes {format_frac(among.explained_frac)} of all waiting."
+
+
+def _facts(late: LateRanks) -> dict[str, EvidenceValue]:
+    return {
+        "ranks": [one.rank for one in late.ranks],
+        "late_together_steps": late.late_steps,
+        "steps": late.steps,
+        "explained_frac": late.explained_frac,
+        "chance": late.chance,
+    }
+
+
+def _for_one_another(evidence: Evidence, cost: float, *, beside: bool) -> list[Finding]:
+    """Waiting that no rank is to blame for, or for which there are too few steps to blame one."""
+    if evidence.frac(cost) < evidence.thresholds.straggler_frac:
+        return []
+    late = evidence.analysis.cross_rank.late
+    calm: Severity | None = None if evidence.on_device else "info"
+    each_other = f"anks wait {evidence.per_step(cost)} for one another"
+    if beside:
+        problem = f"Beside that, r{each_other}; no other rank stands out."
+        return evidence.finding("ranks_take_turns", None, cost, problem, _EVEN_OUT, calm)
+    part = 0.0 if late is None else _part(evidence.analysis.cross_rank, late)
+    if late is None or part < _MOST:
+        problem = f"R{each_other}; none is waited for clearly longer than it waits itself."
+        return evidence.finding("ranks_take_turns", None, cost, problem, _EVEN_OUT, calm)
+    mostly = (
+        f"Ranks wait {evidence.per_step(cost)} in collectives, {format_frac(part)} of it for "
+        f"{_names([one.rank for one in late.ranks])}"
+    )
+    seen = f"{late.late_steps} of {plural(late.steps, 'step')}"
+    if late.steps < late.steps_needed:
+        problem = f"{mostly}, late in {seen}: too little to tell a slow rank from chance."
+        change = f"Trace at least {late.steps_needed} steps (fsdp2prof record --active {late.steps_needed})."
+        return evidence.finding("late_rank_unclear", None, cost, problem, change, calm, **_facts(late))
+    problem = f"{mostly}, {'late in' if late.steady else 'but late in only'} {seen}."
+    return evidence.finding("ranks_take_turns", None, cost, problem, _EVEN_OUT, calm, **_facts(late))
+
+
+def _part(cross: CrossRank, late: LateRanks) -> float:
+    """Part of the waiting for what happened in the recording that a set of ranks caused."""
+    total = sum(cross.wait_ns.values()) - _before_ns(cross)
+    return _caused_ns(cross, [one.rank for one in late.ranks]) / total if total else 0.0
+
+
+def _late_from_the_start(evidence: Evidence, cost: float) -> list[Finding]:
+    if evidence.frac(cost) < evidence.thresholds.straggler_frac:
+        return []
+    problem = (
+        f"Ranks wait {evidence.per_step(cost)} for others that were late when the recording began: what made "
+        "them so is not in the trace, and may be the start of the recording itself."
+    )
+    change = "Trace more steps to see whether they stay late."
+    return evidence.finding("late_from_the_start", None, cost, problem, change, severity="info")
+
+
+def _names(numbers: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 3 and 5``, ``ranks 3, 5, 6 and 4 more``."""
+    shown = [str(number) for number in numbers[:_NAMED]]
+    if len(numbers) > _NAMED:
+        shown.append(f"{len(numbers) - _NAMED} more")
+    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -105,7 +105,7 @@ def _verdict(
     return [
         f"The critical path{whole} is {format_ns(duration)} long: "
         f"{format_frac(time / duration)} of it is {PATH_BOUNDS[bound].label}.",
-        f"The longest part is {kernel_name(first.name)} ({PATH_BOUNDS[first.bound_by].label}): "
+        f"The longest part is `{kernel_name(first.name)}` ({PATH_BOUNDS[first.bound_by].label}): "
         f"{format_ns(first.duration_ns)} in {plural(first.count, 'piece')}.",
         _REMEDIES[bound],
     ]

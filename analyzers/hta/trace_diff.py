@@ -115,6 +115,6 @@ def _largest(rows: Sequence[NameChange], where: str) -> str | None:
         return None
     sense = "more" if row.diff_ns > 0 else "less"
     return (
-        f"On the {where} {kernel_name(row.name)} changed most: {format_ns(abs(row.diff_ns))} {sense} "
+        f"On the {where} `{kernel_name(row.name)}` changed most: {format_ns(abs(row.diff_ns))} {sense} "
         f"(calls: {format_count(row.control_count)} before, {format_count(row.test_count)} after)."
     )

@@ -19,7 +19,7 @@ from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures
 from fsdp2prof.tables import MemoryRecording
 from fsdp2prof.units import format_bytes
 
-__all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge"]
+__all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge", "summarise"]
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 """A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
@@ -68,14 +68,26 @@ def merge(analyses: Sequence[RecordingAnalysis]) -> MemoryAnalysis:
     fullest_first = sorted(analyses, key=lambda one: -one.rank.peak.allocated_bytes)
     ranks = [one.rank for one in fullest_first]
     imbalance = rank_imbalance(ranks)
-    figures = _figures(ranks[0]) if ranks else None
-    return MemoryAnalysis(
-        ranks=ranks,
-        findings=[*([imbalance] if imbalance else []), *_merged(fullest_first)],
-        warnings=[text for one in analyses for text in one.warnings],
+    return summarise(
+        MemoryAnalysis(
+            ranks=ranks,
+            findings=[*([imbalance] if imbalance else []), *_merged(fullest_first)],
+            warnings=[text for one in analyses for text in one.warnings],
+        )
+    )
+
+
+def summarise(analysis: MemoryAnalysis) -> MemoryAnalysis:
+    """Fill in what is said of the first rank, the fullest: key figures, verdict and advice."""
+    ranks = analysis.ranks
+    if not ranks:
+        return replace(analysis, key_figures=None, verdict=[], advice=[])
+    figures = _figures(ranks[0])
+    return replace(
+        analysis,
         key_figures=figures,
-        verdict=memory_verdict(ranks, figures) if figures else [],
-        advice=memory_advice(ranks) if ranks else [],
+        verdict=memory_verdict(ranks, figures),
+        advice=memory_advice(ranks),
     )
 
 
@@ -106,7 +118,7 @@ def _figures(rank: RankMemory) -> MemoryFigures:
         reserved_bytes=peak.reserved_bytes,
         device_total_bytes=total,
         device_frac=used / total if total else None,
-        unattributed_frac=peak.categories["unattributed"] / max(1, peak.allocated_bytes),
+        unattributed_frac=peak.categories.get("unattributed", 0) / max(1, peak.allocated_bytes),
     )
 
 

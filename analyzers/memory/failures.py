@@ -37,8 +37,10 @@ class Failure:
 
 
 def ending_failures(recording: MemoryRecording) -> list[Failure]:
-    """Return the failures that ended their work, in order."""
+    """Return the failures that ended their work, in order; of several with no free between, the last."""
     allocations, ooms = recording.allocations, recording.ooms
+    frees_before = np.searchsorted(np.sort(allocations.free_order), ooms.order)
+    ooms = ooms.take(np.diff(frees_before, append=-1) != 0)
     found = []
     for order, time_ns in zip(ooms.order.tolist(), ooms.time_ns.tolist(), strict=True):
         freed, made = _after(allocations, order)

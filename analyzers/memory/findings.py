@@ -97,9 +97,9 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
                     "root_kept_unsharded",
                     _severity(size, peak.allocated_bytes),
                     root,
-                    f"The root group stays unsharded at the peak ({format_bytes(size)}): usually embedding "
-                    "and head, which nobody wrapped.",
-                    "Wrap them with fully_shard of their own.",
+                    f"The root group stays unsharded at the peak ({format_bytes(size)}): all that no "
+                    "fully_shard call wraps by itself, usually embedding and head.",
+                    "Wrap its large children with fully_shard of their own.",
                     {"bytes": size},
                 )
             )
@@ -108,9 +108,9 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
         names = sorted(str(name) for name in held)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         why = (
-            "prefetch gathers the next group while this one is in use"
+            "usually prefetch, which gathers the next group while this one is in use"
             if len(held) == 2
-            else "several roots, or groups that reshard_after_forward=False keeps until the backward"
+            else "usually several roots, or groups that reshard_after_forward=False keeps until the backward"
         )
         found.append(
             finding(
@@ -157,8 +157,8 @@ def _fp32_logits(view: PreparedRecording) -> Finding | None:
         "logits_in_loss",
         _severity(size, whole),
         None,
-        f"The cross-entropy loss holds {format_bytes(size)} at the peak: logits of tokens x vocabulary and "
-        "their fp32 copies.",
+        f"The cross-entropy loss holds {format_bytes(size)} at the peak, usually copies of the logits "
+        "(tokens x vocabulary) and their gradient.",
         "Compute the loss in chunks, or with a fused linear cross-entropy.",
         {"bytes": size, "blocks": int(loss.sum())},
     )
@@ -183,7 +183,7 @@ def _optimizer_first_step(view: PreparedRecording) -> Finding | None:
         "optimizer_first_step",
         "medium" if missing > 0 else "info",
         None,
-        f"The optimizer made {format_bytes(grown)} of states in its first step.{later}",
+        f"The optimizer made {format_bytes(grown)} of states while recorded, as in a first step.{later}",
         "",
         {"bytes": grown, "after_peak_bytes": missing},
     )
@@ -281,8 +281,8 @@ def _unattributed(view: PreparedRecording, peak: Peak, *, described: bool) -> Fi
         why = "mostly made where neither a label nor a stack tells the phase"
     elif described:
         why = (
-            "mostly from before the recording began, and neither model, optimizer nor FSDP know it: what the "
-            "training keeps itself (outputs or losses in a list, an EMA copy, a data cache)"
+            "mostly from before the recording began, and neither model, optimizer nor FSDP know it: the "
+            "training keeps it itself (outputs or losses in a list, an EMA copy, a data cache, for instance)"
         )
     else:
         why = "mostly from before the history began, and no manifest names it"

@@ -46,8 +46,8 @@ class StackKinds:
     def phase(self, rows: IntArray) -> Strings:
         """Phase of each row of stacks; ``other`` where a stack does not tell."""
         code = np.full(len(rows), _PHASES.index("other"), dtype=np.int32)
-        code[self.matching(rows, _MODULE)] = _PHASES.index("forward")
         code[self.matching(rows, _OPTIMIZER)] = _PHASES.index("optimizer")
+        code[self.matching(rows, _MODULE)] = _PHASES.index("forward")  # in a closure, too
         code[self.matching(rows, _BACKWARD)] = _PHASES.index("backward")
         return Strings(code, _PHASES)
 

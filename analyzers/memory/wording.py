@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2prof.results import MemoryComparison, MemoryFigures, OutOfMemory, Peak, RankMemory, Remedy
+from fsdp2prof.analyzers.wording import in_phase, named_layer
+from fsdp2prof.results import (
+    LayerMemory,
+    LayerMemoryDelta,
+    MemoryComparison,
+    MemoryFigures,
+    OutOfMemory,
+    Peak,
+    RankMemory,
+    Remedy,
+)
 from fsdp2prof.units import format_bytes, format_frac
-from fsdp2prof.vocabulary import category_label, layer_name, remedy_label
+from fsdp2prof.vocabulary import category_label, remedy_label
 
 __all__ = [
     "comparison_verdict",
@@ -28,10 +38,17 @@ _CLOSE = 0.95
 
 
 def memory_verdict(ranks: Sequence[RankMemory], figures: MemoryFigures) -> list[str]:
-    """Say of the fullest rank how high its peak is, where it is and what fills it, and what to try."""
-    rank = ranks[0]
-    height = _failure(rank, rank.oom) if rank.oom else _height(figures, len({one.rank for one in ranks}))
-    return [height, _place_and_filling(rank.peak), *_what_to_try(rank, figures)]
+    """Say how high the peak is, where it is and what fills it, and what to try.
+
+    Of the fullest rank, or of the fullest one that ran out of memory.
+    """
+    failed = [(rank, rank.oom) for rank in ranks if rank.oom is not None]
+    if failed:
+        rank, oom = failed[0]
+        who = len({one.rank for one, _ in failed})
+        return [_failure(rank.rank, oom, who), _place_and_filling(rank.peak), what_would_fit(oom)]
+    height = _height(figures, len({one.rank for one in ranks}))
+    return [height, _place_and_filling(ranks[0].peak), *_what_to_try(ranks[0], figures)]
 
 
 def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
@@ -41,7 +58,7 @@ def memory_advice(ranks: Sequence[RankMemory]) -> list[str]:
     held = [row for row in peak.layers if row.categories.get("unsharded_parameter")]
     if held:
         held.sort(key=lambda row: -row.categories["unsharded_parameter"])
-        lines.append(f"Layers unsharded at the peak: {_some([row.name for row in held])}.")
+        lines.append(f"Unsharded at the peak: {_some([_layers(row) for row in held])}.")
     near = [other for other in peak.others if other.allocated_bytes >= _CLOSE * peak.allocated_bytes]
     if near:
         gained = format_bytes(peak.allocated_bytes - near[0].allocated_bytes)
@@ -69,7 +86,9 @@ def comparison_verdict(comparison: MemoryComparison) -> list[str]:
         if row.delta_bytes
     ]
     layers = [
-        f"{row.name} ({_signed(row.delta_bytes)})" for row in comparison.by_layer_folded if row.delta_bytes
+        f"{_layers(row)} ({_signed(row.delta_bytes)})"
+        for row in comparison.by_layer_folded
+        if row.delta_bytes
     ]
     lines = [whole]
     if kinds:
@@ -80,15 +99,14 @@ def comparison_verdict(comparison: MemoryComparison) -> list[str]:
 
 
 def where(phase: str, fqn: str | None = None) -> str:
-    """``in forward of layers.3``, ``in the optimizer``, ``outside of every known phase``."""
-    named = {"optimizer": "in the optimizer", "other": "outside of every known phase"}
-    place = named.get(phase, f"in {phase}")
-    return place if fqn is None else f"{place} of {layer_name(fqn)}"
+    """Say where the program stood; phase ``other`` is one that neither a label nor a stack tells."""
+    place = "in no known phase" if phase == "other" else in_phase(phase)
+    return place if fqn is None else f"{place} of {named_layer(fqn)}"
 
 
 def request_story(oom: OutOfMemory) -> str:
     """Say which request failed, and how much was missing."""
-    by, size, held = oom.op or "a request", oom.requested_bytes, oom.allocated_bytes
+    by, size, held = f"`{oom.op}`" if oom.op else "a request", oom.requested_bytes, oom.allocated_bytes
     asked = f"{by} asked for {format_bytes(size)} with {format_bytes(held)} allocated"
     if oom.device_free_bytes is None:
         return f"{asked}; how much the device had left is unknown"
@@ -116,8 +134,9 @@ def what_would_fit(oom: OutOfMemory) -> str:
     return "No change that would save memory was found."
 
 
-def _failure(rank: RankMemory, oom: OutOfMemory) -> str:
-    return f"Rank {rank.rank} ran out of memory {where(oom.phase, oom.fqn)}: {request_story(oom)}."
+def _failure(rank: int, oom: OutOfMemory, ranks: int) -> str:
+    who = f"Rank {rank} ran out of memory" if ranks == 1 else f"{ranks} ranks ran out of memory, rank {rank}"
+    return f"{who} {where(oom.phase, oom.fqn)}: {request_story(oom)}."
 
 
 def _height(figures: MemoryFigures, ranks: int) -> str:
@@ -141,8 +160,6 @@ def _place_and_filling(peak: Peak) -> str:
 
 
 def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
-    if rank.oom is not None:
-        return [what_would_fit(rank.oom)]
     if figures.unattributed_frac >= _UNKNOWN:
         return [
             "Most of it has no known role; fsdp2prof record notes what every parameter, gradient and "
@@ -155,6 +172,10 @@ def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
 
 def _savings(remedies: Sequence[Remedy]) -> str:
     return _some([f"{remedy_label(one.action)} (up to {format_bytes(one.saves_bytes)})" for one in remedies])
+
+
+def _layers(row: LayerMemory | LayerMemoryDelta) -> str:
+    return named_layer(row.fqns[0]) if len(row.fqns) == 1 else f"`{row.name}`"
 
 
 def _some(names: Sequence[str]) -> str:

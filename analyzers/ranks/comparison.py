@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers.ranks import stragglers
+from fsdp2prof.analyzers.ranks.late_ranks import late_ranks
 from fsdp2prof.analyzers.ranks.matching import Matched, match_collectives
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results import CrossRank, CrossRankGroup
-from fsdp2prof.tables import BoolArray, IntArray, concat_strings
+from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, concat_strings
 
 __all__ = ["RankComparison", "match"]
 
@@ -39,6 +40,8 @@ class RankComparison:
     result: CrossRank
     wait_ns: dict[int, IntArray]
     """Rank -> per row of its collectives, how long it waited for the last rank; -1 unmatched."""
+    waits_known: dict[int, BoolArray]
+    """Rank -> per row of its collectives, whether all ranks of its group were compared."""
     warnings: list[str]
 
 
@@ -76,6 +79,10 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
     step = matched.column([s.collectives.step for s in summaries])
     caused = stragglers.charge(matched, meeting.start, meeting.wait, step, len(summaries))
     waits = _per_rank(summaries, matched, meeting.wait)
+    whole = {
+        s.rank: _waits_known(s, waits[s.rank], met)
+        for s, met in zip(summaries, _met(summaries, matched), strict=True)
+    }
     timed = {rank: wait[wait >= 0] for rank, wait in waits.items() if (wait >= 0).any()}
     result = CrossRank(
         match_key=next(iter(matched.keys), None),
@@ -89,6 +96,8 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
         wait_caused_ns={
             str(s.rank): int(caused.by_rank[i]) for i, s in enumerate(summaries) if s.rank in timed
         },
+        late=late_ranks(summaries, matched, meeting.wait, caused),
+        waits_unknown_ns=sum(_unknown_ns(s.collectives, whole[s.rank]) for s in summaries),
         wait_caused_in_steps_ns={
             str(s.rank): caused.by_step[i].tolist() for i, s in enumerate(summaries) if s.rank in timed
         },
@@ -102,7 +111,7 @@ def match(summaries: Sequence[RankSummary]) -> RankComparison:
             "some ranks share no all-gather, reduce-scatter or all-reduce: their clocks cannot be aligned, "
             "and waits between them are unknown"
         )
-    return RankComparison(result=result, wait_ns=waits, warnings=warnings)
+    return RankComparison(result=result, wait_ns=waits, waits_known=whole, warnings=warnings)
 
 
 def _leaves_together(summaries: Sequence[RankSummary], matched: Matched) -> BoolArray:
@@ -192,6 +201,28 @@ def _per_rank(summaries: Sequence[RankSummary], matched: Matched, wait: IntArray
         column[matched.row[mine]] = wait[mine]
         waits[summary.rank] = column
     return waits
+
+
+def _met(summaries: Sequence[RankSummary], matched: Matched) -> list[IntArray]:
+    """Per rank and row of its collectives, how many ranks were compared in it."""
+    ranks = np.diff(matched.first)[matched.collective]
+    met = [np.ones(len(summary.collectives), dtype=np.int64) for summary in summaries]
+    for index, column in enumerate(met):
+        mine = matched.rank == index
+        column[matched.row[mine]] = ranks[mine]
+    return met
+
+
+def _waits_known(summary: RankSummary, wait: IntArray, met: IntArray) -> BoolArray:
+    """Whether each row met all ranks of its group; of unknown size, a group is taken for the whole world."""
+    size = summary.collectives.group_size
+    needed = np.where(size > 0, size, summary.world_size or 2)
+    known: BoolArray = (needed == 1) | ((wait >= 0) & (met >= needed))
+    return known
+
+
+def _unknown_ns(collectives: CollectiveTable, known: BoolArray) -> int:
+    return int((collectives.end_ns - collectives.start_ns)[~known].sum())
 
 
 def _groups(summaries: Sequence[RankSummary], matched: Matched, meeting: _Meeting) -> list[CrossRankGroup]:

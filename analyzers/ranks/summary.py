@@ -58,6 +58,7 @@ class RankSummary:
     base_ns: int
     """Added to the tables' times to get the clock's."""
     collectives: CollectiveTable
+    world_size: int | None
     group_ranks: Mapping[str, str]
     """Process group name -> its ranks as written; may be truncated or missing."""
     work: SegmentWork
@@ -76,6 +77,7 @@ def summarise(
     rank: int,
     clock: str | None = None,
     base_ns: int = 0,
+    world_size: int | None = None,
     group_ranks: Mapping[str, str] | None = None,
 ) -> RankSummary:
     """Reduce one rank's tables to a summary. ``clock`` is its host's name where known."""
@@ -86,6 +88,7 @@ def summarise(
         clock=f"rank {rank}" if clock is None else clock,
         base_ns=base_ns,
         collectives=collectives,
+        world_size=world_size,
         group_ranks=group_ranks or {},
         work=_work(device, _segments(collectives, work_launch_ns)),
         gap_ns=gap_ns,

@@ -134,7 +134,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         ),
         groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=overlap.attribution(tables.windows, tables.collectives),
-        summary=_summary(tables, rank),
+        summary=_summary(tables, rank, world_size),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         warnings=tables.warnings,
@@ -156,7 +156,8 @@ def merge(
     analyses = sorted(analyses, key=lambda analysis: analysis.rank.rank)
     comparison = ranks.match([analysis.summary for analysis in analyses])
     collectives = [
-        (analysis.summary.collectives, comparison.wait_ns[analysis.summary.rank]) for analysis in analyses
+        (summary.collectives, comparison.wait_ns[summary.rank], comparison.waits_known[summary.rank])
+        for summary in (analysis.summary for analysis in analyses)
     ]
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
@@ -168,8 +169,8 @@ def merge(
         warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
         prefetch=[
             row
-            for analysis, (table, wait_ns) in zip(analyses, collectives, strict=True)
-            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns)
+            for analysis, (table, wait_ns, known) in zip(analyses, collectives, strict=True)
+            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns, known)
         ],
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
@@ -233,7 +234,7 @@ def _steps(tables: RankTables) -> list[StepBreakdown]:
     ]
 
 
-def _summary(tables: RankTables, rank: int) -> RankSummary:
+def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSummary:
     """Reduce the rank to what a comparison needs: the collectives of its windows and the work around them."""
     work, table, manifest = tables.work, tables.collectives.table, tables.manifest
     device = DeviceWork(
@@ -250,6 +251,7 @@ def _summary(tables: RankTables, rank: int) -> RankSummary:
         rank=rank,
         clock=manifest.host if manifest and manifest.host else None,
         base_ns=tables.trace.base_time_ns,
+        world_size=world_size,
         group_ranks=_group_ranks(tables),
     )
 

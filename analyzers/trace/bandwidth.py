@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.trace.prefetch import transfer_ns
 from fsdp2prof.results import BandwidthRow
-from fsdp2prof.tables import CollectiveTable, IntArray, concat_tables
+from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, concat_tables
 
 __all__ = ["bandwidth_rows"]
 
@@ -17,20 +17,22 @@ _NS = 1e9
 
 
 def bandwidth_rows(
-    ranks: Sequence[tuple[CollectiveTable, IntArray]], peak_bus_bytes_per_s: float | None = None
+    ranks: Sequence[tuple[CollectiveTable, IntArray, BoolArray]], peak_bus_bytes_per_s: float | None = None
 ) -> list[BandwidthRow]:
     """Return one row per (op, process group, dtype, payload) over all ranks, most bytes first.
 
-    ``ranks`` are each rank's collectives with their waits for the last rank (-1 unknown). algbw is payload
-    over duration; busbw is wire bytes over transfer, as in nccl-tests; both are medians. A collective of
-    unknown payload has no row.
+    ``ranks`` are each rank's collectives with their waits for the last rank (-1 unknown), and whether all
+    ranks of its group were compared. algbw is payload over duration; busbw is wire bytes over transfer, as in
+    nccl-tests; both are medians. Where ranks are missing, the duration may be waiting: such a rate is held
+    against nothing. A collective of unknown payload has no row.
     """
     if not ranks:
         return []
-    table = concat_tables([collectives for collectives, _ in ranks])
-    transfer = np.concatenate([transfer_ns(collectives, wait) for collectives, wait in ranks])
+    table = concat_tables([collectives for collectives, _, _ in ranks])
+    transfer = np.concatenate([transfer_ns(collectives, wait) for collectives, wait, _ in ranks])
+    whole = np.concatenate([whole for _, _, whole in ranks])
     known = (table.payload_bytes >= 0) & (transfer > 0)
-    table, transfer = table.take(known), transfer[known]
+    table, transfer, whole = table.take(known), transfer[known], whole[known]
     algbw = table.payload_bytes * _NS / (table.end_ns - table.start_ns)
     busbw = np.where(table.wire_bytes >= 0, table.wire_bytes * _NS / transfer, np.nan)
     texts = (table.op, table.process_group, table.mesh_dim, table.dtype)
@@ -45,7 +47,10 @@ def bandwidth_rows(
         best[key] = max(best.get(key, 0.0), float(busbw[row]))
     rows = []
     for row, mine in zip(first.tolist(), members, strict=False):
-        bus = None if np.isnan(busbw[row]) else median(busbw[mine].tolist())
+        rated = bool(whole[mine].any())
+        transfers = mine[whole[mine]] if rated else mine
+        bus = None if np.isnan(busbw[row]) else median(busbw[transfers].tolist())
+        judged = bus if rated else None
         peak = best.get((table.op[row], table.process_group[row]))
         rows.append(
             BandwidthRow(
@@ -58,9 +63,12 @@ def bandwidth_rows(
                 count=len(mine),
                 algbw_bytes_per_s=median(algbw[mine].tolist()),
                 busbw_bytes_per_s=bus,
-                best_busbw_bytes_per_s=None if bus is None else float(busbw[mine].max()),
-                of_best_frac=None if bus is None or not peak else bus / peak,
-                of_peak_frac=None if bus is None or not peak_bus_bytes_per_s else bus / peak_bus_bytes_per_s,
+                best_busbw_bytes_per_s=None if bus is None else float(busbw[transfers].max()),
+                of_best_frac=None if judged is None or not peak else judged / peak,
+                of_peak_frac=None
+                if judged is None or not peak_bus_bytes_per_s
+                else judged / peak_bus_bytes_per_s,
+                waits_known=rated,
             )
         )
 

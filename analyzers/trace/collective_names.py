@@ -18,6 +18,27 @@ __all__ = [
     "wire_bytes",
 ]
 
+_FUNCTIONS = {
+    "NVSHMEM, rocSHMEM": r"nvshmem|rocshmem",
+    "symmetric memory of torch": r"multimem_|(?:one|two)_shot_all_reduce|alltoallv|exchangesplitandoffset",
+    "custom all-reduce of vLLM, SGLang, AITER": r"cross_device_reduce|allreduce_prototype",
+    "TensorRT-LLM, FlashInfer": r"(?:lowprecision)?(?:one|two)shotallreduce|(?:\w+_)?allreduce_fusion_kernel"
+    r"|moealltoall|moea2a(?!\w*prepare)",
+    "userbuffers of TransformerEngine": r"k?userbuffers_",
+}
+"""Family -> how its kernels' own names begin; what a kind of accelerator brings is in its row of backends."""
+
+_NAMESPACES = {
+    "DeepEP and what grew from it": r"(?:deep_ep|mscclpp::ep|uccl|grpcoll)::(?!layout::)",
+    "MSCCL++": r"mscclpp::",
+    "pplx": r"pplx::",
+    "NVSHMEM, rocSHMEM": r"(?:nvshmem|rocshmem)\w*::",
+}
+"""Family -> a namespace of which every kernel communicates, whatever it is called (``dispatch``)."""
+
+_FUNCTION = re.compile("|".join(_FUNCTIONS.values()), re.IGNORECASE)
+_NAMESPACE = re.compile(rf"(?:\w+::)*?(?:{'|'.join(_NAMESPACES.values())})", re.IGNORECASE)
+
 _OPS = (
     ("reducescatter", "reduce_scatter"),
     ("allgather", "all_gather"),
@@ -25,10 +46,21 @@ _OPS = (
     ("crossdevicereduce", "all_reduce"),
     ("broadcast", "broadcast"),
     ("alltoall", "all_to_all"),
+    ("exchangesplitandoffset", "all_to_all"),
+    ("dispatch", "all_to_all"),
+    ("combine", "all_to_all"),
     ("sendrecv", "send_recv"),
     ("send", "send_recv"),
     ("recv", "send_recv"),
 )
+
+_SHORT_OPS = (
+    (re.compile(r"userbuffers_\w+_ag(?![a-z0-9])"), "all_gather"),
+    (re.compile(r"userbuffers_\w+_rs(?![a-z0-9])"), "reduce_scatter"),
+    (re.compile(r"userbuffers_\w*sum_"), "all_reduce"),
+    (re.compile(r"moeA2A"), "all_to_all"),
+)
+"""Abbreviations, each in the names of one family."""
 
 _DTYPES = {
     "float": "float32",
@@ -54,9 +86,18 @@ _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)(?:_\w+)?")
 
 
 def is_collective_kernel(name: str) -> bool:
-    """Whether a kernel's name, return type and namespaces apart, says that it communicates."""
-    plain = re.split(r"[<(]", name.replace("(anonymous namespace)", ""), maxsplit=1)[0]
-    return backends.is_collective_kernel(re.split(r"::|\s", plain)[-1])
+    """Whether a kernel's own name, or the namespace it is from, says that it communicates.
+
+    The names are those of the libraries' public sources.
+    """
+    plain = re.split(r"[<(]", name.replace("(anonymous namespace)::", ""), maxsplit=1)[0].strip()
+    qualified = plain.rpartition(" ")[2]
+    function = qualified.rpartition("::")[2]
+    return (
+        backends.is_collective_kernel(function)
+        or _FUNCTION.match(function) is not None
+        or _NAMESPACE.match(qualified) is not None
+    )
 
 
 def op_of(name: str) -> str | None:
@@ -66,7 +107,8 @@ def op_of(name: str) -> str | None:
     (``gloo:all_reduce``) and kernels (``ncclDevKernel_AllGather_RING_LL``). ``None`` if it names none.
     """
     letters = re.sub(r"[^a-z]", "", name.lower())
-    return next((op for word, op in _OPS if word in letters), None)
+    named = next((op for word, op in _OPS if word in letters), None)
+    return named or next((op for pattern, op in _SHORT_OPS if pattern.search(name)), None)
 
 
 def dtype_name(written: str) -> str:

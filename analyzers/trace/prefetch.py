@@ -5,7 +5,7 @@ out, in this order, each cause taking at most what is left:
 
 - ``peer``: how long it waited for the last rank to arrive (where ranks were compared);
 - ``transfer``: how much longer it took than the median of its kind (same op, process group and payload),
-  i.e. how far its busbw lay below theirs;
+  i.e. how far its busbw lay below theirs; ``transfer_or_peer`` where a rank of its group was not compared;
 - ``communicator``: how long, launched and with its input ready, it queued behind another collective of its
   process group (all-gather and reduce-scatter share one);
 - ``stream``: how long, launched, it or (an all-gather) its copy-in queued behind other work of its stream;
@@ -22,7 +22,7 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.results import LateCause, PrefetchRow
-from fsdp2prof.tables import CollectiveTable, IntArray, Table
+from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Table
 
 __all__ = ["AwaitedTable", "awaited", "transfer_ns", "verdicts"]
 
@@ -86,15 +86,23 @@ def transfer_ns(collectives: CollectiveTable, wait_ns: IntArray) -> IntArray:
 
 
 def verdicts(
-    rank: int, collectives: CollectiveTable, waited: AwaitedTable, wait_ns: IntArray
+    rank: int,
+    collectives: CollectiveTable,
+    waited: AwaitedTable,
+    wait_ns: IntArray,
+    waits_known: BoolArray,
 ) -> list[PrefetchRow]:
-    """Return one row per awaited collective, in order of need; ``wait_ns`` comes from comparing ranks."""
+    """Return one row per awaited collective, in order of need.
+
+    ``wait_ns`` comes from comparing ranks, and so does whether it is all there was to wait for.
+    """
     excess = _excess(collectives, transfer_ns(collectives, wait_ns))
     left = waited.stall_ns.copy()
     shares: dict[LateCause, IntArray] = {}
     causes: tuple[tuple[LateCause, IntArray], ...] = (
         ("peer", np.maximum(wait_ns, 0)[waited.collective]),
-        ("transfer", excess[waited.collective]),
+        ("transfer", np.where(waits_known, excess, 0)[waited.collective]),
+        ("transfer_or_peer", np.where(waits_known, 0, excess)[waited.collective]),
         ("communicator", waited.communicator_ns),
         ("stream", waited.stream_ns),
     )

@@ -23,6 +23,7 @@ from fsdp2prof.analyzers.trace.accounting import (
 )
 from fsdp2prof.analyzers.trace.collectives import Collectives, collect
 from fsdp2prof.analyzers.trace.gloo import gloo_ranges
+from fsdp2prof.analyzers.trace.unknown_kernels import beside_communication
 from fsdp2prof.analyzers.trace.waits import WaitTable, charging_order, find_waits
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.manifest import RankManifest
@@ -85,6 +86,7 @@ def rank_tables(
     collectives = collect(trace, device, phases, host, windows, manifest)
     if len(device):
         work = device_work(trace, device, phases, collectives)
+        warnings += [f"{trace.source}: {line}" for line in beside_communication(trace, work, collectives)]
         if len(aside := gloo_ranges(trace)):
             warnings.append(
                 f"{trace.source}: {len(aside)} collectives ran on the host (gloo); the device's account"

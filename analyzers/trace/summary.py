@@ -20,14 +20,16 @@ def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
     """Return the analysis with everything that follows from its ranks, rows and findings made anew."""
     by_rank, windows = rank_means(analysis.ranks), window_count(analysis.ranks)
     by_layer = layer_rows(analysis.groups, windows) if windows else []
+    totals = trace_totals(analysis.ranks, by_rank, analysis.attribution)
+    analysed_ns = windows * (totals.step_ns or 0)
     summed = replace(
         analysis,
-        totals=trace_totals(analysis.ranks, by_rank, analysis.attribution),
+        totals=totals,
         by_rank=by_rank,
         by_layer=by_layer,
         by_layer_folded=fold(by_layer),
         layers=layer_totals(by_layer),
-        cross_rank=sum_up(analysis.cross_rank, len(analysis.ranks)),
+        cross_rank=sum_up(analysis.cross_rank, len(analysis.ranks), analysed_ns),
         late=late_rows(analysis.prefetch, windows),
         late_folded=late_rows(analysis.prefetch, windows, folded=True),
         host_sync_places=host_sync_places(analysis.host_syncs, windows),

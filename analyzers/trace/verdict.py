@@ -39,10 +39,10 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
     return [_bound(analysis), *_most_expensive(analysis), *try_first(analysis.findings)]
 
 
-def try_first(findings: Iterable[Finding]) -> list[str]:
-    """Return the change that the first finding worth one asks for."""
+def try_first(findings: Iterable[Finding], aim: str = "") -> list[str]:
+    """Return the change that the first finding worth one asks for; ``aim`` says what it is good for."""
     changes = (one.change for one in findings if one.change and one.severity != "info")
-    return [f"Try this first: {change[0].lower()}{change[1:]}" for change in changes][:1]
+    return [f"Try this first{aim}: {change[0].lower()}{change[1:]}" for change in changes][:1]
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
@@ -197,8 +197,17 @@ def _most_expensive(analysis: TraceAnalysis) -> list[str]:
     part = "all of it" if worst.exposed_ns == layer.exposed_ns else f"{format_ns(worst.exposed_ns)} of it"
     return [
         f"The most expensive layer is {named_layer(layer.fqn)}: {format_ns(layer.exposed_ns)} of exposed "
-        f"communication a step, {part} {where}."
+        f"communication a step, {part} {where}{_with_siblings(analysis, layer.exposed_ns)}."
     ]
+
+
+def _with_siblings(analysis: TraceAnalysis, exposed_ns: float) -> str:
+    """Name the alike layers that together cost more than the most expensive one."""
+    worst = analysis.by_layer_folded[0]
+    if worst.layers == 1 or worst.exposed_ns <= exposed_ns:
+        return ""
+    what = f"the {op_label(worst.op)}s of {named_layer(worst.fqn)} {in_phase(worst.phase)}"
+    return f"; together, {what} cost {format_ns(worst.exposed_ns)}"
 
 
 def _mainly(analysis: TraceAnalysis, part: str) -> str:

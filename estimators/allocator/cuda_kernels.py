@@ -40,6 +40,7 @@ def as_on_cuda(recording: MemoryRecording, host: frozenset[int]) -> MemoryRecord
     merged = concat_tables(parts)
     return replace(
         recording,
+        device="cuda",
         allocations=merged.take(np.argsort(merged.alloc_order, kind="stable")),
         events=recording.events * _ORDERS,
     )

@@ -61,6 +61,7 @@ class TransformerConfig:
 _LLAMA = partial(TransformerConfig, family="llama")
 _LLAMA2 = partial(_LLAMA, vocab_size=32_000, context=4096, rope_theta=1e4)
 _LLAMA3 = partial(_LLAMA, vocab_size=128_256, context=8192, rope_theta=5e5)
+_LLAMA31 = partial(_LLAMA3, context=131_072)
 _QWEN = partial(TransformerConfig, family="qwen", rope_theta=1e6, norm_eps=1e-6)
 _QWEN2 = partial(_QWEN, context=32_768, qkv_bias=True)
 _QWEN3 = partial(_QWEN, vocab_size=151_936, context=40_960, qk_norm=True)
@@ -90,10 +91,20 @@ _ALL = (
     _of(_LLAMA3, "llama3-8b", 4096, 32, 32, 8, 14_336),
     _of(_LLAMA3, "llama3-70b", 8192, 80, 64, 8, 28_672),
     _of(_LLAMA3, "llama3-405b", 16_384, 126, 128, 8, 53_248, context=131_072),
+    _of(_LLAMA31, "llama3.1-8b", 4096, 32, 32, 8, 14_336),
+    _of(_LLAMA31, "llama3.1-70b", 8192, 80, 64, 8, 28_672),
+    _of(_LLAMA31, "llama3.1-405b", 16_384, 126, 128, 8, 53_248),
+    _of(_LLAMA31, "llama3.2-1b", 2048, 16, 32, 8, 8192, tied=True),
+    _of(_LLAMA31, "llama3.2-3b", 3072, 28, 24, 8, 8192, tied=True),
     _of(_QWEN2, "qwen2-0.5b", 896, 24, 14, 2, 4864, vocab_size=151_936, tied=True),
     _of(_QWEN2, "qwen2-1.5b", 1536, 28, 12, 2, 8960, vocab_size=151_936, tied=True),
     _of(_QWEN2, "qwen2-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
     _of(_QWEN2, "qwen2-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
+    _of(_QWEN2, "qwen2.5-3b", 2048, 36, 16, 2, 11_008, vocab_size=151_936, tied=True),
+    _of(_QWEN2, "qwen2.5-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
+    _of(_QWEN2, "qwen2.5-14b", 5120, 48, 40, 8, 13_824, vocab_size=152_064),
+    _of(_QWEN2, "qwen2.5-32b", 5120, 64, 40, 8, 27_648, vocab_size=152_064),
+    _of(_QWEN2, "qwen2.5-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
     _of(_QWEN3, "qwen3-0.6b", 1024, 28, 16, 8, 3072, head_dim=128, tied=True),
     _of(_QWEN3, "qwen3-1.7b", 2048, 28, 16, 8, 6144, head_dim=128, tied=True),
     _of(_QWEN3, "qwen3-4b", 2560, 36, 32, 8, 9728, head_dim=128, tied=True),

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import (
-    JobChoice,
-    Output,
-    job_options,
-    one_of,
-    output_options,
-    refuse_given,
-)
+from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
     from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["analyze"]
 
 _path = click.argument("path", type=click.Path(path_type=Path))
-_verbose = click.option("-v", "--verbose", is_flag=True, help="Every rank, step and layer, nothing folded.")
 
 
 @click.group()
@@ -115,18 +103,16 @@ def memory(
 @job_options
 @trace_options
 @fail_on_option("run", "exposed_frac>0.2")
-@_verbose
-@output_options("text", "json", "html")
+@output_options()
 def run(
     run: Path,
     *,
     choice: JobChoice,
     options: TraceOptions,
     gate: Gate,
-    verbose: bool,
     output: Output,
 ) -> None:
-    """What was run and how it ended, then its traces and its memory.
+    """What was run and how it ended, its traces and its memory.
 
     RUN is the folder that `fsdp2prof record -o RUN` wrote, or one with traces and memory snapshots.
     """
@@ -136,42 +122,5 @@ def run(
         job = choice.open(run)
         refuse_without_traces(job)
         analysis = analyze_run(job, **options)
-
-    def text() -> RenderableType:
-        from fsdp2prof.reporters.advice import memory_advice, trace_advice
-        from fsdp2prof.reporters.terminal import run_view
-
-        advice = trace_advice(analysis.trace) if analysis.trace else []
-        advice += memory_advice(analysis.memory) if analysis.memory else []
-        return run_view(analysis, advice=[*advice, _hint(run)], every=verbose)
-
-    _write(output, run, analysis, text=text)
+    output.render(analysis, source=run)
     gate.check(analysis)
-
-
-def _write(
-    output: Output,
-    path: Path,
-    analysis: TraceAnalysis | MemoryAnalysis | RunAnalysis,
-    *,
-    text: Callable[[], RenderableType],
-    csv: Callable[[], str] | None = None,
-) -> None:
-    if output.format == "json":
-        from fsdp2prof.reporters import jsonreport
-
-        output.write(jsonreport.render(analysis))
-    elif output.format == "html":
-        from fsdp2prof.reporters import html
-
-        output.write(html.render(str(path), analysis))
-    elif csv is not None and output.format == "csv":
-        output.write(csv())
-    else:
-        from fsdp2prof.reporters.terminal import render
-
-        output.write(render(text(), to_terminal=output.to_terminal))
-
-
-def _hint(path: Path) -> str:
-    return f"fsdp2prof report {shlex.quote(str(path))} -o report.html  shows all of this as charts."

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import JobChoice, Output, job_options, numbers_option, output_options
+from fsdp2prof.commands.options import JobChoice, job_options, numbers_option
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["compare"]
 
@@ -17,17 +19,17 @@ __all__ = ["compare"]
 @click.argument("after", type=click.Path(path_type=Path), metavar="B")
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
+@cache_option
 @fail_on_option("comparison", "step_time_frac>0.05")
-@click.option("-v", "--verbose", is_flag=True, help="Every layer, rank and setting, nothing folded.")
-@output_options("text", "json", "csv")
+@output_options()
 def compare(
     before: Path,
     after: Path,
     *,
     choice: JobChoice,
     steps: frozenset[int] | None,
+    cache: bool,
     gate: Gate,
-    verbose: bool,
     output: Output,
 ) -> None:
     """What changed from A to B: step time, exposed communication by layer, bytes on the wire, peak memory.
@@ -40,19 +42,7 @@ def compare(
 
     with output.progress(f"comparing {before} with {after}"):
         comparison = comparing.compare(
-            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=True
+            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache
         )
-    if output.format == "json":
-        from fsdp2prof.reporters import jsonreport
-
-        output.write(jsonreport.render(comparison))
-    elif output.format == "csv":
-        from fsdp2prof.reporters.csvreport import render_run_comparison
-
-        output.write(render_run_comparison(comparison))
-    else:
-        from fsdp2prof.reporters.compare_text import compare_view
-        from fsdp2prof.reporters.terminal import render
-
-        output.write(render(compare_view(comparison, every=verbose), to_terminal=output.to_terminal))
+    output.render(comparison)
     gate.check(comparison)

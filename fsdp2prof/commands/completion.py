@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import click
     from click.shell_completion import CompletionItem
 
-__all__ = ["complete_hardware", "complete_model"]
+__all__ = ["complete_hardware", "complete_model", "complete_network"]
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
@@ -23,7 +23,14 @@ def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list
     """Offer accelerators."""
     from fsdp2prof.estimators.spec.hardware import known_hardware
 
-    return _names(known_hardware(), begun)
+    return _names(dict.fromkeys(spec.name for spec in known_hardware().values()), begun)
+
+
+def complete_network(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer networks."""
+    from fsdp2prof.estimators.spec.hardware import known_networks
+
+    return _names(known_networks(), begun)
 
 
 def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware, complete_model
-from fsdp2prof.commands.options import Output, output_options, refuse_given
+from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
+from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -32,7 +33,7 @@ _MODEL = "MODEL"
 
 @click.group()
 def estimate() -> None:
-    """Estimate memory, communication or checkpoints of a run that has not happened.
+    """Estimate memory, communication, step time or checkpoints of a run that has not happened.
 
     The model is a built-in name (llama3-8b), a Hugging Face config.json, or package.module:factory. Nothing
     is downloaded and no GPU is needed.
@@ -144,21 +145,18 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
     type=click.Path(path_type=Path),
     help="Also write the predicted allocations and collectives as a run for analyze, report and compare.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
-@output_options("text", "json")
+@output_options()
 def memory(
     values: dict[str, Any],
     manifest: RankManifest | None,
     hardware: str | None,
     save_run: Path | None,
-    verbose: bool,
     output: Output,
 ) -> None:
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
     from fsdp2prof.workflows import estimate as runs
 
     if save_run is not None:
@@ -168,25 +166,18 @@ def memory(
     if hardware is not None:
         values = {**values, "hardware": hardware}
     spec = make_spec(values)
-    device_bytes = None if spec.hardware is None else spec.hardware.memory_bytes
     with output.progress(f"executing {spec.model.source} on fake tensors"):
-        prediction = predict_memory(spec.model, spec.mesh, spec.policy, device_bytes=device_bytes)
+        prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save_run is not None:
         communication = estimate_comm(spec.model, spec.mesh, spec.policy)
         runs.save_run(save_run, prediction, communication)
-    result = prediction.estimate
-    if output.format == "json":
-        output.write(jsonreport.render(result))
-    else:
-        view = estimate_text.memory_view(result, every=verbose)
-        output.write(terminal.render(view, to_terminal=output.to_terminal))
+    output.render(prediction.estimate)
 
 
 @estimate.command()
 @_input_options
-@click.option("-v", "--verbose", is_flag=True, help="Show every layer.")
-@output_options("text", "json", "csv")
-def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, output: Output) -> None:
+@output_options()
+def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
     With --from-run and no --model the recorded parameter groups are used as they are.
@@ -194,7 +185,6 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, o
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
     from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.reporters import csvreport, estimate_text, jsonreport, terminal
 
     if manifest is not None and "model" not in values:
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
@@ -205,34 +195,79 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, verbose: bool, o
     else:
         spec = make_spec(values)
         result = estimate_comm(spec.model, spec.mesh, spec.policy)
-    if output.format == "json":
-        output.write(jsonreport.render(result))
-    elif output.format == "csv":
-        output.write(csvreport.render_comm(result))
-    else:
-        view = estimate_text.comm_view(result, every=verbose)
-        output.write(terminal.render(view, to_terminal=output.to_terminal))
+    output.render(result)
+
+
+@estimate.command()
+@_input_options
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--network", shell_complete=complete_network, help="What connects the nodes (400gb-ib).")
+@click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
+@click.option(
+    "--save-run",
+    type=click.Path(path_type=Path),
+    help="Also write the predicted step as a run for analyze, report and compare.",
+)
+@output_options()
+def step(
+    values: dict[str, Any],
+    manifest: RankManifest | None,
+    hardware: str | None,
+    gpus_per_node: int,
+    network: str | None,
+    nics_per_node: int | None,
+    save_run: Path | None,
+    output: Output,
+) -> None:
+    """Estimate how long a training step takes, where it goes, and which communication is not hidden.
+
+    The commands of the step are captured from FSDP2 itself and run through a simulation of the streams.
+    """
+    from fsdp2prof.estimators.spec.cluster import Cluster
+    from fsdp2prof.estimators.spec.hardware import NetworkSpec
+    from fsdp2prof.estimators.spec.inputs import make_spec
+    from fsdp2prof.estimators.step import predict_step
+    from fsdp2prof.workflows import estimate as runs
+
+    if save_run is not None:
+        runs.refuse_existing_run(save_run)
+    if manifest is not None and "model" not in values:
+        raise UsageError("estimate step --from-run needs the model too: add --model")
+    spec = make_spec(values if hardware is None else {**values, "hardware": hardware})
+    if spec.hardware is None:
+        raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
+    cluster = Cluster(
+        hardware=spec.hardware,
+        gpus_per_node=gpus_per_node,
+        network=None if network is None else NetworkSpec.parse(network),
+        nics_per_node=nics_per_node,
+    )
+    with output.progress(f"executing {spec.model.source} on fake tensors"):
+        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster)
+    if save_run is not None:
+        runs.save_step_run(save_run, prediction)
+    output.render(prediction.estimate)
 
 
 @estimate.command()
 @_input_options
 @click.option("--bandwidth", help="What one writing rank sustains per second, for example 2GB.")
-@output_options("text", "json")
+@output_options()
 def checkpoint(
     values: dict[str, Any], manifest: RankManifest | None, bandwidth: str | None, output: Output
 ) -> None:
     """Estimate the size of a distributed checkpoint and the time to write it."""
     from fsdp2prof.estimators.checkpoint import estimate_checkpoint
     from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.reporters import estimate_text, jsonreport, terminal
     from fsdp2prof.units import parse_bytes
 
     if manifest is not None and "model" not in values:
         raise UsageError("estimate checkpoint --from-run needs the model too: add --model")
     spec = make_spec(values)
     rate = None if bandwidth is None else parse_bytes(bandwidth.removesuffix("/s"))
-    result = estimate_checkpoint(spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=rate)
-    if output.format == "json":
-        output.write(jsonreport.render(result))
-    else:
-        output.write(terminal.render(estimate_text.checkpoint_view(result), to_terminal=output.to_terminal))
+    output.render(estimate_checkpoint(spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=rate))

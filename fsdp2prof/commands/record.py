@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from fsdp2prof.commands.messages import say
 from fsdp2prof.errors import UsageError
@@ -14,7 +18,38 @@ from fsdp2prof.manifest import RecordOptions
 
 __all__ = ["record"]
 
-_DEFAULTS = RecordOptions()
+
+def _option(field: msgspec.inspect.Field) -> Callable[[Any], Any]:
+    """The command-line option of one field of ``RecordOptions``."""
+    described = field.type
+    assert isinstance(described, msgspec.inspect.Metadata)
+    assert described.extra_json_schema is not None
+    flag = f"--{field.name.replace('_', '-')}"
+    attributes: dict[str, Any] = {
+        "help": described.extra_json_schema["description"],
+        "default": field.default,
+        "show_default": field.default is not None,
+    }
+    if isinstance(field.default, bool):
+        return click.option(f"{flag}/{flag.replace('--', '--no-', 1)}", **attributes)
+    return click.option(flag, type=str if isinstance(field.default, str) else int, **attributes)
+
+
+def _recording_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add an option for each field of ``RecordOptions``; the command gets one ``options``."""
+    names = RecordOptions.__struct_fields__
+
+    @wraps(command)
+    def with_options(**arguments: Any) -> int:
+        chosen = {name: arguments.pop(name) for name in names}
+        return command(options=RecordOptions(**chosen), **arguments)
+
+    described = msgspec.inspect.type_info(RecordOptions)
+    assert isinstance(described, msgspec.inspect.StructType)
+    decorated: Callable[..., int] = with_options
+    for field in reversed(described.fields):
+        decorated = _option(field)(decorated)
+    return decorated
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -23,17 +58,6 @@ _DEFAULTS = RecordOptions()
 )
 @click.option("-f", "--force", is_flag=True, help="Record anew into an existing run directory.")
 @click.option("-q", "--quiet", is_flag=True, help="No messages on stderr.")
-@click.option("--wait", default=_DEFAULTS.wait, show_default=True, help="Steps before the warm-up.")
-@click.option("--warmup", default=_DEFAULTS.warmup, show_default=True, help="Steps the profiler warms up.")
-@click.option("--active", default=_DEFAULTS.active, show_default=True, help="Steps to trace.")
-@click.option("--start-step", type=int, help="First step to trace, counted from 0; overrides --wait.")
-@click.option(
-    "--memory/--no-memory",
-    default=_DEFAULTS.memory,
-    show_default=True,
-    help="Record allocations, on steps of their own after the traced ones.",
-)
-@click.option("--memory-steps", default=_DEFAULTS.memory_steps, show_default=True, help="How many of them.")
 @click.option(
     "--node-rank",
     type=click.IntRange(min=0),
@@ -41,30 +65,15 @@ _DEFAULTS = RecordOptions()
     show_default=True,
     help="Which node this is, where every node of a run records into the same run directory.",
 )
-@click.option("--ranks", default=_DEFAULTS.ranks, show_default=True, help="all, a list as 0,3 or sample:K.")
-@click.option(
-    "--shapes/--no-shapes",
-    default=_DEFAULTS.shapes,
-    show_default=True,
-    help="Record the shapes of operators' inputs; gloo's payload bytes come from them.",
-)
-@click.option("--stacks", is_flag=True, help="Record Python stacks; slows the recorded steps.")
+@_recording_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 def record(
     output: Path | None,
     force: bool,
     quiet: bool,
     command: tuple[str, ...],
-    wait: int,
-    warmup: int,
-    active: int,
-    start_step: int | None,
-    memory: bool,
-    memory_steps: int,
     node_rank: int,
-    ranks: str,
-    shapes: bool,
-    stacks: bool,
+    options: RecordOptions,
 ) -> int:
     """Run CMD (torchrun, accelerate launch, srun, mpirun, python, ...) and record every rank that calls
     fully_shard, without an edit to the script.
@@ -76,17 +85,6 @@ def record(
     """
     from fsdp2prof.recorder.launcher import launch
 
-    options = RecordOptions(
-        wait=wait,
-        warmup=warmup,
-        active=active,
-        memory_steps=memory_steps,
-        start_step=start_step,
-        ranks=ranks,
-        shapes=shapes,
-        stacks=stacks,
-        memory=memory,
-    )
     if node_rank and output is None:
         raise UsageError("--node-rank needs -o: the run directory that all nodes share")
     path = output or Path("runs", time.strftime("%Y%m%d-%H%M%S"))

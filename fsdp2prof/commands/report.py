@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, job_options, output_options
+from fsdp2prof.commands.options import JobChoice, job_options
+from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
 
 if TYPE_CHECKING:
@@ -38,6 +39,4 @@ def report(
         job = choice.open(path)
         refuse_without_traces(job)
         analysis = analyze_any(job, **options)
-    from fsdp2prof.reporters import html
-
-    output.write(html.render(str(path), analysis))
+    output.render(analysis, source=path)

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["WHOLE_ANALYSIS", "refuse_without_traces", "trace_options"]
+__all__ = ["WHOLE_ANALYSIS", "cache_option", "refuse_without_traces", "trace_options"]
+
+cache_option = click.option(
+    "--cache/--no-cache",
+    default=True,
+    help="Keep the columns of a large trace beside it: the next analysis is faster.",
+)
+"""Whether a cache is left beside a trace, where nobody may want a file."""
 
 _OPTIONS = (
     click.option(
@@ -54,11 +61,7 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         help="Processes that share the ranks; by default what their size is worth.",
     ),
-    click.option(
-        "--cache/--no-cache",
-        default=True,
-        help="Keep the columns of a large trace beside it: the next analysis is faster.",
-    ),
+    cache_option,
 )
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, Output, one_of, refuse_given
+from fsdp2prof.commands.options import JobChoice, one_of, refuse_given
+from fsdp2prof.commands.output import Output
 from fsdp2prof.commands.trace_options import WHOLE_ANALYSIS
 from fsdp2prof.errors import UsageError
 

@@ -6,6 +6,7 @@ import gc
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -32,10 +33,11 @@ class Recorder:
                 recorder.step()
 
     Enter it on every rank, after the modules are wrapped and with the same arguments; call :meth:`step` at
-    the end of each training step. What is captured, and the options, are those of ``fsdp2prof record``. Under
-    the launcher its directory and options hold, and only the step boundaries are taken from here.
+    the end of each training step. ``options`` are the fields of :class:`~fsdp2prof.manifest.RecordOptions`,
+    which are those of ``fsdp2prof record``. Under the launcher its directory and options hold, and only the
+    step boundaries are taken from here.
 
-    Raises ``UsageError`` for options that cannot be meant, ``RunDirectoryError`` if the directory is
+    Raises ``UsageError`` for unknown or inconsistent options, ``RunDirectoryError`` if the directory is
     there and ``force`` is not given.
     """
 
@@ -43,30 +45,12 @@ class Recorder:
         self,
         output: str | Path,
         *,
-        wait: int = 1,
-        warmup: int = 1,
-        active: int = 3,
-        memory_steps: int = 1,
-        start_step: int | None = None,
-        ranks: str = "all",
-        shapes: bool = True,
-        stacks: bool = False,
-        memory: bool = True,
         force: bool = False,
+        **options: Any,
     ) -> None:
         self._path = Path(output)
         self._force = force
-        self._options = RecordOptions(
-            wait=wait,
-            warmup=warmup,
-            active=active,
-            memory_steps=memory_steps,
-            start_step=start_step,
-            ranks=ranks,
-            shapes=shapes,
-            stacks=stacks,
-            memory=memory,
-        )
+        self._options = _options(options)
         validate(self._options)
         self._info = RunInfo()
         self._session: RankSession | None = None
@@ -121,3 +105,11 @@ class Recorder:
             dist.broadcast_object_list(outcome, src=0)
         if outcome[0] is not None:
             raise RunDirectoryError(outcome[0])
+
+
+def _options(given: dict[str, Any]) -> RecordOptions:
+    known = RecordOptions.__struct_fields__
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UsageError(f"Recorder has no option {unknown[0]!r}; there are {', '.join(known)}")
+    return RecordOptions(**given)

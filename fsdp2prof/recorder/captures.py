@@ -147,7 +147,7 @@ class Captures:
         if memory is not None:
             self._file.describe_tensors()
             memory.finish()
-            self._manifest.allocator_settings = memory.allocator_settings
+            self._manifest.allocator_settings |= memory.allocator_settings
             self._manifest.allocator = devices.allocator_stats(self._manifest.device.type)
 
     def abandon(self) -> Iterable[Exception]:

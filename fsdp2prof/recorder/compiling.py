@@ -1,39 +1,33 @@
-"""Whether ``torch.compile`` is at work in this process."""
+"""What ``torch.compile`` is at work on in this process."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-
 from fsdp2prof.recorder.roots import Root
 
-__all__ = ["compiled_modules", "is_used"]
+__all__ = ["compiled_modules"]
 
 
-def is_used(roots: Iterable[Root]) -> bool:
-    """Tell whether anything was given to ``torch.compile``, called or not, since the process began."""
+def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
+    """Name the modules under the roots that run compiled, a root itself the empty string.
+
+    Null if nothing was given to ``torch.compile`` since the process began, whether it has been called or not;
+    empty if what was given is no module under a root.
+    """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return False
-    # What only switches dynamo off is kept there, too, without a backend.
+    # What only switches dynamo off is among them, too, without a backend.
     backends = getattr(frames, "cached_backends", {}).values()
-    return any(callable(backend) for backend in backends) or bool(compiled_modules(roots))
-
-
-def compiled_modules(roots: Iterable[Root]) -> list[str]:
-    """Name the modules under the roots that run compiled; a root of its own is the empty string."""
+    if not any(callable(backend) for backend in backends):
+        return None
+    wrapped = {id(item._orig_mod) for item in gc.get_objects() if type(item) is frames.OptimizedModule}
     return [
         name
         for root in roots
         if root.module is not None
         for name, module in root.module.named_modules()
-        if _is_compiled(module)
+        if id(module) in wrapped or module._compiled_call_impl is not None
     ]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    frames: Any = sys.modules["torch._dynamo.eval_frame"]
-    return isinstance(module, frames.OptimizedModule) or module._compiled_call_impl is not None

@@ -129,6 +129,11 @@ def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict
         parameters=[_parameter(parameter, mesh_info, positions) for parameter in group.fsdp_params],
         forward_prefetch=_prefetched(state._states_to_forward_prefetch),
         backward_prefetch=_prefetched(state._states_to_backward_prefetch),
+        unshard_in_backward=getattr(group, "unshard_in_backward", True),
+        reshard_after_backward=group.reshard_after_backward,
+        reduce_scatter_max_input_buffers=getattr(group, "reduce_scatter_max_input_buffers", 1),
+        all_gather_comm=_custom(getattr(group, "_all_gather_comm", None)),
+        reduce_scatter_comm=_custom(getattr(group, "_reduce_scatter_comm", None)),
     )
 
 
@@ -155,6 +160,11 @@ def _parameter(parameter: Any, mesh_info: Any, positions: dict[str, int]) -> Par
         tensor_parallel=_other_placements(parameter) if parameter.is_dtensor else None,
         position=positions.get(name, -1),
     )
+
+
+def _custom(comm: Any) -> str | None:
+    name = type(comm).__name__
+    return None if comm is None or name.startswith("Default") else name
 
 
 def _other_placements(parameter: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
+import re
 
 import torch
 
 from fsdp2prof import __version__
 from fsdp2prof.manifest import DeviceInfo
 
-__all__ = ["allocator_stats", "device_info", "package_versions"]
+__all__ = ["allocator_settings", "allocator_stats", "device_info", "package_versions", "parse_settings"]
 
 _STATS = (
     "allocated_bytes.all.current",
@@ -60,3 +61,17 @@ def allocator_stats(device_type: str) -> dict[str, int]:
         return {}
     stats = torch.cuda.memory_stats()
     return {name: int(stats[name]) for name in _STATS if name in stats}
+
+
+def allocator_settings(device_type: str) -> dict[str, str]:
+    """Return how the CUDA allocator is set, as far as torch tells outside of a snapshot; empty elsewhere."""
+    if device_type != "cuda":
+        return {}
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    return {"backend": torch.cuda.memory.get_allocator_backend(), **parse_settings(str(ask()) if ask else "")}
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Split an allocator configuration, ``expandable_segments:True,roundup_power2_divisions:[256:1,>:4]``."""
+    pairs = (pair.partition(":") for pair in re.split(r",(?![^\[]*\])", text))
+    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}

@@ -7,6 +7,7 @@ its environment, hands on the signals it gets, and waits.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 from collections import defaultdict
@@ -61,7 +62,7 @@ def launch(
     Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
     """
     if shutil.which(command[0]) is None:
-        raise InputError(f"{command[0]}: command not found; put the training command after --")
+        raise InputError(_why_not_found(command))
     info = prepare_run(path, options, command, node_rank=node_rank, force=force)
     settings = Settings(run=str(path.resolve()), options=options, node_rank=node_rank).encode()
     alive = path.resolve() / f".alive-{node_rank:05d}"
@@ -71,7 +72,8 @@ def launch(
         status, interrupted = _run(command, _child_environment(settings, alive), processes)
         killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
         _mark_dead_ranks(records_of_node(path, node_rank), killed)
-        pids = {int(file.name) for file in alive.iterdir()}
+        alive_pids = {int(file.name) for file in alive.iterdir()}
+        wrappers = {name for file in alive.iterdir() for name in file.read_text().splitlines()}
     except InputError:
         (path / node_file(node_rank)).unlink()
         raise
@@ -87,9 +89,19 @@ def launch(
     seen = {process.rank for process in processes.seen.values()}
     expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
     info.state = _state(code, manifests, expected, interrupted)
-    info.messages = _messages(records, code, expected, processes, pids)
+    info.messages = _messages(records, code, expected, processes, alive_pids, wrappers)
     write_json(path / node_file(node_rank), info)
     return Outcome(code, info)
+
+
+def _why_not_found(command: list[str]) -> str:
+    name = command[0]
+    if name.endswith(".py") or Path(name).is_file():
+        line = shlex.join(command)
+        return (
+            f"{name}: a script, which needs its interpreter: record -- python {line}, or torchrun ... {line}"
+        )
+    return f"{name}: command not found"
 
 
 def _child_environment(settings: str, alive: Path) -> dict[str, str]:
@@ -156,7 +168,12 @@ def _state(code: int, manifests: list[RankManifest], expected: set[int], interru
 
 
 def _messages(
-    records: list[RankRecord], code: int, expected: set[int], processes: RankProcesses, alive: set[int]
+    records: list[RankRecord],
+    code: int,
+    expected: set[int],
+    processes: RankProcesses,
+    alive: set[int],
+    wrappers: set[str],
 ) -> list[str]:
     messages = []
     if code:
@@ -165,7 +182,10 @@ def _messages(
     silent = [process for process in processes.silent(alive) if process.rank not in present]
     messages += [f"rank {one.rank}: no sign of life: {one.why_silent(BOOTSTRAP)}" for one in silent]
     if not present and not silent:
-        if alive:
+        if wrappers:
+            names = " and ".join(sorted(wrappers))
+            messages.append(f"this training wraps with {names}, not fully_shard: nothing was recorded")
+        elif alive:
             messages.append("no process ever called fully_shard: nothing was recorded")
         else:
             messages.append(

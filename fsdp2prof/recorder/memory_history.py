@@ -48,7 +48,7 @@ def why_not(device_type: str, roots: Iterable[Root]) -> str | None:
     if device_type == "cuda":
         if any(torch.cuda.memory._snapshot()["device_traces"]):
             return "the training records the allocator's history itself, which ours would clear"
-    elif compiling.is_used(roots):
+    elif compiling.compiled_modules(roots) is not None:
         return (
             "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
             "record without torch.compile, or on a GPU"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
-from fsdp2prof.recorder import describe, devices
+from fsdp2prof.recorder import compiling, describe, devices
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.roots import Roots
@@ -71,6 +71,8 @@ class ManifestFile:
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
         self.manifest.device = devices.device_info(self.device_type)
         self.manifest.allocator = devices.allocator_stats(self.device_type)
+        self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
+        self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
         self.write()
 
     def describe_tensors(self) -> None:

@@ -61,6 +61,8 @@ class RankSession:
             self._watch.install()
             training_profilers.install()
             training_profilers.listener = self
+        else:
+            training_profilers.remove()
 
     def watch(self, module: nn.Module) -> None:
         """Watch a module that ``fully_shard`` was applied to."""
@@ -113,7 +115,9 @@ class RankSession:
         self._active = False
         if (told := self._captures.told_of_profiler()) is not None:
             self.tell(told)
-        if not over:
+        if not over and self._step == 0 and self._automatic and not error:
+            self.tell(self._why_no_step())
+        elif not over:
             ran = f"only {self._step} of {self._captures.end} steps ran"
             self.tell(f"schedule cut short: {ran}; complete are {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
@@ -166,6 +170,14 @@ class RankSession:
     def _optimizer_stepped(self, in_backward: bool) -> None:
         if self._automatic and self._alive():
             self._steps.optimizer_stepped(in_backward=in_backward)
+
+    def _why_no_step(self) -> str:
+        if self._step_start_ns < 0:
+            return "nothing was recorded: no sharded model ran forward with gradients"
+        return (
+            "nothing was recorded: no optimizer stepped after a forward, so no training step was seen to "
+            "end; in a custom loop, end each by the step() of an fsdp2prof.Recorder"
+        )
 
     def _keep_duration(self, now: int) -> None:
         if self._step_start_ns < 0:

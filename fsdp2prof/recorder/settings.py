@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, kw_only=True):
 
 
 def validate(options: RecordOptions) -> None:
-    """Refuse options that cannot be meant. Raises ``UsageError``."""
+    """Refuse inconsistent options. Raises ``UsageError``."""
     for name in ("wait", "warmup", "active", "memory_steps"):
         if getattr(options, name) < 0:
             raise UsageError(f"--{name.replace('_', '-')} must not be negative")

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp2prof.labels import parse_label, qualified_fqn
+from fsdp2prof.labels import FsdpLabel, parse_label, qualified_fqn
 
 __all__ = ["AllocationTags", "TagState"]
 
 _Place = tuple[str, str, str]
 """Phase, activity, module."""
+_OPTIMIZER = FsdpLabel("optimizer")
 
 
 class TagState:
@@ -25,7 +26,7 @@ class TagState:
 
     Inside a label, its own module and activity; after ``pre_forward (X)`` X computes until
     ``post_forward (X)``, after ``pre_backward (X)`` until its post-backward; the optimizer's
-    ranges are the optimizer's.
+    ranges are the optimizer's, outside of a closure's forward and backward.
     """
 
     def __init__(self, *, several_roots: bool = False) -> None:
@@ -79,7 +80,8 @@ class TagState:
             self.place = ("backward", "compute", fqn)
         elif label.kind == "root_post_backward_callback":
             self._forward.clear()
-            self.place = ("other", "compute", "")
+            in_closure = any(parse_label(opened) == _OPTIMIZER for opened, _ in self._open)
+            self.place = ("optimizer" if in_closure else "other", "compute", "")
         else:
             self.place = before
 

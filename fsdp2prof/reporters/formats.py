@@ -22,6 +22,7 @@ __all__ = [
     "bytes_column",
     "cells",
     "count_column",
+    "data_columns",
     "decimals",
     "largest",
     "layer_column",
@@ -202,6 +203,11 @@ def bytes_column(name: str, label: str, values: Iterable[float | None]) -> Colum
 def bar_column(name: str) -> Column:
     """Return a column of fractions drawn as bars; empty where unknown."""
     return Column(name=name, label="", kind="bar", show=format_frac)
+
+
+def data_columns(names: Iterable[str]) -> list[Column]:
+    """Return columns for data formats alone: raw values, a layer (``fqn``) by its name."""
+    return [layer_column(name, name) if name == "fqn" else Column(name=name, label=name) for name in names]
 
 
 def cells(columns: Sequence[Column], items: Iterable[Any]) -> list[list[Value]]:

@@ -32,9 +32,17 @@ from fsdp2prof.results.comparison import (
     RankPeakChange,
     RunComparison,
     SettingChange,
+    StepSpread,
     TimeChange,
 )
-from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup, RankWait, Straggler
+from fsdp2prof.results.cross_rank import (
+    CrossRank,
+    CrossRankGroup,
+    LateRank,
+    LateRanks,
+    RankWait,
+    Straggler,
+)
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -43,7 +51,12 @@ from fsdp2prof.results.estimate import (
     CommEstimate,
     CommRow,
     CommTotals,
+    EstimatedMesh,
+    EstimatedModel,
+    EstimatedPolicy,
+    Fit,
     MemoryEstimate,
+    OutsideAllocator,
     PredictedPeak,
     PredictedStep,
 )
@@ -99,6 +112,7 @@ from fsdp2prof.results.step import (
     TraceTotals,
     UnrecordedStep,
 )
+from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -113,6 +127,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
+    "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
     "AtPeak",
@@ -133,14 +148,21 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EstimatedMesh",
+    "EstimatedModel",
+    "EstimatedPolicy",
     "EvidenceValue",
     "Finding",
+    "Fit",
     "Fragmentation",
     "GroupRow",
+    "HardwareUse",
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
     "LateCause",
+    "LateRank",
+    "LateRanks",
     "LateRow",
     "Launch",
     "LaunchStatistics",
@@ -160,6 +182,7 @@ __all__ = [
     "NameChange",
     "OtherPeak",
     "OutOfMemory",
+    "OutsideAllocator",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -185,6 +208,9 @@ __all__ = [
     "ShardGroup",
     "Shown",
     "StepBreakdown",
+    "StepEstimate",
+    "StepRange",
+    "StepSpread",
     "StepTime",
     "Straggler",
     "StreamIdle",

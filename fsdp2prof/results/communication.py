@@ -92,9 +92,10 @@ class LayerTotal:
     exposed_ns: float
 
 
-LateCause = Literal["launch", "communicator", "stream", "transfer", "peer"]
+LateCause = Literal["launch", "communicator", "stream", "transfer", "peer", "transfer_or_peer"]
 """Why a collective came late: it began too late to hide; it queued behind another one of its process group,
-or behind other work of its stream; its transfer was slower than the median of its kind; a peer came late."""
+or behind other work of its stream; its transfer was slower than the median of its kind; a peer came late; one
+of the last two, which the trace of one rank alone does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,9 +160,13 @@ class BandwidthRow:
     best_busbw_bytes_per_s: float | None
     """Best single one of this row."""
     of_best_frac: float | None
-    """The median over the best busbw of this op in this process group, at any size."""
+    """The median over the best busbw of this op in this process group, at any size; null where waits are
+    not known."""
     of_peak_frac: float | None = None
-    """The median over the hardware's peak, where that is known."""
+    """The median over the hardware's peak, where that and the waits are known."""
+    waits_known: bool = True
+    """Whether the busbw is of collectives in which all ranks of the group were compared; else it is a lower
+    bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

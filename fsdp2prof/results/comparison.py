@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.shown import Shown
@@ -15,10 +16,26 @@ __all__ = [
     "RankPeakChange",
     "RunComparison",
     "SettingChange",
+    "StepSpread",
     "TimeChange",
 ]
 
 COMPARISON_SCHEMA = "fsdp2prof.compare/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpread:
+    """How long the steps of one side take, and how far they lie apart."""
+
+    measured_on: Literal["unrecorded", "traced"]
+    """Unrecorded steps where both sides have some, else the windows of traced ones."""
+    steps: int
+    typical_ns: float
+    """Median of the unrecorded steps; mean of the traced ones."""
+    low_ns: float
+    """Lower quartile of the unrecorded steps; the shortest of the traced ones."""
+    high_ns: float
+    """Upper quartile, or the longest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +53,8 @@ class ComparedInput:
     step_min_ns: int | None
     """Shortest of them: less than the spread of one side is no change."""
     step_max_ns: int | None
+    spread: StepSpread | None = None
+    """Of what both sides know; null where one of them knows no steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +101,8 @@ class CommChange:
     after_dtypes: list[str]
     before_group_sizes: list[int]
     after_group_sizes: list[int]
+    layers: int = 1
+    """Layers folded into this row, of which it is the sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +126,8 @@ class SettingChange:
     name: str
     before: str | None
     after: str | None
+    settings: int = 1
+    """Settings folded into this row, all changed alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,23 +135,38 @@ class RunComparison(Shown):
     """Result of ``compare``: what changed from one run, trace, recording or estimate to another."""
 
     schema: str = COMPARISON_SCHEMA
+    verdict: list[str] = field(default_factory=list)
+    """At most three sentences: the step and whether its change is beyond the spread, what changed most in it,
+    memory."""
     before: ComparedInput
     after: ComparedInput
     settings: list[SettingChange]
     """Between two runs."""
+    settings_folded: list[SettingChange] = field(default_factory=list)
+    """The same, those of repeated layers that changed alike folded."""
     step: TimeChange | None
     """Null, with an empty breakdown, unless both sides have a trace."""
     breakdown: list[TimeChange]
     """Its parts; the changes sum to the step's."""
+    exposed: TimeChange | None = None
+    """Sum of the parts that are exposed communication."""
+    beyond_spread: bool | None = None
+    """Whether the spreads of the two sides do not overlap; null where a side knows fewer than three steps."""
     unrecorded_step: TimeChange | None
     """Median wall time of the steps that pay for no recording, over all ranks; null unless both sides are
     runs that have some."""
     communication: list[CommChange]
     """Largest growth of exposed time first; where no times are known, largest change in bytes first."""
+    communication_folded: list[CommChange] = field(default_factory=list)
+    """The same, alike layers folded; one that changed much more than its siblings keeps a row of its own."""
+    communication_differing: list[CommChange] = field(default_factory=list)
+    """Rows whose counts or bytes differ, alike layers folded."""
     communication_equal: bool | None
     """Whether every row is; null unless both sides know their collectives."""
     peaks: list[RankPeakChange]
     """Largest growth first."""
     memory: MemoryComparison | None
     """Of the rank whose peak grew most; ``by_stack`` is empty. Null unless both sides know their memory."""
+    equalities: list[str] = field(default_factory=list)
+    """What is equal to the byte on both sides, in words."""
     warnings: list[str]

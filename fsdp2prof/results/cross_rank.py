@@ -25,6 +25,43 @@ class Straggler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LateRank:
+    """A rank of a set that is late: its waiting against the ranks outside the set, over all steps."""
+
+    rank: int
+    wait_caused_ns: int
+    """The ranks outside waited for it, summed over them."""
+    wait_ns: int
+    """It waited for the ranks outside."""
+    late_steps: int
+    """Steps in which the ranks outside waited longer for it, on average, than it for them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateRanks:
+    """The ranks that most of the waiting is for, and whether there are steps enough to call them slow."""
+
+    ranks: list[LateRank]
+    """The one that cost the others most, net of its own waiting, first."""
+    compared: int
+    """Ranks that were compared."""
+    steps: int
+    """Steps in which they were."""
+    late_steps: int
+    """Steps in which all ranks of the set were late."""
+    explained_frac: float
+    """Part of all waiting that the set caused."""
+    least_explained_frac: float
+    """The same in the step where it is least."""
+    chance: float
+    """At most this likely among ranks that are all alike."""
+    steps_needed: int
+    """Steps that would settle it if the set is late in each of them."""
+    steady: bool
+    """Late in a clear majority of the steps, and too clearly for chance."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankWait:
     """One rank's waiting in collectives, and the others' for it: sums over the analysed steps."""
 
@@ -75,6 +112,11 @@ class CrossRank:
     """Reason -> collectives."""
     wait_caused_ns: dict[str, int] = field(default_factory=dict)
     """Rank -> waiting of the others for it; sums to the sum of ``wait_ns``."""
+    late: LateRanks | None = None
+    """Null where no rank is waited for clearly longer than it waits itself."""
+    waits_unknown_ns: int = 0
+    """Time of the collectives, summed over ranks, of which some rank of the group could not be compared: what
+    of it is waiting and what transfer is not known."""
     wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
     """The same in each step, in order."""
     start_spread_ns: int | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Literal
 
+from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.memory import LayerPeak
-from fsdp2prof.results.peak import LayerBytes
+from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory
 from fsdp2prof.results.shown import Shown
 
 __all__ = [
@@ -17,7 +18,12 @@ __all__ = [
     "CommEstimate",
     "CommRow",
     "CommTotals",
+    "EstimatedMesh",
+    "EstimatedModel",
+    "EstimatedPolicy",
+    "Fit",
     "MemoryEstimate",
+    "OutsideAllocator",
     "PredictedPeak",
     "PredictedStep",
 ]
@@ -25,6 +31,74 @@ __all__ = [
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
 CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
 MEMORY_ESTIMATE_SCHEMA = "fsdp2prof.estimate.memory/1"
+
+Fit = Literal["fits", "depends", "does_not_fit"]
+"""``depends``: on what the allocator does not count, of which only a range is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimatedModel:
+    """What an estimate is of."""
+
+    name: str
+    """Of the model, or the script of a recorded run."""
+    parameters: int
+    """Elements, all parameters together."""
+    blocks: int | None = None
+    """Null for a recorded run."""
+    groups: int | None = None
+    """FSDP parameter groups of a recorded run; null otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimatedMesh:
+    """The device mesh; a size is null where a recorded run does not say it."""
+
+    pp: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    cp: int | None = None
+    tp: int | None = None
+    world_size: int
+    dims: dict[str, int] = field(default_factory=dict)
+    """A recorded run's own dimensions of FSDP, by the names that it gave them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimatedPolicy:
+    """How the run trains: the options of ``PolicySpec``, which documents them.
+
+    Null is also what a recorded run does not say.
+    """
+
+    batch_size: int | None = None
+    seq_len: int | None = None
+    grad_accum: int | None = None
+    sync: str | None = None
+    wrap: tuple[str, ...] | None = None
+    reshard: str | int | None = None
+    reshard_root: bool | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    orig_dtype: str | None = None
+    offload: bool | None = None
+    fp8_all_gather: bool | None = None
+    trainable: str | None = None
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+    separate_reduce_scatter_group: bool | None = None
+    reduce_scatter_buffers: int | None = None
+    ac: str | None = None
+    optimizer: str | None = None
+    optimizer_impl: str | None = None
+    clip_grad: bool | None = None
+    loss: str | None = None
+    loss_parallel: bool | None = None
+    compile: bool | None = None
+    float8: str | None = None
+    allocator: str | None = None
+    pp_stage: int | None = None
+    extra_model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +122,19 @@ class CommRow:
     count: int
     payload_bytes: int
     wire_bytes: int
+    layers: int = 1
+    """Layers folded into this row, of which it is the sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommTotals:
     """One kind of collective summed over a step."""
 
-    count: int
-    payload_bytes: int
-    wire_bytes: int
+    count: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    wire_frac: float | None = None
+    """Of all wire bytes; null where nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +142,21 @@ class CommEstimate(Shown):
     """Result of ``estimate comm``: what one rank sends in a steady training step."""
 
     schema: str = COMM_ESTIMATE_SCHEMA
-    model: dict[str, Any]
-    mesh: dict[str, Any]
-    policy: dict[str, Any]
+    model: EstimatedModel
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
     groups: list[CommRow]
     per_step: dict[str, CommTotals]
     """Op -> sum over ``groups``."""
     assumptions: list[str]
+    verdict: list[str] = field(default_factory=list)
+    """At most three sentences: how much is sent, most of it where, what would make it less."""
+    total: CommTotals = field(default_factory=CommTotals)
+    """Sum over ``per_step``."""
+    groups_folded: list[CommRow] = field(default_factory=list)
+    """``groups`` with repeated layers that send the same folded, as ``layers.0-31``."""
+    advice: list[str] = field(default_factory=list)
+    """What would send less, most bytes first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +164,9 @@ class CheckpointEstimate(Shown):
     """Result of ``estimate checkpoint``: bytes of a distributed checkpoint and the time to write it."""
 
     schema: str = CHECKPOINT_ESTIMATE_SCHEMA
-    model: dict[str, Any]
-    mesh: dict[str, Any]
-    policy: dict[str, Any]
+    model: EstimatedModel
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
     writers: int
     """Ranks that write a shard file: those of one replica."""
     files: int
@@ -102,6 +188,18 @@ class CheckpointEstimate(Shown):
     """Writing the largest shard at the given bandwidth per writer; null without one."""
     full_seconds: float | None
     assumptions: list[str]
+    verdict: list[str] = field(default_factory=list)
+    """What is written, by whom, and how long it takes where the bandwidth is known."""
+    bandwidth_bytes_per_s: int | None = None
+    """What one writing rank sustains; null unless it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutsideAllocator:
+    """Device memory that no allocator counts (context, kernels, communicators): a range."""
+
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +220,15 @@ class PredictedPeak:
     """Sums exactly to ``active_bytes``."""
     streams: dict[str, int]
     """Reserved bytes of each stream's pool when the reserved peak is reached; sums to ``reserved_bytes``."""
+    by_category: list[CategoryBytes] = field(default_factory=list)
+    """As in :class:`Peak`, like the next two."""
+    layers: list[LayerMemory] = field(default_factory=list)
+    layers_folded: list[LayerMemory] = field(default_factory=list)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """``active_bytes``, as a recorded peak calls them."""
+        return self.active_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,17 +245,16 @@ class MemoryEstimate(Shown):
     """Result of ``estimate memory``: what one rank's device will hold."""
 
     schema: str = MEMORY_ESTIMATE_SCHEMA
-    model: dict[str, Any]
-    mesh: dict[str, Any]
-    policy: dict[str, Any]
+    model: EstimatedModel
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
     peak: PredictedPeak
     steps: list[PredictedStep]
     """The first step and a steady one."""
     layers: list[LayerPeak]
     host_bytes: int
     """Memory of the host that this rank's offloaded parameters, gradients and optimizer state take."""
-    outside_allocator_bytes: dict[str, int]
-    """``low`` and ``high``: context, kernels and communicators, which no allocator counts."""
+    outside_allocator_bytes: OutsideAllocator
     device_total_bytes: int | None
     """Memory of the device; null unless the hardware was given."""
     fits: bool | None
@@ -158,3 +264,13 @@ class MemoryEstimate(Shown):
     advice: list[str]
     """What to change, when it does not fit."""
     assumptions: list[str]
+    verdict: list[str] = field(default_factory=list)
+    """At most three sentences: how much, whether it fits, what fills it or what to change."""
+    device: str | None = None
+    """Name of the hardware; null unless it was given."""
+    fit: Fit | None = None
+    """Null unless the hardware was given."""
+    headroom_high_bytes: int | None = None
+    """As ``headroom_bytes``, above the low end outside of the allocator."""
+    remedies: list[Remedy] = field(default_factory=list)
+    """What each change that is left to make takes off the peak at most, most bytes first."""

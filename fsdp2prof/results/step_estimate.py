@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fsdp2prof.results.communication import LateRow, LayerRow
+from fsdp2prof.results.communication import LayerRow
+from fsdp2prof.results.estimate import EstimatedMesh, EstimatedModel, EstimatedPolicy
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import BreakdownNs
+from fsdp2prof.results.trace import TraceAnalysis
 
 __all__ = ["STEP_ESTIMATE_SCHEMA", "HardwareUse", "StepEstimate", "StepRange"]
 
@@ -42,9 +43,9 @@ class StepEstimate(Shown):
     """What one rank's step will take."""
 
     schema: str = STEP_ESTIMATE_SCHEMA
-    model: dict[str, Any]
-    mesh: dict[str, Any]
-    policy: dict[str, Any]
+    model: EstimatedModel
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
     hardware: HardwareUse
     verdict: list[str]
     """At most three sentences: how long, what bounds it, where communication shows most."""
@@ -67,11 +68,7 @@ class StepEstimate(Shown):
     """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``network`` or ``host``: the largest part."""
     by_layer: list[LayerRow]
     """Worst exposed first."""
-    by_layer_folded: list[LayerRow]
-    """The same with alike layers folded."""
-    late: list[LateRow]
-    """Was each there when it was needed? Longest wait first, those in time last."""
-    late_folded: list[LateRow]
-    """The same with alike layers folded."""
+    trace: TraceAnalysis
+    """The predicted step as ``analyze trace`` sees it: idle causes, lateness, bandwidth, layers folded."""
     range: StepRange
     assumptions: list[str]

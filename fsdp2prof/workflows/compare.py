@@ -97,7 +97,7 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
         )
     if isinstance(result, MemoryAnalysis):
         return Side(path=str(path), kind="memory", peaks=_fullest(result.ranks), warnings=result.warnings)
-    world_size = result.mesh.get("world_size")
+    world_size = result.mesh.world_size
     if isinstance(result, CommEstimate):
         return Side(path=str(path), kind="estimate", communication=result, world_size=world_size)
     return Side(path=str(path), kind="estimate", peaks={0: _predicted_peak(result)}, world_size=world_size)
@@ -115,7 +115,7 @@ def _of_run(path: Path, analysis: RunAnalysis) -> Side:
         communication=estimate,
         peaks=_fullest(memory),
         run=None if estimate else analysis.run,
-        world_size=estimate.mesh.get("world_size") if estimate else analysis.run.world_size,
+        world_size=estimate.mesh.world_size if estimate else analysis.run.world_size,
         warnings=[*analysis.run.messages, *(line for part in parts for line in part.warnings)],
     )
 

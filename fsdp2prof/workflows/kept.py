@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from fsdp2prof.analyzers.memory.analysis import summarise as summarise_memory
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
@@ -112,4 +113,5 @@ def _cut_trace(
 
 
 def _cut_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
-    return replace(memory, ranks=[rank for rank in memory.ranks if ranks is None or rank.rank in ranks])
+    kept = [rank for rank in memory.ranks if ranks is None or rank.rank in ranks]
+    return summarise_memory(replace(memory, ranks=kept))

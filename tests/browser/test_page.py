@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.chromium import Page, find_chromium
+from support.chromium import Page
 from support.documents import document
 from support.results import HOSTILE
 
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
-CHROMIUM = find_chromium()
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
 PHONE, LAPTOP, DESK = 390, 1280, 1920
 
 TABLE = "document.querySelector('table')"
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    assert CHROMIUM is not None
-    with Page(CHROMIUM) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,14 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.reporters import jsonreport
+from fsdp2prof.estimators.step import estimate_step
+from fsdp2prof.reporters.documents import BUILDERS, build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "json.md"
@@ -57,6 +61,11 @@ SCHEMAS = {
         results.CommEstimate,
         "fsdp2prof.estimate.comm/1",
         lambda: estimate_comm(MODEL, MESH, POLICY),
+    ),
+    "step_estimate": (
+        results.StepEstimate,
+        "fsdp2prof.estimate.step/1",
+        lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
     ),
     "checkpoint_estimate": (
         results.CheckpointEstimate,
@@ -84,6 +93,10 @@ SCHEMAS = {
         lambda: trace_diff(two_kernel_trace(), two_kernel_trace()),
     ),
 }
+
+
+def as_json(result: Any) -> str:
+    return str(RENDERERS["json"].render(build(result), RenderOptions()))
 
 
 def declared_keys(kind: Any, path: str = "") -> Iterator[str]:
@@ -123,7 +136,7 @@ def test_no_key_was_renamed_or_removed(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_document_has_exactly_the_declared_keys(name: str) -> None:
     kind, schema, sample = SCHEMAS[name]
-    document = json.loads(jsonreport.render(sample()))
+    document = json.loads(as_json(sample()))
     declared = set(declared_keys(kind))
     written = set(written_keys(document, declared))
     assert document["schema"] == schema
@@ -132,13 +145,13 @@ def test_the_document_has_exactly_the_declared_keys(name: str) -> None:
     assert top <= written
 
 
-def test_every_schema_is_frozen_and_documented() -> None:
-    """Whatever a command can print: a constant beside its dataclass, its keys here, its line in the docs."""
-    declared = {value for name, value in vars(results).items() if name.endswith("_SCHEMA")}
-    frozen = {schema for _, schema, _ in SCHEMAS.values()}
-    table = re.findall(r"^\|.*\| `(fsdp2prof\.[^`]+)` \| `(\w+)` \|$", DOCS.read_text(), re.MULTILINE)
-    assert frozen == declared
-    assert dict(table) == {schema: kind.__name__ for kind, schema, _ in SCHEMAS.values()}
+def test_every_schema_that_can_be_printed_is_frozen_and_documented() -> None:
+    """A result that has a document has its keys here and its line in the docs."""
+    frozen = {kind: schema for kind, schema, _ in SCHEMAS.values()}
+    row = r"^\|.*\| `(fsdp2prof\.[^`]+)` \| `(\w+)` \|$"
+    documented = dict(re.findall(row, DOCS.read_text(), re.MULTILINE))
+    assert set(BUILDERS) <= set(frozen)
+    assert documented == {schema: kind.__name__ for kind, schema in frozen.items()}
     assert {path.stem for path in HERE.glob("*.keys")} == set(SCHEMAS)
 
 
@@ -148,4 +161,4 @@ def test_integers_are_written_exactly() -> None:
     rank = analysis.ranks[0]
     communication = dataclasses.replace(rank.communication, total_ns=2**53 + 1)
     exact = dataclasses.replace(analysis, ranks=[dataclasses.replace(rank, communication=communication)])
-    assert '"total_ns": 9007199254740993' in jsonreport.render(exact)
+    assert '"total_ns": 9007199254740993' in as_json(exact)

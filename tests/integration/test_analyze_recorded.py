@@ -121,19 +121,20 @@ def test_every_number_of_the_trace_stands_in_its_json(capfd: pytest.CaptureFixtu
     assert unexplained("\n".join(shown), document, without=raw) == []
 
 
-def test_text_reads_from_the_run_to_the_advice(capfd: pytest.CaptureFixture[str], run: Path) -> None:
+def test_text_reads_from_the_verdict_to_what_was_run(capfd: pytest.CaptureFixture[str], run: Path) -> None:
     ended = call(capfd, "analyze", "run", run)
     assert ended.code == 0
     titles = [
         "Run",
-        "Ranks",
-        "How the model is sharded",
-        "Trace",
+        "A step takes ",
+        "Findings",
+        "What to look at next",
         "Where the step goes",
         "Communication by layer",
         "Peak memory",
         "What fills rank",
-        "What to look at next",
+        "What was run",
+        "How the model is sharded",
     ]
     places = [ended.out.index(title) for title in titles]
     assert places == sorted(places)

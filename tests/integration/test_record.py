@@ -236,7 +236,11 @@ def test_a_signal_reaches_the_training_and_ends_the_recording(tmp_path, how, num
     run, ready = tmp_path / "run", tmp_path / "ready"
     training = [sys.executable, str(SCRIPTS / "ending.py"), "--how", how, "--ready", str(ready)]
     launcher = subprocess.Popen(
-        [*RECORD, "-o", str(run), "--", *training], env=one_rank(), stderr=subprocess.PIPE, text=True
+        [*RECORD, "-o", str(run), "--", *training],
+        env=one_rank(),
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may run with it ignored
     )
     deadline = time.monotonic() + 60
     while not ready.exists():
@@ -335,3 +339,24 @@ def test_dataloader_workers_are_left_alone(tmp_path):
     assert forked == {"session_module": True, "excepthook": False, "wakeup_fd": -1}
     assert spawned == {"session_module": False, "excepthook": False, "wakeup_fd": -1}
     assert open_run(run).rank(0).manifest.state == "complete"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [("ddp", "DistributedDataParallel"), ("fsdp1", "FullyShardedDataParallel (FSDP1)")],
+)
+def test_another_wrapper_is_named(tmp_path, wrapper, name):
+    done = record(tmp_path / "run", sys.executable, SCRIPTS / "other_wrappers.py", wrapper, env=one_rank())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("loss ")
+    expected = f"fsdp2prof: this training wraps with {name}, not fully_shard: nothing was recorded"
+    assert expected in done.stderr.splitlines()
+
+
+def test_a_loop_without_an_optimizer_is_pointed_to_the_recorder(tmp_path):
+    done = record(tmp_path / "run", sys.executable, SCRIPTS / "no_optimizer.py", env=one_rank())
+    assert done.returncode == 0, done.stderr
+    (message,) = (line for line in done.stderr.splitlines() if line.startswith("fsdp2prof: "))
+    assert message.startswith("fsdp2prof: rank 0: nothing was recorded: no optimizer stepped after a forward")
+    assert message.endswith("fsdp2prof.Recorder")
+    assert open_run(tmp_path / "run").info.state == "partial"

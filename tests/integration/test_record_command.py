@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,6 @@ def test_no_sign_of_life_at_all(tmp_path):
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGABRT"])
 def test_death_by_a_signal_is_128_plus_n(tmp_path, signal_name):
-    import signal
-
     number = getattr(signal, signal_name)
     done = record(tmp_path / "run", sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
     assert done.returncode == 128 + number
@@ -83,6 +82,23 @@ def test_signal_dispositions_and_process_group_are_inherited(tmp_path):
         "print(len(blocked), os.getpgrp() == os.getpgid(os.getppid()))"
     )
     assert record(tmp_path / "run", sys.executable, "-c", code).stdout == "0 True\n"
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
+    code = (
+        "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True); print(input())"
+    )
+    launcher = subprocess.Popen(
+        [*RECORD, "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert launcher.stdout.readline() == "True\n"
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate("went on\n", timeout=60)
+    assert (output, launcher.returncode) == ("went on\n", 0)
 
 
 def test_a_sitecustomize_later_on_the_path_still_runs(tmp_path):
@@ -129,7 +145,17 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
 def test_a_command_that_is_not_there(tmp_path):
     done = record(tmp_path / "run", "no-such-command-anywhere")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no-such-command-anywhere: command not found")
+    assert done.stderr == "error: no-such-command-anywhere: command not found\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_without_its_interpreter(tmp_path):
+    done = record(tmp_path / "run", "train.py", "--lr", "1")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: train.py: a script, which needs its interpreter: record -- python train.py --lr 1, "
+        "or torchrun ... train.py --lr 1\n"
+    )
     assert not (tmp_path / "run").exists()
 
 

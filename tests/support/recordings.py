@@ -12,6 +12,7 @@ RECORDED = [
     ("never_reshard", 2),
     ("int_reshard", 4),
     ("async_prefetch", 2),
+    ("closure", 2),
 ]
 """Script and number of ranks; the `recorded` fixture records each once per test session."""
 

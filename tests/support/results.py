@@ -278,9 +278,23 @@ def out_of_memory() -> OutOfMemory:
 
 def fragmentation() -> Fragmentation:
     """100 of 120 MiB are allocated, in one pool of three segments."""
-    sizes = {"reserved_bytes": 120 * MIB, "allocated_bytes": 100 * MIB, "releasable_bytes": 20 * MIB}
-    pool = PoolBytes(pool="large", stream=0, expandable=False, segments=3, **sizes)
-    return Fragmentation(gap_at_peak_bytes=20 * MIB, segments=3, by_pool=[pool], **sizes)
+    pool = PoolBytes(
+        pool="large",
+        stream=0,
+        expandable=False,
+        segments=3,
+        reserved_bytes=120 * MIB,
+        allocated_bytes=100 * MIB,
+        releasable_bytes=20 * MIB,
+    )
+    return Fragmentation(
+        gap_at_peak_bytes=20 * MIB,
+        segments=3,
+        by_pool=[pool],
+        reserved_bytes=pool.reserved_bytes,
+        allocated_bytes=pool.allocated_bytes,
+        releasable_bytes=pool.releasable_bytes,
+    )
 
 
 def memory_comparison() -> MemoryComparison:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.tables import MemoryRecording
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class SnapshotBuilder:
@@ -21,7 +24,7 @@ class SnapshotBuilder:
         self._timed = timed
         self._now_us = 1_000_000
 
-    def event(self, action: str, addr: int, size: int, *, stream: int = 0, **more: Any) -> SnapshotBuilder:
+    def event(self, action: str, addr: int, size: int, *, stream: int = 0, **more: Any) -> Self:
         """Add an event of any action."""
         event: dict[str, Any] = {"action": action, "addr": addr, "size": size, "stream": stream}
         self._now_us += 1
@@ -30,16 +33,16 @@ class SnapshotBuilder:
         self.trace.append({**event, "frames": [], **more})
         return self
 
-    def alloc(self, addr: int, size: int, **more: Any) -> SnapshotBuilder:
+    def alloc(self, addr: int, size: int, **more: Any) -> Self:
         """Allocate."""
         return self.event("alloc", addr, size, **more)
 
-    def free(self, addr: int, size: int, **more: Any) -> SnapshotBuilder:
+    def free(self, addr: int, size: int, **more: Any) -> Self:
         """Free, and complete the free at once."""
         self.event("free_requested", addr, size, **more)
         return self.event("free_completed", addr, size, **more)
 
-    def label(self, stage: str, name: str) -> SnapshotBuilder:
+    def label(self, stage: str, name: str) -> Self:
         """``START`` or ``END`` a range."""
         self._now_us += 1
         self.annotations.append(
@@ -49,7 +52,7 @@ class SnapshotBuilder:
 
     def segment(
         self, address: int, blocks: list[tuple[int, int, str]], *, stream: int = 0, **more: Any
-    ) -> SnapshotBuilder:
+    ) -> Self:
         """List a segment of the end by its blocks: (size, requested, state)."""
         listed, at = [], address
         for size, requested, state in blocks:
@@ -94,7 +97,7 @@ class Training(SnapshotBuilder):
         self._at: dict[str, tuple[int, int]] = {}
         self._next = 1 << 30
 
-    def get(self, name: str, size: int, **more: object) -> Training:
+    def get(self, name: str, size: int, **more: Any) -> Training:
         self._at[name] = self._next, size
         self._next += (size + 511) // 512 * 512
         self.alloc(*self._at[name], **more)

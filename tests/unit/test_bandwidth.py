@@ -30,9 +30,16 @@ def unmatched(table: CollectiveTable) -> np.ndarray:
     return np.full(len(table), -1, dtype=np.int64)
 
 
+def rated(
+    table: CollectiveTable, waits: np.ndarray | None = None, *, known: bool = True
+) -> tuple[CollectiveTable, np.ndarray, np.ndarray]:
+    """One rank's collectives, its waits, and whether all ranks of their group were compared."""
+    return table, unmatched(table) if waits is None else waits, np.full(len(table), known)
+
+
 def test_algbw_is_payload_and_busbw_wire_over_the_duration() -> None:
     table = collectives(("_allgather_base", 100, 200))
-    (row,) = bandwidth_rows([(table, unmatched(table))], peak_bus_bytes_per_s=4e9)
+    (row,) = bandwidth_rows([rated(table)], peak_bus_bytes_per_s=4e9)
     assert (row.op, row.process_group, row.group_size, row.dtype) == ("all_gather", "1", 4, "uint8")
     assert (row.payload_bytes, row.count) == (400, 1)
     assert row.algbw_bytes_per_s == pytest.approx(400 / 200e-9)
@@ -45,7 +52,7 @@ def test_busbw_is_of_the_transfer_and_rates_are_medians_over_ranks() -> None:
     first = collectives(("allreduce", 800, 400), ("allreduce", 800, 200), ("allreduce", 80, 100))
     second = collectives(("allreduce", 800, 300))
     waits = np.array([300, 0, 0])
-    large, small = bandwidth_rows([(first, waits), (second, unmatched(second))])  # most bytes first
+    large, small = bandwidth_rows([rated(first, waits), rated(second)])  # most bytes first
     assert (large.payload_bytes, large.count) == (800, 3)
     assert large.algbw_bytes_per_s == pytest.approx(800 / 300e-9)
     assert large.busbw_bytes_per_s == pytest.approx(1200 / 200e-9), "of 100, 200 and 300 ns"
@@ -58,9 +65,20 @@ def test_busbw_is_of_the_transfer_and_rates_are_medians_over_ranks() -> None:
 
 def test_a_broadcast_has_no_busbw_and_an_unknown_size_no_row() -> None:
     table = collectives(("broadcast", 64, 10), ("allreduce", -1, 10))
-    (row,) = bandwidth_rows([(table, unmatched(table))])
+    (row,) = bandwidth_rows([rated(table)])
     assert (row.op, row.busbw_bytes_per_s, row.best_busbw_bytes_per_s, row.of_best_frac) == (
         "broadcast", None, None, None,
     )  # fmt: skip
     assert row.algbw_bytes_per_s == pytest.approx(6.4e9)
     assert bandwidth_rows([]) == []
+
+
+def test_a_rate_that_may_be_waiting_is_held_against_nothing() -> None:
+    table = collectives(("allreduce", 800, 400), ("allreduce", 800, 200))
+    (row,) = bandwidth_rows([rated(table, known=False)], peak_bus_bytes_per_s=4e9)
+    assert row.busbw_bytes_per_s == pytest.approx(4.5e9), "of 3 and 6 GB/s: a lower bound"
+    assert (row.waits_known, row.of_best_frac, row.of_peak_frac) == (False, None, None)
+    whole = np.array([False, True])
+    (row,) = bandwidth_rows([(table, unmatched(table), whole)], peak_bus_bytes_per_s=4e9)
+    assert (row.busbw_bytes_per_s, row.waits_known) == (pytest.approx(6e9), True)
+    assert row.of_peak_frac == pytest.approx(1.5)

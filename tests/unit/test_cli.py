@@ -65,7 +65,7 @@ def test_a_shell_completes_verbs_models_and_hardware() -> None:
         "plain,llama3-405b",
     ]
     assert completed("estimate", "memory", "--model", "./con") == ["file,./con"]
-    assert completed("estimate", "memory", "--hardware", "a100") == ["plain,a100-40gb", "plain,a100-80gb"]
+    assert completed("estimate", "memory", "--hardware", "mi300") == ["plain,mi300x"]
     assert "plain,h200" in completed("analyze", "trace", "x", "--hardware", "h")
 
 
@@ -104,7 +104,7 @@ def test_usage_errors_exit_2_and_stay_off_stdout(
     ("arguments", "words"),
     [
         (["analyze", "trace", "x", "-o", "result.pdf"], ["result.pdf", "--format"]),
-        (["analyze", "run", "x", "-o", "result.csv"], ["result.csv", "text, json, html"]),
+        (["report", "x", "-o", "result.csv"], ["result.csv", "writes html"]),
         (["analyze", "trace", "x", "--format", "html"], ["-o report.html"]),
         (["report", "x"], ["-o report.html"]),
         (["analyze", "trace", "x", "--fail-on", "speed>1"], ["speed", "exposed_frac"]),

@@ -210,10 +210,9 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_cause_of_a_late_all_gather_is_the_one_built_in(cause: str, tmp_path: Path) -> None:
     schedule, fqn, phase = CAUSES[cause]
-    (recording,) = record(schedule)
-    write(recording, tmp_path / "rank0_trace.json")
-    rows = analyze_trace(open_job(tmp_path), workers=1).prefetch
-    found = [r for r in rows if (r.fqn, r.phase, r.op) == (fqn, phase, "all_gather")]
+    pair = replace(schedule, shard=2)
+    rows = analyze_trace(open_job(write_run(record(pair, pair), tmp_path / "run")), workers=1).prefetch
+    found = [r for r in rows if (r.rank, r.fqn, r.phase, r.op) == (0, fqn, phase, "all_gather")]
     assert [row.cause for row in found] == [cause] * schedule.steps
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.traces import WORKER, TraceBuilder
 
+from fsdp2prof.analyzers.trace.analysis import analyze_rank, merge
 from fsdp2prof.analyzers.trace.collective_names import (
     dtype_name,
     is_collective_kernel,
@@ -45,6 +46,18 @@ AG = {
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send_recv"),
         ("ncclDevKernel_Generic(ncclDevComm*, channelMasks, ncclWork*)", None),
         ("barrier", None),
+        ("void deep_ep::internode::dispatch<false, 2, false, 768, 8, 8>(int4*, float*)", "all_to_all"),
+        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 8192>(__nv_bfloat16*)", "all_to_all"),
+        ("void deep_ep::internode::notify_dispatch<false, 2>(int const*, int*, int)", "all_to_all"),
+        ("void tensorrt_llm::kernels::moe_comm::moeA2ADispatchKernel<8>(int)", "all_to_all"),
+        ("userbuffers_fp16_sum_inplace_gpu_rw_ag(int, int, int)", "all_gather"),
+        ("void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop<4>(int, int)", "reduce_scatter"),
+        ("kuserbuffers_pushrecv(int, int, int*, int*)", "send_recv"),
+        (
+            "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>",
+            "all_reduce",
+        ),
+        ("deep_ep::intranode::barrier<8>(int**, int)", None),
     ],
 )
 def test_kinds(name: str, op: str | None) -> None:
@@ -60,6 +73,18 @@ def test_kinds(name: str, op: str | None) -> None:
         "multimem_all_reduce_kernel",
         "void vllm::cross_device_reduce_1stage<float, 2>",
         "ncclSymkDevKernel_AllGather_LL",
+        "void deep_ep::internode::dispatch<false, 2, false, 768, 8, 8>(int4*, float*)",
+        "void deep_ep::internode_ll::combine<true, 3, 7168>(void*, void*, int*)",
+        "void deep_ep::intranode::notify_dispatch<8>(int const*, int*)",
+        "void mscclpp::ep::intranode::combine<float, 8>(float*)",
+        "nvshmemi_proxy_quiet_entrypoint",
+        "void tensorrt_llm::kernels::twoShotAllReduceKernel<float, 8, false>(AllReduceParams)",
+        "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<1>",
+        "void flashinfer::trtllm_alltoall::moeAllToAllKernel<8>(int)",
+        "kuserbuffers_pushsend(int*, int*, int4*, int4*, int)",
+        "userbuffers_fp16_sum_inplace_gpu_rw(int, int, int)",
+        "void c10d::nvshmem_extension::allToAllV(void*, void*, long*)",
+        "oneccl_allreduce_small",
     ],
 )
 def test_communication_kernels(name: str) -> None:
@@ -73,6 +98,9 @@ def test_communication_kernels(name: str) -> None:
         "void at::native::chunk_cat_cuda_kernel<float, c10::BFloat16>",
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
         "Memcpy PtoP (Device -> Device)",
+        "void deep_ep::layout::get_dispatch_layout<256, 32, 8, 4>(long const*, int*)",
+        "triton_poi_fused_all_reduce_wait_tensor_0",
+        "",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
     ],
 )
@@ -417,3 +445,42 @@ def test_the_range_around_an_old_kernel_knows_its_tensors() -> None:
     trace.device("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", 50, 90, launch=20)
     found = only(rank_tables(trace.build()))
     assert (found["op"], found["payload_bytes"], found["dtype"]) == ("all_reduce", 4 * 394_241, "float32")
+
+
+def moe_trace(*aside: tuple[str, int, int]) -> TraceBuilder:
+    """A step computes on stream 7 while DeepEP exchanges on stream 20, with kernels ``aside``."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#0", 0, 1_000)
+    trace.host("aten::mm", 5, 20)
+    trace.device("gemm", 100, 500, launch=10)
+    trace.device("void deep_ep::internode::dispatch<false, 2>(int4*)", 200, 300, launch=30, stream=20)
+    trace.device("void deep_ep::internode::combine<false, 2>(int4*)", 480, 580, launch=40, stream=20)
+    for name, start, end in aside:
+        trace.device(name, start, end, launch=50, stream=20)
+    return trace
+
+
+def test_expert_parallel_kernels_are_communication_of_unknown_size() -> None:
+    analysis = merge([analyze_rank(moe_trace().build())])
+    (rank,) = analysis.ranks
+    assert (rank.communication.total_ns, rank.communication.exposed_ns) == (200, 80)
+    (row,) = analysis.groups
+    assert (row.op, row.count) == ("all_to_all", 2)
+    assert (row.payload_bytes, row.wire_bytes, row.busbw_bytes_per_s) == (None, None, None)
+    assert analysis.bandwidth == []
+
+
+def test_unknown_kernels_beside_communication_only_are_named() -> None:
+    tables = rank_tables(moe_trace(("void shiny::exchange<8>(int)", 310, 350)).build())
+    (warning,) = tables.warnings
+    assert warning == (
+        "hand.json: 1 kernel on stream 20 runs beside communication only and is counted as compute: "
+        "exchange (40 ns)"
+    )
+
+
+def test_known_kernels_beside_communication_are_not_suspected() -> None:
+    copy = "void at::native::vectorized_elementwise_kernel<4, float>(int)"
+    both = moe_trace(("void shiny::exchange<8>(int)", 310, 350), (copy, 360, 370))
+    assert rank_tables(both.build()).warnings == []
+    assert rank_tables(moe_trace().build()).warnings == []

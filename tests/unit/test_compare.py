@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from dataclasses import replace
 from fractions import Fraction
 
@@ -27,13 +28,14 @@ from support.results import (
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.errors import InputError, UsageError
-from fsdp2prof.reporters import jsonreport
-from fsdp2prof.reporters.compare_text import compare_view
-from fsdp2prof.reporters.csvreport import render_run_comparison
-from fsdp2prof.reporters.terminal import render
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import (
     CommEstimate,
     CommRow,
+    EstimatedMesh,
+    EstimatedModel,
+    EstimatedPolicy,
     LayerBytes,
     Peak,
     RunComparison,
@@ -43,6 +45,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.workflows.compare import read_side
+from fsdp2prof.workflows.kept import cut
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:
@@ -93,7 +96,14 @@ def estimate(analysis: TraceAnalysis) -> CommEstimate:
         )
         for row in only(analysis, 0, 3).groups
     ]
-    return CommEstimate(model={}, mesh={"world_size": 2}, policy={}, groups=rows, per_step={}, assumptions=[])
+    return CommEstimate(
+        model=EstimatedModel(name="tiny", parameters=1),
+        mesh=EstimatedMesh(world_size=2),
+        policy=EstimatedPolicy(),
+        groups=rows,
+        per_step={},
+        assumptions=[],
+    )
 
 
 def peak(**layers: int) -> Peak:
@@ -108,6 +118,16 @@ def peak(**layers: int) -> Peak:
         categories={"activation": total},
         by_layer=rows,
     )
+
+
+def as_json(result) -> str:
+    return rendered(result, "json")
+
+
+def rendered(comparison, form: str, **options) -> str:
+    text = RENDERERS[form].render(build(comparison), RenderOptions(**options))
+    assert isinstance(text, str)
+    return text
 
 
 def times(comparison: RunComparison) -> dict[str, tuple[float, float, float]]:
@@ -220,8 +240,10 @@ def test_a_run_against_its_estimate() -> None:
     assert comparison.step is None
     assert {row.delta.exposed_ns for row in comparison.communication} == {None}
     assert comparison.warnings == ["e has predicted collectives: times cannot be compared"]
-    text = render(compare_view(comparison), to_terminal=False)
-    assert "counts, payload and wire bytes of the collectives: all 5 rows" in text
+    assert comparison.equalities == [
+        "counts, payload and wire bytes of the collectives: all 5 rows (layer, phase, op)"
+    ]
+    assert comparison.equalities[0] in rendered(comparison, "text")
 
 
 def test_several_roots_of_an_estimate_are_named_as_a_trace_names_them() -> None:
@@ -318,7 +340,7 @@ def test_conditions_that_cannot_be_tested() -> None:
 
 
 def test_csv_holds_every_change_in_raw_units() -> None:
-    rows = list(csv.DictReader(io.StringIO(render_run_comparison(run_comparison()))))
+    rows = list(csv.DictReader(io.StringIO(rendered(run_comparison(), "csv"))))
     [step] = [row for row in rows if (row["table"], row["fqn"]) == ("step", "step")]
     assert (step["before"], step["after"], step["delta"]) == ("50000000", "50000000", "0")
     gone = {row["measure"]: row for row in rows if row["fqn"] == "layers.3"}
@@ -336,15 +358,16 @@ def test_csv_holds_every_change_in_raw_units() -> None:
 
 def test_untrusted_names_are_inert_in_text() -> None:
     comparison = compare(side("a", trace_analysis(hostile=HOSTILE)), side("b", trace_analysis()))
-    text = render(compare_view(comparison, every=True), to_terminal=False)
+    text = rendered(comparison, "text", verbose=True)
     assert "\x1b" not in text
     assert "\\x1b[31m" in text
 
 
 def test_repeated_layers_that_differ_alike_are_one_row() -> None:
     comparison = compare(side("a", trace_analysis(blocks=9)), side("b", trace_analysis(blocks=2)))
-    text = render(compare_view(comparison), to_terminal=False)
-    assert "layers.2-8" in text
+    [folded] = [row for row in comparison.communication_folded if row.fqn == "layers.2-8"]
+    assert (folded.layers, folded.delta.count, folded.delta.wire_bytes) == (7, -7, -7 * 4 * MIB)
+    assert "layers.2-8" in rendered(comparison, "text")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +376,7 @@ def test_repeated_layers_that_differ_alike_are_one_row() -> None:
 )
 def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks) -> None:
     kept = tmp_path / "baseline.json"
-    kept.write_text(jsonreport.render(analysis))
+    kept.write_text(as_json(analysis))
     comparison = compare(read_side(kept), read_side(kept))
     assert comparison.communication_equal is (True if has_trace else None)
     assert (comparison.step is not None) == has_trace
@@ -361,17 +384,49 @@ def test_an_analysis_kept_as_json_is_a_side(tmp_path, analysis, has_trace, peaks
     assert comparison.settings == []
 
 
+def test_a_memory_analysis_kept_before_it_said_more_is_a_side(tmp_path) -> None:
+    """Keys are only added: a document without the later ones reads as what it says."""
+    document = json.loads(as_json(memory_analysis()))
+    for key in ("verdict", "advice", "key_figures"):
+        del document[key]
+    for rank in document["ranks"]:
+        rank["fragmentation"] = {}
+        for key in ("remedies", "device_total_bytes"):
+            del rank[key]
+        for key in ("by_category", "layers", "layers_folded"):
+            del rank["peak"][key]
+    kept, now = tmp_path / "kept.json", tmp_path / "now.json"
+    kept.write_text(json.dumps(document))
+    now.write_text(as_json(memory_analysis()))
+    comparison = compare(read_side(kept), read_side(now))
+    assert comparison.memory is not None
+    assert (comparison.memory.delta_bytes, len(comparison.memory.by_category)) == (0, 4)
+
+
 def test_ranks_and_steps_are_chosen_in_a_kept_analysis_too(tmp_path) -> None:
     kept = tmp_path / "baseline.json"
-    kept.write_text(jsonreport.render(run_analysis()))
+    kept.write_text(as_json(run_analysis()))
     read = read_side(kept, ranks={1}, steps={4})
     assert read.trace is not None
     assert [(rank.rank, [one.step for one in rank.steps]) for rank in read.trace.ranks] == [(1, [4])]
     assert {(row.rank, row.step) for row in read.trace.groups} == {(1, 4)}
     assert list(read.peaks) == [1]
-    kept.write_text(jsonreport.render(memory_analysis()))
+    assert cut(memory_analysis(), kept, {1}, None).verdict[0] == "Rank 1 peaks at 100.0 MiB."
+    kept.write_text(as_json(memory_analysis()))
     with pytest.raises(InputError, match="rank 9 is not here; it has rank"):
         read_side(kept, ranks={9})
+
+
+def test_a_baseline_from_before_the_summaries_is_summed_up_as_it_is_read(tmp_path) -> None:
+    document = json.loads(as_json(trace_analysis()))
+    for key in ("verdict", "totals", "by_rank", "by_layer", "by_layer_folded", "layers", "advice", "late"):
+        del document[key]
+    kept = tmp_path / "old.json"
+    kept.write_text(json.dumps(document))
+    assert read_side(kept).trace == trace_analysis()
+    only = read_side(kept, ranks={1}, steps={4}).trace
+    assert only is not None
+    assert (only.totals.windows, [row.exposed_ns / MS for row in only.by_layer]) == (1, [4, 3, 1, 1, 1])
 
 
 def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> None:
@@ -395,7 +450,7 @@ def test_the_step_without_recording_is_the_median_of_all_ranks_plain_steps() -> 
 
 def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
     kept = tmp_path / "estimate.json"
-    kept.write_text(jsonreport.render(estimate(trace_analysis())))
+    kept.write_text(as_json(estimate(trace_analysis())))
     read = read_side(kept)
     assert (read.kind, read.world_size) == ("estimate", 2)
     assert read.communication == estimate(trace_analysis())
@@ -403,7 +458,7 @@ def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
 
 def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
     kept = tmp_path / "old.json"
-    kept.write_text(jsonreport.render(run_comparison()))
+    kept.write_text(as_json(run_comparison()))
     call(capfd, "compare", kept, kept).refused("a fsdp2prof.compare/1 document cannot be compared")
     kept.write_text('{"schema": "fsdp2prof.trace/1", "ranks": 3}')
     call(capfd, "compare", kept, kept).refused("not a fsdp2prof.trace/1 document", "write it again")
@@ -413,7 +468,7 @@ def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:
 
 def test_the_command_gates(tmp_path, capfd) -> None:
     for name, analysis in (("a", trace_analysis()), ("b", slower(trace_analysis(), 1, 4, 6 * MS))):
-        (tmp_path / f"{name}.json").write_text(jsonreport.render(analysis))
+        (tmp_path / f"{name}.json").write_text(as_json(analysis))
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     passed = call(capfd, "compare", a, b, "--fail-on", "step_time_frac>0.05", "--format", "json")
     assert (passed.code, passed.err) == (0, "")
@@ -422,3 +477,18 @@ def test_the_command_gates(tmp_path, capfd) -> None:
     assert failed.code == 3
     assert failed.err == "error: step_time_frac>0.01: step_time_frac is 0.03\n"
     assert (tmp_path / "out.csv").read_text().startswith("table,fqn,phase,op,measure,before,after,delta\n")
+
+
+@pytest.mark.parametrize(("option", "kept"), [("--no-cache", 0), ("--cache", 2)])
+def test_caches_are_left_beside_large_traces_unless_told_not_to(tmp_path, capfd, option, kept) -> None:
+    """12 MiB is large; what makes it so here says nothing."""
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": dur}
+        for cat, name, ts, dur in (("user_annotation", "ProfilerStep#1", 0, 9), ("cpu_op", "aten::mm", 1, 5))
+    ]
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps({"traceEvents": events, "padding": "x" * (12 << 20)}))
+    ended = call(capfd, "compare", tmp_path / "a.json", tmp_path / "b.json", option)
+    assert ended.code == 0, ended.err
+    assert "The traced step takes 9.00 us on both sides." in ended.out
+    assert len(list(tmp_path.glob("*.fsdp2prof-cache"))) == kept

@@ -67,7 +67,7 @@ def test_the_verdict_says_how_high_where_and_what_to_try() -> None:
     analysis = with_rank(remedies=[remedy, little], device_total_bytes=400 * MIB)
     assert analysis.verdict == [
         "Rank 0 peaks at 100.0 MiB.",
-        "The peak is in backward of layers.0, step 5; it holds sharded parameters 40.0 MiB (40.0%), "
+        "The peak is in backward of `layers.0`, step 5; it holds sharded parameters 40.0 MiB (40.0%), "
         "optimizer state 30.0 MiB (30.0%), activations 20.0 MiB (20.0%).",
         "What would bring it down most: activation checkpointing (up to 18.0 MiB).",
     ]
@@ -120,8 +120,8 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     analysis = replace(with_rank(oom=out_of_memory(), fragmentation=fragmentation()), findings=[found])
     text = text_of(analysis)
     assert analysis.verdict[0] == (
-        "Rank 0 ran out of memory in forward of (root): aten::empty asked for 6.00 MiB with 100.0 MiB "
-        "allocated and 4.00 MiB left on the device, 2.00 MiB too little."
+        "Rank 0 ran out of memory in forward of the root module: `aten::empty` asked for 6.00 MiB with "
+        "100.0 MiB allocated and 4.00 MiB left on the device, 2.00 MiB too little."
     )
     assert analysis.verdict[-1] == "This alone would have let it fit: chunked loss (up to 5.00 MiB)."
     assert " ".join(row_of(text, "request")) == "request 6.00 MiB by aten::empty at me/train.py:7:loss"
@@ -133,6 +133,17 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     assert "told in its own section" not in text
     assert not any(
         isinstance(block, Findings) for section in build(analysis).sections for block in section.blocks
+    )
+
+
+def test_a_rank_that_ran_out_comes_before_a_fuller_one() -> None:
+    analysis = memory_analysis()
+    assert analysis.key_figures is not None
+    ranks = [analysis.ranks[0], replace(analysis.ranks[1], oom=out_of_memory())]
+    assert memory_verdict(ranks, analysis.key_figures)[0].startswith("Rank 1 ran out of memory in forward")
+    both = [replace(rank, oom=out_of_memory()) for rank in ranks]
+    assert memory_verdict(both, analysis.key_figures)[0].startswith(
+        "2 ranks ran out of memory, rank 0 in forward of the root module: `aten::empty` asked for 6.00 MiB"
     )
 
 
@@ -169,8 +180,8 @@ def test_another_peak_nearly_as_high_limits_what_is_gained() -> None:
         OtherPeak(allocated_bytes=60 * MIB, step=5, phase="optimizer", fqn=None),
     ]
     assert memory_advice([replace(rank, peak=replace(rank.peak, others=others))]) == [
-        "Layers unsharded at the peak: layers.0.",
-        "Memory is almost as high in forward of (root): lowering the peak alone gains 3.00 MiB.",
+        "Unsharded at the peak: `layers.0`.",
+        "Memory is almost as high in forward of the root module: lowering the peak alone gains 3.00 MiB.",
     ]
 
 
@@ -279,7 +290,7 @@ def test_a_comparison_says_what_changed_most() -> None:
     assert memory_comparison().verdict == [
         "The peak is 10.0 MiB higher (+11.1%): 90.0 MiB before, 100.0 MiB after.",
         "What changed most: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
-        "Where: (root) (+10.0 MiB).",
+        "Where: the root module (+10.0 MiB).",
     ]
 
 

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.numbers import unexplained
+from support.rendered import csv_of, json_of, row_of, table_of, text_of
 from support.results import HOSTILE, MIB, MS, trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.reporters.document import Document, Findings, Sentences, Table
+from fsdp2prof.reporters.document import Findings, Sentences
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput, TraceAnalysis
+from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
 
 RAW = frozenset({"groups", "prefetch", "host_syncs"})
 """Rows of every rank and step: what is made of them stands beside them."""
-
-
-def text_of(analysis: TraceAnalysis, *, width: int = 118, verbose: bool = False) -> str:
-    text = RENDERERS["text"].render(build(analysis), RenderOptions(width=width, verbose=verbose))
-    assert isinstance(text, str)
-    return text
-
-
-def json_of(analysis: TraceAnalysis) -> dict:
-    document: dict = json.loads(RENDERERS["json"].render(build(analysis), RenderOptions()))
-    return document
-
-
-def row_of(text: str, start: str) -> list[str]:
-    return next(line.split() for line in text.splitlines() if line.strip().startswith(start))
-
-
-def table_of(document: Document, name: str) -> Table:
-    blocks = [block for section in document.sections for block in section.blocks]
-    return next(block for block in blocks if isinstance(block, Table) and block.name == name)
 
 
 def test_breakdown_shows_means_and_percentages() -> None:
@@ -106,6 +85,9 @@ def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
     analysis = replace(trace_analysis(), bandwidth=[row])
     cells = row_of(text_of(analysis).split("of the best")[1], "all-gather")
     assert " ".join(cells) == "all-gather 1.00 MiB 10 20.00 17.50 50.0% bf16 8 7"
+    alone = text_of(replace(analysis, bandwidth=[replace(row, waits_known=False)]))
+    assert "where other ranks' traces are missing" in " ".join(alone.split())
+    assert "traces are missing" not in text_of(replace(analysis, bandwidth=[row]))
     with_peak = text_of(replace(analysis, bandwidth=[replace(row, of_peak_frac=0.04)]))
     assert "4.0%" in row_of(with_peak.split("of the peak")[1], "all-gather")
 
@@ -154,6 +136,22 @@ def test_data_formats_have_every_step_and_group() -> None:
     assert [len(tables["steps"].rows), tables["steps"].columns[4].name] == [4, "compute_ns"]
     assert [column.name for column in tables["by_layer"].columns][3] == "exposed_ns"
     assert len(tables["by_layer"].rows) == 5, "not folded"
+
+
+def test_parts_sum_to_their_window_in_csv() -> None:
+    found = csv_of(trace_analysis(), "steps")
+    assert [row["step"] for row in found] == ["3", "4", "3", "4"]
+    for row in found:
+        parts = [int(v) for k, v in row.items() if k.endswith("_ns") and k not in ("start_ns", "duration_ns")]
+        assert len(parts) == 8
+        assert sum(parts) == int(row["duration_ns"])
+
+
+def test_unknown_is_empty_and_formulas_are_text_in_csv() -> None:
+    first = trace_analysis().groups[0]
+    groups = [replace(first, fqn="=HYPERLINK(1)", payload_bytes=None)]
+    (row,) = csv_of(replace(trace_analysis(), groups=groups))
+    assert (row["fqn"], row["payload_bytes"]) == ("'=HYPERLINK(1)", "")
 
 
 @pytest.mark.parametrize("hostile", [None, "a_very_long_module_name." * 12, HOSTILE])

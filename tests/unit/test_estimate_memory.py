@@ -14,10 +14,12 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
+from fsdp2prof.estimators.memory_fit import room_on, verdict
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.results import MemoryEstimate
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
 
 GIB = 1 << 30
 SPEC = ModelSpec(source="gpt2", layers=2)
@@ -27,7 +29,7 @@ POLICY = PolicySpec(seq_len=256)
 
 @pytest.fixture(scope="module")
 def estimate() -> MemoryEstimate:
-    return estimate_memory(SPEC, MESH, POLICY, device_bytes=GIB // 4)
+    return estimate_memory(SPEC, MESH, POLICY, hardware=HardwareSpec.parse("256MiB"))
 
 
 def test_parts_sum_to_the_whole(estimate: MemoryEstimate) -> None:
@@ -49,7 +51,7 @@ def test_the_second_step_holds_the_optimizers_state(estimate: MemoryEstimate) ->
     # GPT-2's tied embeddings, two layers and a norm; Adam's moments in fp32 on a fourth of the ranks.
     layer = 12 * 768 * 768 + 13 * 768
     parameters = 50_257 * 768 + 1024 * 768 + 2 * layer + 2 * 768
-    assert estimate.model == {"name": "gpt2", "parameters": parameters, "blocks": 2}
+    assert estimate.model == EstimatedModel(name="gpt2", parameters=parameters, blocks=2)
     states = estimate.peak.categories["optimizer_state"]
     padded = parameters + 3 * 768  # 50,257 rows of the vocabulary are padded to 50,260
     assert states == 2 * 4 * padded // 4
@@ -76,15 +78,67 @@ def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
     assert estimate.fits is False
     assert estimate.headroom_bytes is not None
     outside = estimate.outside_allocator_bytes
-    assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside["high"] < 0
-    assert any("ac=full" in line for line in estimate.advice)
+    assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside.high < 0
     # Context 400 to 900 MiB, one communicator of 50 to 400 MiB.
-    assert outside == {"low": 450 << 20, "high": 1300 << 20}
+    assert outside == OutsideAllocator(low=450 << 20, high=1300 << 20)
+    assert estimate.headroom_high_bytes == estimate.headroom_bytes + (850 << 20)
+    assert estimate.device == "256MiB"
+
+
+def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
+    """Offload takes all states away, twice as many ranks or bf16 states half of them; most first."""
+    held = estimate.peak.categories
+    states = held["sharded_parameter"] + held["sharded_gradient"] + held["optimizer_state"]
+    saves = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
+    assert (saves["cpu_offload"], saves["low_precision_states"]) == (states, states // 2)
+    assert saves["wider_sharding"] == states // 2
+    assert list(saves.values()) == sorted(saves.values(), reverse=True)
+    assert "smaller_batch" not in saves  # of one sequence
+    assert estimate.advice[0].startswith(estimate.remedies[0].how)
+    assert estimate.verdict[2].startswith(f"What takes off most: {estimate.remedies[0].how}")
+
+
+def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
+    """What is set already is not proposed; a saving counts as not enough only below what is missing."""
+    policy = PolicySpec(seq_len=256, batch_size=8, loss="chunked:8")
+    eager = estimate_memory(SPEC, MESH, policy, hardware=HardwareSpec.parse("1MiB"))
+    options = {remedy.action: remedy for remedy in eager.remedies}
+    assert "ac=full" in options["activation_checkpointing"].how
+    assert "batch_size=4, grad_accum=2" in options["smaller_batch"].how
+    assert "chunked_loss" not in options
+    missing = -(eager.headroom_high_bytes or 0)
+    assert all((remedy.enough is False) == (remedy.saves_bytes < missing) for remedy in eager.remedies)
+    assert "combine them" in eager.advice[-1]
+    checkpointed = estimate_memory(SPEC, MESH, replace(policy, ac="full"))
+    assert "activation_checkpointing" not in {remedy.action for remedy in checkpointed.remedies}
+    assert {remedy.enough for remedy in checkpointed.remedies} == {None}
+
+
+@pytest.mark.parametrize(
+    ("spare_mib", "fit", "words"),
+    [
+        (1300, "fits", "It fits on"),
+        (1299, "depends", "depends on what context and communicators take: from 1.00 MiB short"),
+        (450, "depends", "to 0 B left"),
+        (449, "does_not_fit", "It does not fit on"),
+    ],
+)
+def test_whether_it_fits_depends_between_the_ends_of_the_range(
+    estimate: MemoryEstimate, spare_mib: int, fit: str, words: str
+) -> None:
+    """Context and one communicator take 450 to 1,300 MiB."""
+    device = HardwareSpec.parse(f"{(estimate.peak.reserved_bytes >> 20) + spare_mib}MiB")
+    room = room_on(device, estimate.peak, estimate.outside_allocator_bytes)
+    assert room is not None
+    assert room.fit == fit
+    assert words in verdict(estimate.peak, room, estimate.remedies)[1]
 
 
 def test_without_a_device_nothing_is_said_about_fitting() -> None:
     estimate = estimate_memory(SPEC, MESH, POLICY)
     assert (estimate.fits, estimate.headroom_bytes, estimate.advice) == (None, None, [])
+    assert (estimate.fit, estimate.device) == (None, None)
+    assert len(estimate.verdict) == 2
 
 
 def test_an_estimate_is_analysed_like_a_recording() -> None:

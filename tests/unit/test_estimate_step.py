@@ -147,7 +147,7 @@ def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program
     made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100)
     write_trace(tmp_path / "trace.json.gz", made.trace)
     again = analyze_trace([(read_trace(tmp_path / "trace.json.gz"), None)])
-    assert again.ranks[0].steps == made.analysis.ranks[0].steps
-    assert again.groups == made.analysis.groups
-    assert again.prefetch == made.analysis.prefetch
+    assert again.ranks[0].steps == made.estimate.trace.ranks[0].steps
+    assert again.groups == made.estimate.trace.groups
+    assert again.prefetch == made.estimate.trace.prefetch
     assert again.by_layer == made.estimate.by_layer

@@ -27,14 +27,18 @@ DERIVED = {
     # 2 x 3584: 233,057,792 parameters. Whole model 7,615,616,512: x 2 bytes x 7/8 = 13.3273 GB per bf16 pass:
     # 2 x 13.3273 + 26.6547, or 3 x 13.3273.
     "qwen_traffic": {"layers": 28, "layer_mb": 466.115584, "fp32": 53.309315584, "bf16": 39.981986688},
-    # 16 B x 7,615,616,512 / 8; logits 4096 x 152,064 x 4 B, and as much for their gradient.
-    "qwen_peak": {"states": 15.231233024, "logits": 4.982833152},
-    # 70,553,706,496 / 8 x 12 B and x 16 B.
-    "llama_on_one_node": {"kept": 105.830559744, "total": 141.107412992},
-    # 16 B x 174,604,259,328 / 16; only the vocabulary's 50,257 rows need padding, 15 of d = 12,288 elements.
-    # A block: 12 d^2 + 13 d = 1,812,099,072. Root: vocabulary, padding, 2,048 positions, two norm vectors.
+    # 16 B x 7,615,616,512 and a 4 B step counter for each of 28 x 12 + 3 tensors, over 8 ranks; logits
+    # 4096 x 152,064 x 4 B, and as much for their gradient.
+    "qwen_peak": {"states": (16 * 7_615_616_512 + 4 * 339) / 8 / 1e9, "logits": 4.982833152},
+    # 70,553,706,496 x 12 B and x 16 B, and 80 x 9 + 3 step counters, over 8 ranks.
+    "llama_on_one_node": {
+        "kept": (12 * 70_553_706_496 + 4 * 723) / 8 / 1e9,
+        "total": (16 * 70_553_706_496 + 4 * 723) / 8 / 1e9,
+    },
+    # 16 B x 174,604,259,328 and 96 x 12 + 4 step counters, over 16 ranks. A block: 12 d^2 + 13 d, d = 12,288.
+    # Root: 50,257 words and 15 rows of padding, 2,048 positions, two norm vectors.
     "offloaded_175b": {
-        "host": 16 * (174_604_259_328 + 15 * 12_288) / 16 / 1e9,
+        "host": (16 * 174_604_259_328 + 4 * 1156) / 16 / 1e9,
         "device": 2 * (2 * 1_812_099_072 + (50_257 + 15 + 2_048 + 2) * 12_288) / 1e9,
     },
     # The first all-gather, then twelve computations.

@@ -142,7 +142,7 @@ def test_the_critical_path_of_a_gpu_bound_step(tmp_path: Path, prefix: str) -> N
     assert sum(row.duration_frac for row in path.rows) == pytest.approx(1)
     assert path.duration_ns <= 1_000_000
     assert "compute." in path.verdict[0]
-    assert "second_kernel (compute): 300.0 us in 1 piece" in path.verdict[1]
+    assert "`second_kernel` (compute): 300.0 us in 1 piece" in path.verdict[1]
     assert not {row.name for row in path.rows} & {"cudaLaunchKernel"} or prefix == "cuda"
 
 
@@ -197,7 +197,7 @@ def test_a_diff_of_steps_says_how_the_step_changed_and_names_no_step_label(tmp_p
     assert [row.name for row in found.rows if row.diff_ns or row.diff_count] == ["aten::op"]
     assert found.verdict == [
         "The step takes 1.50 ms, 500.0 us longer than 1.00 ms.",
-        "On the host aten::op changed most: 100.0 us more (calls: 1 before, 1 after).",
+        "On the host `aten::op` changed most: 100.0 us more (calls: 1 before, 1 after).",
     ]
 
 

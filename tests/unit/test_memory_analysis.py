@@ -304,7 +304,7 @@ def test_out_of_memory_by_hand(tmp_path: Path):
     (finding,) = [one for one in analysis.findings if one.id == "out_of_memory"]
     assert finding.severity == "high"
     assert finding.message == (
-        "Rank 0 ran out of memory in forward: aten::log_softmax_int asked for 4.00 MiB with 26.0 MiB "
+        "Rank 0 ran out of memory in forward: `aten::log_softmax_int` asked for 4.00 MiB with 26.0 MiB "
         "allocated and 3.00 MiB left on the device, 17.0 MiB too little. "
         "This alone would have let it fit: expandable segments (up to 22.0 MiB)."
     )
@@ -373,7 +373,7 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     ("before", "inside", "tensors", "why"),
     [
         (700, 300, 0, "no manifest names it"),
-        (700, 300, 1, "what the training keeps itself"),
+        (700, 300, 1, "the training keeps it itself"),
         (300, 700, 1, "made where neither a label nor a stack tells"),
     ],
 )

@@ -107,6 +107,18 @@ def test_a_step_that_failed_and_was_tried_again(tmp_path: Path) -> None:
     assert len(rank.timeline["time_ns"]) == recording.events  # the second try is in it
 
 
+def test_each_of_several_tries_that_failed(tmp_path: Path) -> None:
+    """Three requests in a row fail the first try; the second fails too, and everything goes."""
+    unwind(fail(forward(t := Training())).event("oom", 0, 20 * MIB).event("oom", 0, 20 * MIB))
+    unwind(fail(forward(t, kept=4 * MIB, more=" again")), more=" again")
+    recording = t.read(tmp_path)
+    assert len(recording.ooms) == 4
+    assert [one.last for one in ending_failures(recording)] == [False, True]
+    rank = analyze_memory([(0, recording, None)]).ranks[0]
+    assert rank.peak.categories["activation"] == rank.peak.allocated_bytes
+    assert failure(rank).categories == {"activation": (16 + 10) * MIB}
+
+
 def test_work_that_goes_on_after_a_failed_request(tmp_path: Path) -> None:
     """A library that gets no workspace tries without: what is freed in forward stays a temporary."""
     t = fail(forward(Training())).get("other way", 20 * MIB).drop("temporary", "other way")

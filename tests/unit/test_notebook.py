@@ -16,7 +16,7 @@ class Result(Said, Shown):
 
 @pytest.fixture(autouse=True)
 def builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(documents._BUILDERS, Result, lambda _: document())
+    monkeypatch.setitem(documents.BUILDERS, Result, lambda _: document())
 
 
 def test_data_frames_are_raw_and_exact() -> None:

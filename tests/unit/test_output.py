@@ -11,17 +11,17 @@ import pytest
 from support.documents import Said, document
 from support.terminal import on_terminal
 
-from fsdp2prof.commands.options import Output
+from fsdp2prof.commands.output import Output
 from fsdp2prof.reporters import documents
 
 TESTS = Path(__file__).resolve().parents[1]
 
 PRINT = """
 from support.documents import Said, document
-from fsdp2prof.commands.options import Output
+from fsdp2prof.commands.output import Output
 from fsdp2prof.reporters import documents
 
-documents._BUILDERS[Said] = lambda _: document()
+documents.BUILDERS[Said] = lambda _: document()
 output = Output(path=None, format="text", force=False, quiet=False)
 with output.progress("reading a\\x1b]52;c;aGk=\\x07"):
     pass
@@ -73,7 +73,7 @@ def test_colour_only_where_it_is_welcome() -> None:
 
 
 def test_every_format_goes_to_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(documents._BUILDERS, Said, lambda _: document())
+    monkeypatch.setitem(documents.BUILDERS, Said, lambda _: document())
     begins = {"text": "Test of 2 ranks", "json": "{", "csv": "fqn,bytes", "html": "<!doctype html>"}
     for name, start in begins.items():
         path = tmp_path / name

@@ -165,6 +165,63 @@ def test_backward_runs_from_the_first_label_to_the_final_callback() -> None:
     assert at(phases, 360) == (None, "optimizer", "compute")
 
 
+@pytest.mark.parametrize("backward_thread", [0, 5])
+def test_what_an_optimizers_closure_runs_is_what_its_labels_say(backward_thread: int) -> None:
+    backward: list[Range] = [
+        (str(name), int(start), int(end), backward_thread) for name, start, end in BACKWARD
+    ]  # type: ignore[misc]
+    phases = build_phases(
+        labels(
+            ("Optimizer.step#AdamW.step", 50, 400),
+            ("FSDP::pre_forward", 100, 110),
+            ("FSDP::post_forward", 150, 160),
+            *backward,
+            ("Optimizer.step#AdamW.step", 500, 550),
+        ),
+        steps((1, 0, 600)),
+    )
+    assert at(phases, 60) is None, "the closure before its forward"
+    assert at(phases, 130) == ("", "forward", "compute")
+    assert at(phases, 180) == (None, "forward", "compute"), "the loss"
+    assert at(phases, 240, backward_thread) == ("layers.1", "backward", "compute")
+    if backward_thread:
+        assert at(phases, 240) is None, "the thread that waits for the backward"
+    assert at(phases, 370) == (None, "optimizer", "compute"), "the update"
+    assert at(phases, 520) == (None, "optimizer", "compute"), "the next one has no closure"
+    (one_step,) = set(phases.step.tolist())
+    assert one_step == 1
+
+
+def test_gradients_set_to_zero_between_the_loss_and_its_backward_do_not_end_the_loss() -> None:
+    phases = build_phases(
+        labels(
+            ("FSDP::pre_forward", 100, 110),
+            ("FSDP::post_forward", 150, 160),
+            ("FSDP::cast_forward_outputs", 160, 162),
+            ("Optimizer.zero_grad#AdamW.zero_grad", 170, 180),
+            *BACKWARD,
+        ),
+        steps((1, 0, 600)),
+    )
+    assert [at(phases, time) for time in (165, 175, 190)] == [
+        (None, "forward", "compute"),
+        (None, "optimizer", "compute"),
+        (None, "forward", "compute"),
+    ]
+
+
+def test_a_backward_without_an_end_is_not_the_optimizers_closure() -> None:
+    phases = build_phases(
+        labels(
+            ("FSDP::pre_backward", 100, 110),
+            ("FSDP::post_backward_reduce", 120, 130),
+            ("Optimizer.step#AdamW.step", 150, 200),
+        ),
+        steps((1, 0, 400)),
+    )
+    assert at(phases, 170) == (None, "optimizer", "compute")
+
+
 def test_backward_on_its_own_thread_leaves_the_blocked_one_alone() -> None:
     backward = [(name, start, end, 5) for name, start, end in BACKWARD]  # type: ignore[misc]
     phases = build_phases(
@@ -389,6 +446,10 @@ def test_any_labels_give_disjoint_sorted_rows_with_the_innermost_label_first(
         others = [item for item in ranges if item[3] == thread and item != (name, start, end, thread)]
         if any(start < item[2] and item[1] < end for item in others):
             continue
+        if name.startswith("Optimizer") and any(
+            start <= item[1] < end for item in ranges if "FSDP" in item[0]
+        ):
+            continue  # a closure
         expected = {
             "Optimizer.step#A": (None, "optimizer"),
             "FSDP::all_gather_copy_out (m)": ("m", None),

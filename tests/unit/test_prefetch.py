@@ -23,13 +23,15 @@ SCATTER = GATHER | {"collective": "_reduce_scatter_base", "in_nelems": 100, "out
 NCCL = "ncclDevKernel_Generic"
 
 
-def rows_of(trace: TraceBuilder, wait: dict[int, int] | None = None) -> list[PrefetchRow]:
+def rows_of(
+    trace: TraceBuilder, wait: dict[int, int] | None = None, *, known: bool = True
+) -> list[PrefetchRow]:
     tables = rank_tables(trace.build())
     table = tables.collectives.table
     wait_ns = np.full(len(table), -1, dtype=np.int64)
     for row, value in (wait or {}).items():
         wait_ns[row] = value
-    return verdicts(0, table, awaited(tables), wait_ns)
+    return verdicts(0, table, awaited(tables), wait_ns, np.full(len(table), known))
 
 
 def gather(trace: TraceBuilder, fqn: str, issue: int, start: int, end: int, wait: int, resume: int) -> None:
@@ -90,6 +92,7 @@ def test_slower_than_its_like() -> None:
     a, b, c = rows_of(trace)
     assert (a.stall_ns, b.stall_ns, c.stall_ns) == (0, 0, 52)
     assert c.late_ns == {"transfer": 52}, "80 ns where the median of its kind is 20: 60 too long"
+    assert rows_of(trace, known=False)[2].late_ns == {"transfer_or_peer": 52}, "a rank is missing"
 
 
 def test_waiting_for_a_peer_comes_first() -> None:
@@ -125,7 +128,7 @@ def test_stalls_are_shared_out_exactly_on_a_simulated_run(tmp_path: Path) -> Non
     recordings = record(
         *(
             Schedule(roots=(layers,), replicas=1, slow_transfer=slow if i == 1 else frozenset())
-            for i in range(2)
+            for i in range(3)
         ),
         Schedule(roots=(layers,)).scaled(1.3, "layers.1"),
     )

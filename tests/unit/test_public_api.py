@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from fsdp2prof.reporters import documents
 from fsdp2prof.results import Shown
 
 HEAVY = ("torch", "pandas", "plotly", "hta", "numpy", "rich", "jinja2", "click", "msgspec")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def imported_for_types() -> dict[str, str]:
@@ -52,4 +55,11 @@ def test_import_is_cheap() -> None:
 
 
 def test_every_result_with_a_document_shows_itself() -> None:
-    assert [kind for kind in documents._BUILDERS if not issubclass(kind, Shown)] == []
+    assert [kind for kind in documents.BUILDERS if not issubclass(kind, Shown)] == []
+
+
+def test_the_example_uses_nothing_else() -> None:
+    tree = ast.parse((EXAMPLES / "folklore.py").read_text(encoding="utf-8"))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {module for module in modules if module and module.startswith("fsdp2prof")} == {"fsdp2prof"}

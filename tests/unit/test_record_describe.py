@@ -8,7 +8,9 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.recorder.describe import describe_tensors
+from fsdp2prof.recorder.compiling import compiled_modules
+from fsdp2prof.recorder.describe import describe_param_groups, describe_tensors
+from fsdp2prof.recorder.devices import parse_settings
 from fsdp2prof.recorder.roots import Roots
 
 
@@ -32,3 +34,50 @@ def test_a_root_without_backward_stays_gathered_and_is_told():
     ]
     gathered = {tensor.address for tensor in tensors if tensor.category == "unsharded_parameter"}
     assert gathered == {model[1].weight.data_ptr(), model[1].bias.data_ptr()}
+
+
+def test_settings_of_a_group_that_change_its_memory_or_traffic():
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+        roots.watch(fully_shard(model[0], mesh=fsdp_mesh(mesh)))
+        roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+        model[0].set_unshard_in_backward(False)
+        model.set_reshard_after_backward(False, recurse=False)
+        model.set_reduce_scatter_max_input_buffers(3)
+        with torch.no_grad():
+            model(torch.ones(4, 8))
+        root, first = describe_param_groups(roots)
+    assert (first.fqn, first.unshard_in_backward, first.reshard_after_backward) == ("0", False, True)
+    assert (root.fqn, root.unshard_in_backward, root.reshard_after_backward) == ("", True, False)
+    assert {root.reduce_scatter_max_input_buffers, first.reduce_scatter_max_input_buffers} == {3}
+    assert (root.all_gather_comm, root.reduce_scatter_comm) == (None, None)
+
+
+def test_compiled_modules():
+    try:
+        roots = Roots(lambda: None)
+        with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+            roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+            model(torch.ones(4, 8))
+            assert compiled_modules(roots) is None
+            torch.compile(torch.relu, backend="eager")
+            assert compiled_modules(roots) == []
+            model[1].compile(backend="eager")
+            assert compiled_modules(roots) == ["1"]
+            outer = torch.compile(model, backend="eager")
+            assert compiled_modules(roots) == ["", "1"]
+            del outer
+    finally:
+        torch._dynamo.reset()
+
+
+def test_allocator_configurations():
+    text = "expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4], max_split_size_mb:64"
+    assert parse_settings(text) == {
+        "expandable_segments": "True",
+        "roundup_power2_divisions": "[256:1,512:2,>:4]",
+        "max_split_size_mb": "64",
+    }
+    assert parse_settings("") == {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp2prof.commands.record import record
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.recorder import Recorder
 from fsdp2prof.recorder.schedule import Schedule
 from fsdp2prof.recorder.settings import Settings, is_selected, validate
 
@@ -122,3 +125,15 @@ def test_settings_travel_through_the_environment(monkeypatch):
     assert Settings.from_environment() == settings
     monkeypatch.delenv("FSDP2PROF_RECORD")
     assert Settings.from_environment() is None
+
+
+def test_the_command_and_the_recorder_take_every_recording_option() -> None:
+    """One dataclass declares them: a field without an option, a help or a place in Recorder fails here."""
+    fields = set(RecordOptions.__struct_fields__)
+    command = {option.name: option for option in record.params if isinstance(option, click.Option)}
+    assert set(command) == fields | {"output", "force", "quiet", "node_rank"}
+    assert all(command[name].help for name in fields)
+    made = {"wait": 2, "active": 1, "start_step": 4, "ranks": "0,1", "stacks": True, "memory": False}
+    assert Recorder("unused", **made)._options == RecordOptions(**made)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no option 'activ'; there are wait, "):
+        Recorder("unused", activ=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp2prof.recorder.tagging import TagState
 
 ROOT_AND_LAYER = """
@@ -34,9 +36,26 @@ ROOT_AND_LAYER = """
 """
 
 
-def test_a_training_step():
+CLOSURE = """
+> Optimizer.step#AdamW.step             optimizer compute -
+> FSDP::pre_forward                     forward hooks -
+< FSDP::pre_forward                     forward compute -
+> FSDP::post_forward                    forward reshard -
+< FSDP::post_forward                    forward compute -
+> FSDP::pre_backward                    backward hooks -
+< FSDP::pre_backward                    backward compute -
+> FSDP::post_backward_reduce            backward reduce -
+< FSDP::post_backward_reduce            backward compute -
+> FSDP::root_post_backward_callback     backward final_wait -
+< FSDP::root_post_backward_callback     optimizer compute -
+< Optimizer.step#AdamW.step             other compute -
+"""
+
+
+@pytest.mark.parametrize("lines", [ROOT_AND_LAYER, CLOSURE], ids=["loop", "closure"])
+def test_a_training_step(lines):
     state = TagState()
-    for line in ROOT_AND_LAYER.strip().splitlines():
+    for line in lines.strip().splitlines():
         name, place = line[2:40].strip(), line[40:].split()
         if line[0] == ">":
             assert state.enter(name)

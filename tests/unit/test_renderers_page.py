@@ -8,10 +8,11 @@ import json
 import re
 
 import pytest
-from support.documents import MIB, document
+from support.documents import MIB, Said, document
 from support.results import HOSTILE
 
 from fsdp2prof.errors import UsageError
+from fsdp2prof.reporters.document import Document
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
 
@@ -97,3 +98,10 @@ def test_json_is_the_result_and_ascii_where_a_terminal_might_obey() -> None:
     text = rendered("json")
     assert json.loads(text) == {"schema": "test/1", "names": [HOSTILE, "\x9b31m"]}
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", text)
+
+
+def test_a_file_name_that_is_not_utf_8_is_written_as_codes() -> None:
+    said = Said(names=["runs/\udcff\x1b", "plain"])
+    made = Document(kind="test", title="t", result=said)
+    text = RENDERERS["json"].render(made, RenderOptions())
+    assert json.loads(text)["names"] == ["runs/\\xff\x1b", "plain"]

@@ -187,8 +187,8 @@ def test_who_waited_for_whom_is_data_and_sentences() -> None:
     ]
     assert cross.summary == [
         "8 collectives matched over the ranks by comms id, 2 could not be.",
-        "Rank 1 kept the others waiting for 28.0 ms, 93.3% of all waiting; mostly: its host paused, at "
-        "`layers.1`.",
+        "The others waited 28.0 ms for rank 1, 93.3% of all waiting, and it 0 ns for them; mostly: its host "
+        "paused, at `layers.1`.",
     ]
 
 
@@ -277,6 +277,20 @@ def test_waiting_for_late_ranks_is_told_from_sending() -> None:
         "Communication bounds the step: 10.0 ms of 17.0 ms (58.8%) exposed, up to 7.50 ms of it waiting for "
         "late ranks."
     )
+
+
+def test_alike_layers_that_cost_more_together_are_told() -> None:
+    """Nine layers exposed for 1 ms each cost more than the one that is exposed for 4."""
+    assert trace_analysis(blocks=10).verdict[1] == (
+        "The most expensive layer is `layers.0`: 4.00 ms of exposed communication a step, all of it its "
+        "all-gather in forward; together, the all-gathers of `layers.1-9` in forward cost 9.00 ms."
+    )
+
+
+def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
+    cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
+    told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
+    assert told[1:] == ["They wait for one another for less than 1.0% of their time."]
 
 
 def test_collectives_on_no_layer_are_told_without_one() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.results import MS, memory_analysis, run_summary, trace_analysis
+from synthetic import Schedule, record, transformer, write
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.findings.find import FindingThresholds, find
 from fsdp2prof.analyzers.run_analysis import combine
-from fsdp2prof.analyzers.trace.analysis import References, throughput
+from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.unrecorded import added_ns, unrecorded_step
 from fsdp2prof.errors import InputError
+from fsdp2prof.manifest import RankManifest, StepInfo
+from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import Finding, HostSyncRow, StepTime, TraceAnalysis, UnrecordedStep
 
 
@@ -104,6 +108,31 @@ def test_idle_time_that_tracing_explains_is_no_finding_about_the_host() -> None:
     found = named(slowed(380))
     assert "host_bound" not in found
     assert found["slowed_by_tracing"].severity == "info"
+
+
+def test_manifests_decide_whether_the_host_is_to_blame(tmp_path: Path) -> None:
+    """A synthetic GPU whose host launches 3 ms apart: unrecorded, it keeps up, or does not."""
+    (recording,) = record(Schedule(roots=(transformer(6, forward_ns=2 * MS, host_ns=3 * MS),)))
+    trace = read_trace(write(recording, tmp_path / "trace.json"), workers=1)
+    alone = merge([analyze_rank(trace)])
+    assert alone.totals.step_ns is not None
+    traced_ns = round(alone.totals.step_ns)
+    host_ns = round(alone.totals.idle_ns["host_bound"])
+    for unrecorded_ns, blamed in ((traced_ns - host_ns, False), (traced_ns, True)):
+        times = [(9 * traced_ns, "plain"), *[(unrecorded_ns, "plain")] * 5, *[(traced_ns, "traced")] * 2]
+        manifest = RankManifest(
+            steps=[
+                StepInfo(step=i, start_ns=0, duration_ns=ns, kind=kind)  # type: ignore[arg-type]
+                for i, (ns, kind) in enumerate(times)
+            ]
+        )
+        found = merge([analyze_rank(trace, manifest)], manifests=[manifest])
+        assert found.unrecorded_step is not None
+        assert (found.unrecorded_step.steps, found.unrecorded_step.median_ns) == (5, unrecorded_ns)
+        assert found.ranks[0].unrecorded_step == found.unrecorded_step
+        assert ("host_bound" in named(found)) == blamed
+        assert ("slowed_by_tracing" in named(found)) != blamed
+        assert found.verdict[0].startswith("A step takes ")
 
 
 def test_a_host_that_is_slow_by_itself_still_is() -> None:

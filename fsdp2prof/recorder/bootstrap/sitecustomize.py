@@ -9,18 +9,24 @@ import sys
 from importlib.abc import MetaPathFinder
 
 _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
-_TARGET = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 
 class _AfterImport(MetaPathFinder):
-    """Hands the module that defines ``fully_shard`` to the recorder as soon as it has been executed."""
+    """Hands modules over as soon as they have been executed: ``fully_shard`` to the recorder above all."""
+
+    def __init__(self) -> None:
+        self._receivers = {
+            "torch.distributed.fsdp._fully_shard._fully_shard": _attach,
+            "torch.nn.parallel.distributed": _note_ddp,
+            "torch.distributed.fsdp.fully_sharded_data_parallel": _note_fsdp1,
+        }
 
     def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
-        if fullname != _TARGET:
+        receive = self._receivers.pop(fullname, None)
+        if receive is None:
             return None
         from importlib.util import find_spec
 
-        sys.meta_path.remove(self)
         spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
@@ -28,7 +34,7 @@ class _AfterImport(MetaPathFinder):
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             execute(module)
-            _attach(module)
+            receive(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -47,6 +53,30 @@ def _attach(module: object) -> None:
     install(module)  # type: ignore[arg-type]
 
 
+def _note_ddp(module: object) -> None:
+    _note_use(module, "DistributedDataParallel", "DistributedDataParallel")
+
+
+def _note_fsdp1(module: object) -> None:
+    _note_use(module, "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)")
+
+
+def _note_use(module: object, kind: str, name: str) -> None:
+    """Let the first model that is wrapped by a class note its name in the sign of life."""
+    from functools import wraps
+
+    owner = getattr(module, kind)
+    initialize = owner.__init__
+
+    @wraps(initialize)
+    def noting(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        owner.__init__ = initialize
+        _leave_sign_of_life(name + "\n")
+        return initialize(self, *args, **kwargs)
+
+    owner.__init__ = noting
+
+
 def _run_hidden_sitecustomize() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]  # noqa: PTH100
     ours = sys.modules.pop(__name__)
@@ -58,11 +88,11 @@ def _run_hidden_sitecustomize() -> None:
         sys.modules[__name__] = ours
 
 
-def _leave_sign_of_life() -> None:
+def _leave_sign_of_life(note: str = "") -> None:
     alive = os.environ.get("FSDP2PROF_ALIVE", "")
     try:
-        with open(os.path.join(alive, str(os.getpid())), "w"):  # noqa: PTH118, PTH123
-            pass
+        with open(os.path.join(alive, str(os.getpid())), "a") as file:  # noqa: PTH118, PTH123
+            file.write(note)
     except OSError:
         return  # the launcher has ended, or this host does not share its disk
 

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
+from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
+from fsdp2prof.reporters.documents.comparison import comparison_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
     diff_document,
@@ -14,25 +17,40 @@ from fsdp2prof.reporters.documents.hta import (
 )
 from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
+from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.reporters.documents.run import run_document
+from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.results import (
+    CheckpointEstimate,
+    CommEstimate,
     CriticalPath,
     IdleCauses,
     LaunchStatistics,
     MemoryAnalysis,
     MemoryComparison,
+    MemoryEstimate,
+    RunAnalysis,
+    RunComparison,
+    StepEstimate,
     TraceAnalysis,
     TraceDiff,
 )
 
-__all__ = ["build"]
+__all__ = ["BUILDERS", "build"]
 
-_BUILDERS: dict[type, Callable[[Any], Document]] = {
+BUILDERS: dict[type, Callable[[Any], Document]] = {
+    CheckpointEstimate: checkpoint_estimate_document,
+    CommEstimate: comm_estimate_document,
     CriticalPath: critical_path_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
+    MemoryEstimate: memory_estimate_document,
+    RunAnalysis: run_document,
+    RunComparison: comparison_document,
+    StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
 }
@@ -41,4 +59,4 @@ _BUILDERS: dict[type, Callable[[Any], Document]] = {
 
 def build(result: Any) -> Document:
     """Return a result's document. Raises ``KeyError`` for a type that has none."""
-    return _BUILDERS[type(result)](result)
+    return BUILDERS[type(result)](result)

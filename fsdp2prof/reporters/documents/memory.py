@@ -93,7 +93,7 @@ def _peak_section(analysis: MemoryAnalysis) -> Section:
     rank = analysis.ranks[0]
     blocks: list[Block] = [tables.peak_table(analysis), tables.category_table(rank)]
     if any(row.fqns != [None] for row in rank.peak.layers):
-        table = tables.layer_memory_table(rank)
+        table = tables.layer_memory_table(rank.peak)
         figure = memory_layer_chart(rank.peak.layers)
         blocks += [*_chart("memory_layers", "Alive at the peak, by layer", figure), table]
     if rank.peak.largest_blocks:

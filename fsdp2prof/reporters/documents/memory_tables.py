@@ -28,6 +28,8 @@ from fsdp2prof.results import (
     LiveBlock,
     MemoryAnalysis,
     OutOfMemory,
+    Peak,
+    PredictedPeak,
     RankMemory,
     Remedy,
 )
@@ -145,9 +147,8 @@ def _running_then(seen: AtPeak | None) -> list[str]:
     return [f"{when}: {'; '.join(part for part in parts if part)}."]
 
 
-def layer_memory_table(rank: RankMemory) -> Table:
+def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
     """Return what fills a rank at its peak, by layer and category; layers that are alike share a row."""
-    peak = rank.peak
     names = [row.category for row in peak.by_category]
     unit, scale = byte_unit(max(row.bytes for row in peak.layers_folded))
     show = _sparse(scale, decimals(peak.allocated_bytes / scale))

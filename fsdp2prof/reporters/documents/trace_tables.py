@@ -10,6 +10,7 @@ from fsdp2prof.reporters.formats import (
     bytes_column,
     cells,
     count_column,
+    data_columns,
     decimals,
     largest,
     layer_column,
@@ -208,7 +209,7 @@ def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
 
 def group_table(analysis: TraceAnalysis) -> Table:
     """Return the collectives of every rank, step and layer, for data formats."""
-    columns = [Column(name=field.name, label=field.name) for field in fields(GroupRow)]
+    columns = data_columns(field.name for field in fields(GroupRow))
     return Table(
         name="groups",
         title="Collectives of every rank, step and layer",
@@ -276,11 +277,14 @@ def bandwidth_table(analysis: TraceAnalysis) -> Table:
         number_column("group_size", "ranks"),
     ]
     group = text_column("group", "group")
+    missing = (
+        "" if all(row.waits_known for row in rows) else ", or with it where other ranks' traces are missing"
+    )
     return Table(
         name="bandwidth",
         title="Bandwidth",
         note="GB/s, medians, most bytes first; algbw with the wait for the last rank, busbw (as in "
-        "nccl-tests) without",
+        f"nccl-tests) without{missing}",
         columns=[*columns, group],
         rows=[
             [*values, row.mesh_dim or row.process_group]

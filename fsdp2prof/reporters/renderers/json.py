@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -24,5 +25,21 @@ class JsonRenderer:
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Encode the dataclass that the document was made from."""
-        text = msgspec.json.format(msgspec.json.encode(document.result), indent=2).decode()
+        text = msgspec.json.format(_encode(document.result), indent=2).decode()
         return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def _encode(result: Any) -> bytes:
+    try:
+        return msgspec.json.encode(result)
+    except UnicodeEncodeError:  # a file's name that is not UTF-8
+        return msgspec.json.encode(_escaped(msgspec.to_builtins(result)))
+
+
+def _escaped(value: Any) -> Any:
+    """Write bytes that are no text as visible codes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value

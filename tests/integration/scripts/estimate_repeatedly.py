@@ -16,11 +16,10 @@ from fsdp2prof.estimators.memory import MemoryPrediction, predict_memory
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.reporters import jsonreport
 
 
 def digest(prediction: MemoryPrediction) -> str:
-    sums = hashlib.sha256(jsonreport.render(prediction.estimate).encode())
+    sums = hashlib.sha256(msgspec.json.encode(prediction.estimate))
     sums.update(msgspec.json.encode(prediction.manifest.tensors))
     recording = prediction.recording
     for table in (recording.allocations, recording.segments, recording.blocks, recording.labels):

@@ -1,0 +1,55 @@
+"""What was set up otherwise in two runs: command, libraries, environment, devices, sharding, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
+from fsdp2prof.results import RunSummary, SettingChange
+
+__all__ = ["fold_settings", "setting_changes"]
+
+
+def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list[SettingChange]:
+    """Return what was set up otherwise; nothing unless both sides are runs."""
+    if before is None or after is None:
+        return []
+    sides = _setup(before), _setup(after)
+    return [
+        SettingChange(name=name, before=sides[0].get(name), after=sides[1].get(name))
+        for name in {**sides[0], **sides[1]}
+        if sides[0].get(name) != sides[1].get(name)
+    ]
+
+
+def fold_settings(changes: Sequence[SettingChange]) -> list[SettingChange]:
+    """Fold settings whose names differ in one number and that changed alike, in order of appearance."""
+    folded: list[tuple[int, SettingChange]] = []
+    for alike in families([(change.name, (change.before, change.after)) for change in changes]):
+        if len(alike) < FOLD_FROM:
+            folded += [(i, changes[i]) for i in alike]
+        else:
+            name = family_name([changes[i].name for i in alike])
+            folded.append((alike[0], replace(changes[alike[0]], name=name, settings=len(alike))))
+    return [change for _, change in sorted(folded, key=lambda entry: entry[0])]
+
+
+def _setup(run: RunSummary) -> dict[str, str]:
+    known = {
+        "command": " ".join(run.command),
+        "world_size": "" if run.world_size is None else str(run.world_size),
+        "device": ", ".join(sorted({rank.device for rank in run.ranks if rank.device})),
+        "optimizer": ", ".join(run.optimizers),
+        **{f"versions.{name}": value for name, value in run.versions.items()},
+        **{f"environment.{name}": value for name, value in run.environment.items()},
+    }
+    several = len({group.root for group in run.shard_groups}) > 1
+    for group in run.shard_groups:
+        name = f"root{group.root}:{group.fqn or '(root)'}" if several else group.fqn or "(root)"
+        known[f"sharding of {name}"] = (
+            f"mesh {group.mesh}; {group.dtype}, gathered as {group.param_dtype or group.dtype}, "
+            f"reduced as {group.reduce_dtype or group.param_dtype or group.dtype}; "
+            f"reshard after forward: {group.reshard_after_forward}{'; offloaded' if group.offload else ''}"
+        )
+    return {name: value for name, value in known.items() if value}

@@ -1,0 +1,111 @@
+"""The step of two sides, its parts, and whether its change is more than its steps differ among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from fsdp2prof.analyzers.means import mean
+from fsdp2prof.results import (
+    BreakdownNs,
+    StepBreakdown,
+    StepSpread,
+    TimeChange,
+    TraceAnalysis,
+    UnrecordedStep,
+)
+from fsdp2prof.vocabulary import EXPOSED_PARTS
+
+__all__ = [
+    "beyond_spread",
+    "exposed_change",
+    "step_changes",
+    "traced_spread",
+    "unrecorded_change",
+    "unrecorded_spread",
+]
+
+_ENOUGH = 3
+"""Steps of a side from which its spread says something."""
+
+
+def step_changes(
+    before: TraceAnalysis | None, after: TraceAnalysis | None
+) -> tuple[TimeChange | None, list[TimeChange]]:
+    """Return the change of the mean step and of its parts; none without steps on both sides."""
+    sides = [_steps(before), _steps(after)]
+    if not all(sides):
+        return None, []
+    whole = [_mean([step.duration_ns for step in side]) for side in sides]
+    parts = [field.name for field in fields(BreakdownNs)]
+    return _time("step", *whole), [
+        _time(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in sides))
+        for part in parts
+    ]
+
+
+def exposed_change(breakdown: Sequence[TimeChange]) -> TimeChange | None:
+    """Sum the parts that are exposed communication."""
+    parts = [row for row in breakdown if row.part in EXPOSED_PARTS]
+    if not parts:
+        return None
+    return _time("exposed", sum(row.before_ns for row in parts), sum(row.after_ns for row in parts))
+
+
+def unrecorded_change(before: UnrecordedStep | None, after: UnrecordedStep | None) -> TimeChange | None:
+    """Compare the medians; None unless both are known."""
+    if before is None or after is None:
+        return None
+    return _time("unrecorded_step", before.median_ns, after.median_ns)
+
+
+def _steps(trace: TraceAnalysis | None) -> list[StepBreakdown]:
+    return [] if trace is None else [step for rank in trace.ranks for step in rank.steps]
+
+
+def _mean(values: Sequence[int]) -> float:
+    return mean(sum(values), len(values))
+
+
+def _time(part: str, before: float, after: float) -> TimeChange:
+    return TimeChange(
+        part=part,
+        before_ns=before,
+        after_ns=after,
+        delta_ns=after - before,
+        delta_frac=(after - before) / before if before else None,
+    )
+
+
+def unrecorded_spread(step: UnrecordedStep | None) -> StepSpread | None:
+    """Return between which times half of the unrecorded steps lie; None without any."""
+    if step is None:
+        return None
+    return StepSpread(
+        measured_on="unrecorded",
+        steps=step.steps,
+        typical_ns=step.median_ns,
+        low_ns=step.lower_quartile_ns,
+        high_ns=step.upper_quartile_ns,
+    )
+
+
+def traced_spread(trace: TraceAnalysis | None) -> StepSpread | None:
+    """Return between which times the traced windows of all ranks lie; None without any."""
+    durations = [step.duration_ns for step in _steps(trace)]
+    if not durations:
+        return None
+    return StepSpread(
+        measured_on="traced",
+        steps=len(durations),
+        typical_ns=_mean(durations),
+        low_ns=min(durations),
+        high_ns=max(durations),
+    )
+
+
+def beyond_spread(before: StepSpread | None, after: StepSpread | None) -> bool | None:
+    """Whether two spreads do not overlap; None where one has too few steps to say."""
+    if before is None or after is None or min(before.steps, after.steps) < _ENOUGH:
+        return None
+    return after.low_ns > before.high_ns or after.high_ns < before.low_ns

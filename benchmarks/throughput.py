@@ -1,0 +1,148 @@
+"""Predicted against published speed of real FSDP2 runs.
+
+    python benchmarks/throughput.py PUBLISHED.csv [ID ...]
+
+The table (or the environment variable FSDP2PROF_PUBLISHED_THROUGHPUT) has a row a run: id, model, gpus, gpu,
+interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source.
+*Cold* uses data sheets and published measurements of the parts alone. *Calibrated* multiplies every
+prediction by the one factor that makes the first row of the same accelerator and source exact; that row is
+left out of its errors.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import estimate_step
+
+PARTS = {
+    "H100-SXM-96": "h100-sxm-96gb",
+    "H100-96": "h100-sxm-96gb",
+    "H100-SXM": "h100-sxm",
+    "A100-SXM-80": "a100-80gb",
+    "A100-40": "a100-40gb",
+    "MI300X": "mi300x",
+    "B200": "b200",
+}
+"""What a row calls its accelerator, by the beginning, the longest first -> its name here."""
+
+NETWORKS = {"EFA": "400gb-efa", "RDMA": "400gb-roce", "Slingshot": "200gb-slingshot"}
+"""A word of the row's interconnect -> the network's name here."""
+
+UNSAID = {"?", ""}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run that can be predicted."""
+
+    id: str
+    kind: str
+    family: tuple[str, str]
+    """Accelerator and source: what one row calibrates the others of."""
+    published: float
+    model: ModelSpec
+    mesh: MeshSpec
+    policy: PolicySpec
+    cluster: Cluster
+
+
+def read(row: dict[str, str]) -> Row:
+    """Understand a row. Raises ``ModelError`` with the reason why it cannot be predicted."""
+    if "asyncTP" in row["mesh"] or "interleaved" in row["mesh"]:
+        raise ModelError("asynchronous TP and interleaved schedules are not modelled")
+    if "ep=" in row["mesh"] and "ep=1" not in row["mesh"]:
+        raise ModelError("expert parallelism is not modelled")
+    if row["ac"] in UNSAID or not row["batch_per_gpu"].isdecimal():
+        raise ModelError("its checkpointing or its batch per GPU is not published")
+    sizes = (part for part in row["mesh"].split() if "=" in part)
+    mesh = MeshSpec.parse(",".join(sizes))
+    part = next((name for start, name in PARTS.items() if row["gpu"].startswith(start)), None)
+    if part is None:
+        raise ModelError(f"accelerator {row['gpu']!r} is not known")
+    network = next((name for word, name in NETWORKS.items() if word in row["interconnect"]), None)
+    cluster = Cluster(
+        hardware=HardwareSpec.parse(part),
+        gpus_per_node=4 if "Perlmutter" in row["gpu"] else 8,
+        network=NetworkSpec.parse(network) if network else None,
+    )
+    float8 = row["float8"].partition("+")[0]
+    compiled = row["compile"] == "yes"
+    batch = int(row["batch_per_gpu"])
+    reshard = row["reshard"].partition("(")[0]
+    policy = {
+        "batch_size": 1 if mesh.pp > 1 else batch,
+        "grad_accum": batch if mesh.pp > 1 else 1,
+        "seq_len": int(row["seq_len"]),
+        "ac": row["ac"],
+        "reshard": "torchtitan" if reshard == "default" else reshard,
+        "reshard_root": False,
+        "compile": compiled,
+        "float8": None if float8 == "no" else float8,
+        "fp8_all_gather": float8 == "tensorwise",
+    }
+    nodes = "nodes" if int(row["gpus"]) > cluster.gpus_per_node else None
+    kind = "tp" if mesh.tp > 1 else "float8" if float8 != "no" else "compiled" if compiled else "eager"
+    return Row(
+        id=row["id"],
+        kind=f"{kind}, several {nodes}" if nodes else kind,
+        family=(row["gpu"], row["source"].partition(" ")[0].partition("(")[0]),
+        published=float(row["tokens_per_s_per_gpu"]),
+        model=ModelSpec(source=row["model"]),
+        mesh=mesh,
+        policy=PolicySpec.from_mapping(policy),
+        cluster=cluster,
+    )
+
+
+def main() -> None:
+    """Print the table and the errors of each class."""
+    arguments = sys.argv[1:]
+    named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
+    path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_THROUGHPUT"])
+    factors: dict[tuple[str, str], float] = {}
+    cold: dict[str, list[float]] = defaultdict(list)
+    calibrated: dict[str, list[float]] = defaultdict(list)
+    print(
+        f"{'id':7}{'class':26}{'published':>10}{'cold':>10}{'error':>8}{'calibrated':>11}  tokens/s per GPU"
+    )
+    with path.open(newline="") as file:
+        for found in csv.DictReader(file):
+            if arguments and found["id"] not in arguments:
+                continue
+            try:
+                row = read(found)
+                speed = estimate_step(row.model, row.mesh, row.policy, row.cluster).tokens_per_s_per_gpu
+            except (ModelError, StopIteration) as refusal:
+                print(f"{found['id']:7}not predicted: {refusal}", flush=True)
+                continue
+            error = speed / row.published - 1
+            cold[row.kind].append(error)
+            shown = "(reference)"
+            if row.family in factors:
+                tuned = speed * factors[row.family] / row.published - 1
+                calibrated[row.kind].append(tuned)
+                shown = f"{100 * tuned:+.1f}%"
+            factors.setdefault(row.family, row.published / speed)
+            line = f"{row.id:7}{row.kind:26}{row.published:10.0f}{speed:10.0f}{100 * error:+7.1f}%{shown:>11}"
+            print(line, flush=True)
+    for name, errors in (("cold", cold), ("calibrated", calibrated)):
+        for kind, values in errors.items():
+            sizes = [abs(value) for value in values]
+            print(f"{name}, {kind}: mean {mean(sizes):.1%}, largest {max(sizes):.1%} of {len(sizes)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What an estimate is of, as its result says it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.results import EstimatedMesh, EstimatedModel, EstimatedPolicy
+
+__all__ = ["mesh_as_given", "model_as_built", "policy_as_given"]
+
+
+def model_as_built(built: Model, parameters: int) -> EstimatedModel:
+    """Describe a model of ``parameters`` elements."""
+    return EstimatedModel(name=built.name, parameters=parameters, blocks=len(built.blocks))
+
+
+def mesh_as_given(mesh: MeshSpec) -> EstimatedMesh:
+    """Describe a mesh."""
+    return EstimatedMesh(**asdict(mesh), world_size=mesh.world_size)
+
+
+def policy_as_given(policy: PolicySpec) -> EstimatedPolicy:
+    """Describe a policy: every option as it was checked and completed."""
+    return EstimatedPolicy(**policy.to_mapping())

@@ -1,0 +1,215 @@
+"""Where a result goes and how it looks there: ``-o``, ``--format``, ``-v``, ``--table``, ``-f``, ``-q``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fsdp2prof.commands.messages import say
+from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.errors import InputError, UsageError
+from fsdp2prof.files import replacing
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.vocabulary import printable
+
+__all__ = ["Output", "output_options"]
+
+_EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
+
+_PIPED_WIDTH = 118
+"""Columns of text that does not go to a terminal, unless COLUMNS says otherwise."""
+
+_MIN_WIDTH, _MAX_WIDTH = 40, 200
+
+_CLOSED_PIPE = 128 + 13
+"""Exit code of a program that SIGPIPE ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Where a command's result goes."""
+
+    path: Path | None
+    """None is stdout."""
+    format: str
+    force: bool
+    quiet: bool
+    verbose: bool = False
+    table: str | None = None
+    """The table that CSV holds; None is the first one."""
+
+    def render(self, result: Any, *, source: str | Path = "") -> None:
+        """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
+        options = RenderOptions(
+            source=str(source),
+            verbose=self.verbose,
+            table=self.table,
+            width=_text_width(self.to_terminal),
+            colour=self.to_terminal and _wants_colour(),
+        )
+        self.write(RENDERERS[self.format].render(build(result), options))
+
+    @property
+    def to_terminal(self) -> bool:
+        """Whether a person reads the result on a terminal."""
+        return self.path is None and sys.stdout.isatty()
+
+    def write(self, content: str | bytes) -> None:
+        """Write the result: to stdout, or to the file, which appears whole or not at all."""
+        if self.path is None:
+            _print(content)
+            return
+        _refuse_existing(self.path, self.force)
+        try:
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
+        if not self.quiet and sys.stderr.isatty():
+            say(f"wrote {self.path}")
+
+    @contextmanager
+    def progress(self, doing: str) -> Iterator[None]:
+        """Show what is being done on stderr, if a person is looking; one plain line where colour is off."""
+        if self.quiet or not sys.stderr.isatty():
+            yield
+            return
+        if not _wants_colour():
+            say(doing)
+            yield
+            return
+        from rich.console import Console
+        from rich.text import Text
+
+        with Console(stderr=True).status(Text(printable(doing))):
+            yield
+
+
+def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add where and how the result is written (``-o``, ``--format``, ``-v``, ...) as one ``output``.
+
+    Without ``formats`` it is every one there is. The first is the default unless ``--format`` or the
+    extension of ``-o`` says otherwise. An existing file is refused before any work is done, unless ``-f`` is
+    given.
+    """
+    formats = formats or tuple(RENDERERS)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_output(
+            *args: Any,
+            output_path: Path | None,
+            force: bool,
+            quiet: bool,
+            output_format: str | None = None,
+            output_verbose: bool = False,
+            output_table: str | None = None,
+            **rest: Any,
+        ) -> None:
+            chosen = _choose_format(output_path, output_format, formats)
+            if chosen != "csv":
+                refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+            if chosen != "text":
+                refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+            if output_path is None:
+                refuse_given("--force", because="it overwrites the file of -o, which is not given")
+            if output_path is not None:
+                _refuse_existing(output_path, force)
+            output = Output(
+                path=output_path,
+                format=chosen,
+                force=force,
+                quiet=quiet,
+                verbose=output_verbose,
+                table=output_table,
+            )
+            command(*args, output=output, **rest)
+
+        decorated: Callable[..., None] = with_output
+        for option in reversed(_options(formats)):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def _options(formats: Sequence[str]) -> list[Callable[[Any], Any]]:
+    """Return the options of a command that writes these formats, in the order its help shows them."""
+    path = click.Path(path_type=Path)
+    options = [
+        click.option("-o", "--output", "output_path", type=path, help="Write to this file instead of stdout.")
+    ]
+    if len(formats) > 1:
+        text = f"Output format; else the extension of -o decides, else {formats[0]}."
+        options.append(click.option("--format", "output_format", type=click.Choice(formats), help=text))
+    if "text" in formats:
+        text = "Text with every rank, step, layer and setting, nothing folded."
+        options.append(click.option("-v", "--verbose", "output_verbose", is_flag=True, help=text))
+    if "csv" in formats:
+        text = "Which table CSV output holds, instead of the first; a wrong name lists them."
+        options.append(click.option("--table", "output_table", metavar="NAME", help=text))
+    return [
+        *options,
+        click.option("-f", "--force", is_flag=True, help="Overwrite an existing output file."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress or messages on stderr."),
+    ]
+
+
+def _wants_colour() -> bool:
+    """Whether escape codes are welcome: not with ``NO_COLOR`` or on a terminal that knows none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _text_width(to_terminal: bool) -> int:
+    """Columns of text: those of ``COLUMNS`` or of the terminal, within reason."""
+    fallback = (_PIPED_WIDTH, 24)
+    if to_terminal:
+        width = shutil.get_terminal_size(fallback).columns
+    else:
+        asked = os.environ.get("COLUMNS", "")
+        width = int(asked) if asked.isdecimal() and int(asked) else _PIPED_WIDTH
+    return max(_MIN_WIDTH, min(width, _MAX_WIDTH))
+
+
+def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]) -> str:
+    if chosen is None and path is not None:
+        guessed = _EXTENSIONS.get(path.suffix.lower())
+        if guessed is None:
+            known = " ".join(RENDERERS[name].extension for name in formats)
+            raise UsageError(f"{path}: no format known for {path.suffix!r}; use one of {known}, or --format")
+        chosen = guessed
+    chosen = chosen or formats[0]
+    if chosen not in formats:
+        raise UsageError(f"{path}: this command writes {', '.join(formats)}, not {chosen}")
+    if RENDERERS[chosen].page and path is None:
+        raise UsageError(f"a page needs a file to go to: add -o report{RENDERERS[chosen].extension}")
+    return chosen
+
+
+def _print(content: str | bytes) -> None:
+    """Write to stdout; a reader that went away (``| head``) ends the command as a signal would, silently."""
+    try:
+        click.echo(content, nl=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.exceptions.Exit(_CLOSED_PIPE) from None
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    if path.is_dir():
+        raise InputError(f"{path}: a folder; -o takes a file")
+    if path.exists() and not force:
+        raise InputError(f"{path}: exists already; add -f to overwrite it")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path}: its folder does not exist")

@@ -1,0 +1,83 @@
+"""Document of a step estimate: how long, what bounds it, and the predicted step like a recorded one."""
+
+from __future__ import annotations
+
+from fsdp2prof.reporters.document import Document, Facts, KeyFigure, Section, Sentences, Table
+from fsdp2prof.reporters.documents.trace import trace_data, trace_sections
+from fsdp2prof.reporters.formats import bar_column, ms_column, number_column, show_frac, text_column
+from fsdp2prof.results import StepEstimate
+from fsdp2prof.units import format_frac, format_ns, plural
+from fsdp2prof.vocabulary import KERNEL_BOUNDS
+
+__all__ = ["step_estimate_document"]
+
+
+def step_estimate_document(estimate: StepEstimate) -> Document:
+    """Lay out a step estimate."""
+    return Document(
+        kind="estimate.step",
+        title="Step time",
+        subtitle=_what(estimate),
+        verdict=estimate.verdict,
+        numbers=_numbers(estimate),
+        sections=[
+            Section(anchor="estimate", title="Estimate", blocks=[_facts(estimate), _kernels(estimate)]),
+            *trace_sections(estimate.trace),
+            Section(
+                anchor="assumptions",
+                title="Assumptions",
+                blocks=[
+                    Sentences(title="Not known, and varied", lines=estimate.range.unknown, style="list"),
+                    Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
+                ],
+            ),
+        ],
+        result=estimate,
+        data=trace_data(estimate.trace),
+    )
+
+
+def _what(estimate: StepEstimate) -> str:
+    use = estimate.hardware
+    nodes = "" if use.nodes == 1 else f" on {plural(use.nodes, 'node')}, {use.network}"
+    ranks = estimate.mesh.world_size
+    return f"{estimate.model.name}, {ranks:,} x {use.name}{nodes}"
+
+
+def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
+    figures = [
+        KeyFigure(value=format_ns(estimate.step_ns), label="a step"),
+        KeyFigure(value=f"{estimate.tokens_per_s_per_gpu:,.0f}", label="tokens/s per GPU"),
+    ]
+    if estimate.mfu is not None:
+        figures.append(KeyFigure(value=format_frac(estimate.mfu), label="MFU"))
+    return figures
+
+
+def _facts(estimate: StepEstimate) -> Facts:
+    pairs = {
+        "step": f"{format_ns(estimate.step_ns)}, {format_ns(estimate.range.low_ns)} to "
+        f"{format_ns(estimate.range.high_ns)} by what is not known",
+        "speed": f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+        f"{estimate.tokens_per_step:,} tokens a step",
+        "MFU, HFU": f"{format_frac(estimate.mfu)}, {format_frac(estimate.hfu)}",
+    }
+    if estimate.bubble_ns:
+        share = format_frac(estimate.bubble_ns / estimate.step_ns)
+        pairs["pipeline bubble"] = f"{format_ns(estimate.bubble_ns)}, {share} of the step"
+    return Facts(title="Speed", pairs=pairs)
+
+
+def _kernels(estimate: StepEstimate) -> Table:
+    rows = sorted(estimate.kernels_ns.items(), key=lambda item: -item[1])
+    return Table(
+        name="kernels",
+        title="What the compute stream's kernels are bound by",
+        columns=[
+            text_column("bound_by", "bound by", lambda name: KERNEL_BOUNDS[name].label),
+            ms_column("duration_ns", "ms", [time for _, time in rows]),
+            number_column("step_frac", "of the step", show_frac),
+            bar_column("step_frac"),
+        ],
+        rows=[[name, time, time / estimate.step_ns, time / estimate.step_ns] for name, time in rows],
+    )

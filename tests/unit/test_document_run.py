@@ -1,0 +1,137 @@
+"""The document of a run: trace and memory together, what was run, and nothing of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.numbers import unexplained
+from support.rendered import json_of, row_of, table_of, text_of
+from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysis, run_summary, trace_analysis
+
+from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import shard_families
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.results import Finding
+
+RAW = frozenset({"groups", "prefetch", "host_syncs", "timeline", "phase_spans"})
+
+
+def finding(name: str, severity: str, change: str = "") -> Finding:
+    return Finding(id=name, severity=severity, fqn=None, message=f"{name}. {change}", change=change)  # type: ignore[arg-type]
+
+
+def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -> None:
+    trace = replace(trace_analysis(), findings=[finding("t1", "high", "Do t1."), finding("t2", "low")])
+    memory = replace(memory_analysis(), findings=[finding("m1", "high"), finding("m2", "medium")])
+    run = combine(run_summary(), trace, memory)
+    assert [one.id for one in run.findings] == ["t1", "m1", "m2", "t2"]
+    assert run.verdict == [*trace.verdict[:2], "Try this first: do t1."]
+    assert run.advice == [*trace.advice, *memory.advice]
+
+
+def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
+    trace = replace(trace_analysis(), findings=[], verdict=trace_analysis().verdict[:2])
+    memory = replace(memory_analysis(), findings=[], verdict=["a", "b", "c"])
+    assert combine(run_summary(), trace, memory).verdict == [*trace.verdict, "a"]
+    assert combine(run_summary(), replace(trace, verdict=["x"]), memory).verdict == ["x", "a"]
+    tried = replace(memory, findings=[finding("m1", "medium", "Do m1.")])
+    assert combine(run_summary(), trace, tried).verdict == [
+        *trace.verdict,
+        "Try this first for memory: do m1.",
+    ]
+    assert combine(run_summary(), None, memory).verdict == ["a", "b", "c"]
+    assert combine(run_summary(), trace, None).verdict == trace.verdict
+
+
+def test_a_request_that_failed_leads() -> None:
+    memory = memory_analysis()
+    failed = replace(memory.ranks[0], oom=out_of_memory())
+    memory = replace(memory, ranks=[failed], verdict=["It ran out.", "b", "Shard wider."])
+    run = combine(run_summary(), trace_analysis(), memory)
+    assert run.verdict == ["It ran out.", trace_analysis().verdict[0], "Shard wider."]
+
+
+def test_parts_follow_one_another_and_the_run_comes_last() -> None:
+    document = build(run_analysis())
+    anchors = [section.anchor for section in document.sections]
+    assert anchors[:2] == ["findings", "step"]
+    assert anchors.index("communication") < anchors.index("memory") < anchors.index("run")
+    assert anchors[-1] == "run"
+    assert (document.title, document.subtitle) == (
+        "Run runs/sample",
+        "partial, exit code 0, 3 ranks on node0",
+    )
+    assert document.warnings[0] == "1 of 3 ranks left nothing: 2"
+    labels = [number.label for number in document.numbers]
+    assert labels[0] == "traced step, mean"
+    assert any("peak memory" in label for label in labels)
+    names = list(document.tables())
+    assert names[:2] == ["groups", "steps"]
+    assert {"by_layer", "ranks", "sharding"} <= set(names)
+
+
+def test_rank_rows_hold_the_unrecorded_median_and_trouble_comes_first() -> None:
+    run = run_analysis()
+    broken = replace(run.run.ranks[1], state="crashed", error="ValueError: no", unrecorded_step=None)
+    run = replace(run, run=replace(run.run, ranks=[run.run.ranks[0], broken]))
+    text = text_of(run)
+    rows = text[text.index("those in trouble first") :]
+    assert row_of(rows, "1 ")[:4] == ["1", "crashed", "-", "4"]
+    assert row_of(rows, "1 ")[-2:] == ["ValueError:", "no"]
+    assert row_of(rows, "0 ")[:9] == ["0", "complete", "40.0", "ms", "4", "steps", "3-4", "step", "5"]
+
+
+def test_parameter_groups_that_are_alike_share_a_row_with_their_sums() -> None:
+    run = run_summary()
+    blocks = [replace(run.shard_groups[1], fqn=f"layers.{i}") for i in range(4)]
+    frozen = replace(blocks[0], fqn="teacher", requires_grad=False, reshard_after_forward=2, offload=True)
+    groups = [run.shard_groups[0], *blocks, frozen]
+    families = shard_families(groups)
+    assert [(one.layer, one.groups, one.numel, one.sharded_bytes) for one in families] == [
+        ("", 1, 1_000_000, 2_000_064),
+        ("layers.0-3", 4, 4_000_000, 4 * 2_000_064),
+        ("teacher", 1, 1_000_000, 2_000_064),
+    ]
+    assert sum(one.padding_bytes or 0 for one in families) == sum(one.padding_bytes or 0 for one in groups)
+    changed = replace(run, shard_groups=groups, shard_families=families)
+    table = table_of(build(combine(changed, None, None)), "sharding")
+    assert [row[0] for row in table.rows] == ["", "layers.0-3", "teacher (frozen)"]
+    assert table.rows[-1][-1] == "to 2 ranks, offload"
+    assert table.unabridged is not None
+    assert len(table.unabridged.rows) == 6
+
+
+def test_roots_are_told_apart_in_the_sharding() -> None:
+    run = run_summary()
+    groups = [run.shard_groups[0], replace(run.shard_groups[0], root=1)]
+    assert [family.layer for family in shard_families(groups)] == ["root0:", "root1:"]
+
+
+def test_a_size_that_is_unknown_in_one_group_is_unknown_in_the_family() -> None:
+    first = run_summary().shard_groups[1]
+    groups = [replace(first, fqn=f"h.{i}", sharded_bytes=None, padding_bytes=None) for i in range(3)]
+    (family,) = shard_families(groups)
+    assert (family.groups, family.sharded_bytes) == (3, None)
+
+
+def test_a_run_that_left_only_its_manifests() -> None:
+    text = text_of(combine(run_summary(), None, None))
+    assert "What was run" in text
+    assert "Where the step goes" not in text
+    assert "3 ranks on node0" in text
+
+
+@pytest.mark.parametrize("hostile", [None, "a_very_long_module_name." * 12, HOSTILE])
+@pytest.mark.parametrize("width", [60, 80, 118])
+def test_it_fits_its_width_and_names_stay_text(hostile: str | None, width: int) -> None:
+    text = text_of(run_analysis(hostile=hostile), width=width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\x1b" not in text
+
+
+def test_every_number_of_the_text_stands_in_the_json() -> None:
+    run = run_analysis()
+    text = text_of(run).split("fsdp2prof report")[0]
+    shown = [line for line in text.splitlines() if "all with -v" not in line]
+    assert unexplained("\n".join(shown), json_of(run), without=RAW) == []
