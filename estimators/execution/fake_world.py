@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says what c10d's operators return
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,17 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Forget the meshes of a process group that is gone: up to torch 2.9 the next one's get its groups."""
+    if hasattr(_mesh_resources, "child_to_root_mapping"):
+        _mesh_resources.child_to_root_mapping.clear()
+        _mesh_resources.root_to_flatten_mapping.clear()
+        _mesh_resources.flatten_name_to_root_dims.clear()
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
