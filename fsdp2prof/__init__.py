@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results import MemoryEstimate as MemoryEstimate
     from fsdp2prof.results import RunAnalysis as RunAnalysis
     from fsdp2prof.results import RunComparison as RunComparison
+    from fsdp2prof.results import StepEstimate as StepEstimate
     from fsdp2prof.results import TraceAnalysis as TraceAnalysis
     from fsdp2prof.workflows.references import references as references
 
@@ -62,6 +63,7 @@ _HOMES = {
         "MemoryEstimate",
         "RunAnalysis",
         "RunComparison",
+        "StepEstimate",
         "TraceAnalysis",
     ),
     "fsdp2prof.workflows.references": ("references",),

@@ -3,7 +3,8 @@
 The C unpickler alone is not safe even if it refuses every class: hashing a tuple nested a million deep
 overflows the C stack, one of a few dozen tuples that share their members takes for ever, and a memo index of
 four bytes allocates gigabytes. So the opcodes are walked first, by one regular expression at C speed. Allowed
-is what an allocator snapshot needs: dictionaries, lists, strings, numbers, and tuples of two integers.
+is what allocator snapshots and Flight Recorder dumps need: dictionaries, lists, strings, numbers, tuples of
+two integers, and tuples of two names, which nothing may remember: so no tuple holds another one of them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ __all__ = ["load_containers", "text"]
 _COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
 _INTEGER = rb"(?:K.|M..|J.{4})"
 _PAIR = _INTEGER + rb"\x86"  # the second integer of a tuple of two
+_SHORT = b"|".join(b"\\x%02x\0\0\0.{%d}" % (length, length) for length in range(256))
+_NAME = rb"(?:h.|j.{4}|X(?:" + _SHORT + rb")(?:q.|r.{4})?)"
+_PAIR_OF_NAMES = _NAME + _NAME + rb"\x86(?=[hjX])"
+"""A name follows, so that the tuple is not on top of the stack again, where it could be memoized."""
 _PLAIN = re.compile(
     rb"(?s:(?:"
     rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items
-    rb"|h.|j.{4}"  # memo get
+    rb"|" + _PAIR_OF_NAMES + rb"|h.|j.{4}"  # memo get
     rb"|K.(?:"
     + _PAIR
     + rb")?|M..(?:"
@@ -36,12 +41,13 @@ _PLAIN = re.compile(
     rb"|q.|r.{3}\x00"  # memo put
     rb"|\x8a(?:\x07.{7}|\x06.{6}|\x05.{5}|" + _COUNTED + rb")"  # long integers; addresses and times first
     rb"|\x8c(?:" + _COUNTED + rb")"  # short strings
+    rb"|X(?:" + _SHORT + rb")"  # strings of the same length as written by C++
     rb"|G.{8}|\x95.{8}|\x80."  # floats, frames, protocol
     rb"){1,2000})"
 )
 _WITH_OPERAND = frozenset(b"KMJhqj\x8c\x8aG\x95\x80")
 """Opcodes that are plain unless the file ends within them."""
-_CHUNK, _LONGEST = 4 << 20, 512
+_CHUNK, _LONGEST = 4 << 20, 1024
 """Bytes read at a time; bytes that hold any opcode but a long string."""
 _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 """Opcodes at which the unpickler would look something up: it is left to say what."""
@@ -92,11 +98,11 @@ class _ContainersOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> NoReturn:
         """Refuse: looking a class up runs code."""
-        raise SnapshotError(f"the pickle asks for {module}.{name}; a snapshot holds only plain containers")
+        raise SnapshotError(f"the pickle asks for {module}.{name}; only plain containers are read")
 
     def persistent_load(self, identifier: Any) -> NoReturn:
         """Refuse: plain containers need no persistent object."""
-        raise SnapshotError("the pickle asks for a persistent object; a snapshot holds only plain containers")
+        raise SnapshotError("the pickle asks for a persistent object; only plain containers are read")
 
 
 def _check(file: BinaryIO) -> None:
@@ -137,4 +143,4 @@ def _unwanted(opcode: int, position: int) -> Exception:
         return pickle.UnpicklingError(f"byte {position} is no opcode")
     if opcode in _WITH_OPERAND:
         return pickle.UnpicklingError(f"it ends within opcode {known[opcode]} at byte {position}")
-    return SnapshotError(f"opcode {known[opcode]} at byte {position}; a snapshot holds only plain containers")
+    return SnapshotError(f"opcode {known[opcode]} at byte {position}; only plain containers are read")

@@ -15,6 +15,7 @@ from fsdp2prof.reporters.formats import (
     layer_column,
     name_column,
     number_column,
+    scaled,
     show_bytes,
     show_category,
     show_ns,
@@ -185,14 +186,8 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
 
 
 def _sparse(scale: int, digits: int) -> Show:
-    """Return what writes bytes in one unit, nothing for none and ``<0.01`` for next to none."""
-    least = f"{0.1**digits:.{digits}f}"
-
-    def show(value: int) -> str:
-        text = f"{value / scale:,.{digits}f}"
-        return "" if not value else f"<{least}" if float(text.replace(",", "")) == 0 else text
-
-    return show
+    """Return what writes bytes in one unit, nothing for none."""
+    return lambda value: scaled(value, scale, digits) if value else ""
 
 
 def block_table(rank: RankMemory) -> Table:

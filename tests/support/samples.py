@@ -1,0 +1,84 @@
+"""One small result of every kind that has a document, made by the code that makes real ones where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp2prof import results
+from fsdp2prof.analyzers.hang.analysis import analyze_hang
+from fsdp2prof.analyzers.hta.critical_path import critical_path
+from fsdp2prof.analyzers.hta.idle_causes import idle_causes
+from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
+from fsdp2prof.analyzers.hta.trace_diff import trace_diff
+from fsdp2prof.estimators.checkpoint import estimate_checkpoint
+from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import estimate_step
+from support.flight_dumps import two_ranks_that_differ
+from support.results import (
+    memory_analysis,
+    memory_comparison,
+    run_analysis,
+    run_comparison,
+    trace_analysis,
+)
+from support.traces import two_kernel_trace
+
+MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
+POLICY = PolicySpec(seq_len=16)
+
+SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
+    "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
+    "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
+    "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
+    "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
+    "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
+    "memory_estimate": (
+        results.MemoryEstimate,
+        "fsdp2prof.estimate.memory/1",
+        lambda: estimate_memory(MODEL, MESH, POLICY),
+    ),
+    "comm_estimate": (
+        results.CommEstimate,
+        "fsdp2prof.estimate.comm/1",
+        lambda: estimate_comm(MODEL, MESH, POLICY),
+    ),
+    "step_estimate": (
+        results.StepEstimate,
+        "fsdp2prof.estimate.step/1",
+        lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
+    ),
+    "checkpoint_estimate": (
+        results.CheckpointEstimate,
+        "fsdp2prof.estimate.checkpoint/1",
+        lambda: estimate_checkpoint(MODEL, MESH, POLICY),
+    ),
+    "critical_path": (
+        results.CriticalPath,
+        "fsdp2prof.trace.critical_path/1",
+        lambda: critical_path(two_kernel_trace()),
+    ),
+    "launch_statistics": (
+        results.LaunchStatistics,
+        "fsdp2prof.trace.launch_statistics/1",
+        lambda: launch_statistics(two_kernel_trace()),
+    ),
+    "idle_causes": (
+        results.IdleCauses,
+        "fsdp2prof.trace.idle_causes/1",
+        lambda: idle_causes(two_kernel_trace()),
+    ),
+    "trace_diff": (
+        results.TraceDiff,
+        "fsdp2prof.trace.diff/1",
+        lambda: trace_diff(two_kernel_trace(), two_kernel_trace()),
+    ),
+}
+"""Short name -> type, schema, what makes one."""
