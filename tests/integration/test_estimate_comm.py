@@ -45,7 +45,10 @@ from .conftest import SCRIPTS
 
 
 class Interception(TorchDispatchMode):
-    """Counts collectives by (phase, op, dtype, payload bytes) below DTensor and FSDP."""
+    """Counts collectives by (phase, op, dtype, payload bytes) below DTensor and FSDP.
+
+    Those of one rank, which torch still calls before 2.10, move nothing and do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,10 +62,18 @@ class Interception(TorchDispatchMode):
         name = func.name().partition("::")
         if name[0] in ("c10d", "_c10d_functional"):
             op, payload = self._payload(name[2], args, result)
-            if op is not None:
+            if op is not None and self._ranks(args) > 1:
                 dtype = str(payload.dtype).removeprefix("torch.")
                 self.counts[self.phase, op, dtype, payload.numel() * payload.element_size()] += 1
         return result
+
+    @staticmethod
+    def _ranks(args):
+        """Size of the group: the first boxed object of a c10d operator, else the name at the end."""
+        boxed = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
+        if boxed is None:
+            return dist.distributed_c10d._resolve_process_group(args[-1]).size()
+        return dist.ProcessGroup.unbox(boxed).size()
 
     @staticmethod
     def _payload(name, args, result):
