@@ -154,7 +154,7 @@ def _notes(policy: PolicySpec) -> list[str]:
         notes.append(
             "gradient clipping all-reduces the stacked norms of all trained parameters once a step"
             if clipping_reduces_every_norm()
-            else "gradient clipping all-reduces the total norm once a step, as torch does before 2.9"
+            else "gradient clipping all-reduces the total norm once a step, as torch does before 2.10"
         )
     if policy.fp8_all_gather:
         notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")

@@ -24,11 +24,11 @@ def root_obeys_reshard() -> bool:
 
 @cache
 def clipping_reduces_every_norm() -> bool:
-    """Whether ``clip_grad_norm_`` all-reduces the norms of all parameters; up to torch 2.8 their sum."""
+    """Whether ``clip_grad_norm_`` all-reduces the norms of all parameters; up to torch 2.9 their total."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 9)
+    return (int(major), int(minor)) >= (2, 10)
 
 
 def fsdp_method_refusal(name: str) -> str | None:

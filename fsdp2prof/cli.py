@@ -16,7 +16,10 @@ __all__ = ["cli", "main"]
 
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
-    "analyze": ("fsdp2prof.commands.analyze:analyze", "Analyse a run directory, traces or snapshots."),
+    "analyze": (
+        "fsdp2prof.commands.analyze:analyze",
+        "Analyse a run directory, traces, snapshots or a hang.",
+    ),
     "estimate": (
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",

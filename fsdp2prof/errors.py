@@ -6,6 +6,7 @@
     ├── InputError            exit 1   a file, folder, model or config that cannot be used
     │   ├── TraceError                 a Kineto trace
     │   ├── SnapshotError              an allocator snapshot
+    │   ├── FlightRecorderError        a Flight Recorder dump
     │   ├── RunDirectoryError          a run directory
     │   └── ModelError                 a model, mesh or policy that cannot be estimated
     ├── UsageError            exit 2   options that contradict each other
@@ -18,6 +19,7 @@ once and prints ``error: MESSAGE`` on stderr.
 from __future__ import annotations
 
 __all__ = [
+    "FlightRecorderError",
     "Fsdp2ProfError",
     "InputError",
     "ModelError",
@@ -45,6 +47,10 @@ class TraceError(InputError):
 
 class SnapshotError(InputError):
     """A file that is not a readable allocator snapshot, or a pickle that wants more than containers."""
+
+
+class FlightRecorderError(InputError):
+    """A file that is not a readable Flight Recorder dump, or a folder without any."""
 
 
 class RunDirectoryError(InputError):

@@ -233,7 +233,7 @@ class StorageTracker:
     def _update(self, storage: torch.UntypedStorage, operator: Any) -> None:
         """Bring the count of one storage up to date: new, grown or shrunk since it was last seen.
 
-        ``operator`` is null for what was alive before the start.
+        ``operator`` is None for what was alive before the start.
         """
         size = storage.nbytes()
         live = self._live.get(storage._cdata)

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -60,10 +60,13 @@ class Task(Generic[T]):
         self._child.wait()
 
 
-def map_in_processes(function: Callable[[Item], T], items: Iterable[Item], workers: int) -> Iterator[T]:
+def map_in_processes(
+    function: Callable[[Item], T], items: Iterable[Item], workers: int
+) -> Generator[T, None, None]:
     """Yield ``function(item)`` in the order of the items, at most ``workers`` at a time.
 
     With one worker or one item everything runs here. No more than ``workers`` results wait at once.
+    Closing the generator ends the processes that are still at work.
     """
     waiting = list(items)
     if min(workers, len(waiting)) <= 1:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says what c10d's operators return
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,9 +39,21 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
+        with _events():
+            yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Forget the meshes of a process group that is gone: up to torch 2.9 the next one's get its groups."""
+    if hasattr(_mesh_resources, "child_to_root_mapping"):
+        _mesh_resources.child_to_root_mapping.clear()
+        _mesh_resources.root_to_flatten_mapping.clear()
+        _mesh_resources.flatten_name_to_root_dims.clear()
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -73,7 +86,6 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
-        stack.enter_context(_events())
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()

@@ -1,4 +1,4 @@
-"""``fsdp2prof analyze trace|memory|run``: read what a run left, analyse it, print or write the result."""
+"""``fsdp2prof analyze trace|memory|run|hang``: read what a job left, analyse it, write the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.commands.trace_options import cache_option, refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _path = click.argument("path", type=click.Path(path_type=Path))
 
 @click.group()
 def analyze() -> None:
-    """Analyse a run directory, traces or memory snapshots."""
+    """Analyse a run directory, traces, memory snapshots or the dumps of a job that hangs."""
 
 
 @analyze.command(short_help="Step breakdown, exposed communication by layer.")
@@ -67,6 +67,7 @@ def trace(
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
+@cache_option
 @fail_on_option("memory", "peak_allocated_gib>70")
 @output_options()
 def memory(
@@ -74,6 +75,7 @@ def memory(
     *,
     choice: JobChoice,
     diff: Path | None,
+    cache: bool,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -82,7 +84,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--fail-on", because="--diff compares two peaks")
+        refuse_given("--cache", "--fail-on", because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
         with output.progress(f"comparing {diff} with {path}"):
             from fsdp2prof.workflows.compare import compare_memory
@@ -93,7 +95,7 @@ def memory(
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory(choice.open(path), cache=True)
+        analysis = analyze_memory(choice.open(path), cache=cache)
     output.render(analysis, source=path)
     gate.check(analysis)
 
@@ -124,3 +126,24 @@ def run(
         analysis = analyze_run(job, **options)
     output.render(analysis, source=run)
     gate.check(analysis)
+
+
+@analyze.command(short_help="A job that hangs: who waits where, and for whom.")
+@_path
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
+)
+@output_options()
+def hang(path: Path, *, run: Path | None, output: Output) -> None:
+    """Which collective a job stands in, which ranks have not come, and which issue something else.
+
+    PATH is a Flight Recorder dump, a folder of them (one a rank), or a run directory that holds them.
+    """
+    with output.progress(f"analysing the dumps of {path}"):
+        from fsdp2prof.workflows.hang import analyze_hang
+
+        analysis = analyze_hang(path, run=run)
+    output.render(analysis, source=path)

@@ -41,9 +41,9 @@ class EventColumns(Table):
     stack: IntArray
     """Row of the stack of an ``alloc`` or ``oom``; -1 elsewhere."""
     pool: Strings
-    """Private pool as written; null is the default pool or unknown."""
+    """Private pool as written; None is the default pool or unknown."""
     tag: Strings
-    """``user_metadata``; null if empty."""
+    """``user_metadata``; None if empty."""
 
 
 def read_events(trace: list[Any], stacks: StackInterner) -> EventColumns:
@@ -288,7 +288,7 @@ def _pool(segment: Any) -> str | None:
 
 
 def _private_pool(identifier: Any) -> str | None:
-    """Private pool id as ``(1, 0)``; null for the default pool and where the file does not say."""
+    """Private pool id as ``(1, 0)``; None for the default pool and where the file does not say."""
     if identifier is None:
         return None
     first, second = int(identifier[0]), int(identifier[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.autograd.profiler as entry_points
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd import _profiler_enabled
 
 __all__ = ["ProfilerListener", "TrainingProfilers", "training_profilers"]
 

@@ -61,6 +61,14 @@ from fsdp2prof.results.estimate import (
     PredictedStep,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
+from fsdp2prof.results.hang import (
+    HANG_SCHEMA,
+    HangAnalysis,
+    HangCall,
+    HangMismatch,
+    HangRank,
+    HangStanding,
+)
 from fsdp2prof.results.hta import (
     CRITICAL_PATH_SCHEMA,
     IDLE_CAUSES_SCHEMA,
@@ -120,6 +128,7 @@ __all__ = [
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
+    "HANG_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
     "LAUNCH_STATISTICS_SCHEMA",
     "MEMORY_COMPARISON_SCHEMA",
@@ -156,6 +165,11 @@ __all__ = [
     "Fit",
     "Fragmentation",
     "GroupRow",
+    "HangAnalysis",
+    "HangCall",
+    "HangMismatch",
+    "HangRank",
+    "HangStanding",
     "HardwareUse",
     "HostSyncPlace",
     "HostSyncRow",

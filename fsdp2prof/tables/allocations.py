@@ -49,22 +49,22 @@ class AllocationTable(Table):
     address: IntArray
     stream: IntArray
     pool: Strings
-    """Allocator pool as written; null is the default pool."""
+    """Allocator pool as written; None is the default pool."""
     step: IntArray
     """Step that allocated it; -1 unknown."""
     phase: Strings
     fqn: Strings
     activity: Strings
-    """FSDP activity that allocated it, one of :data:`~fsdp2prof.vocabulary.ACTIVITIES`; null unknown."""
+    """FSDP activity that allocated it, one of :data:`~fsdp2prof.vocabulary.ACTIVITIES`; None unknown."""
     category: Strings
     """One of :data:`~fsdp2prof.vocabulary.CATEGORIES`."""
     op: Strings
-    """Operator or innermost frame that allocated it; null unknown. :data:`GIVEN` and an operator: made out of
+    """Operator or innermost frame that allocated it; None unknown. :data:`GIVEN` and an operator: made out of
     sight, inside a backend or another library, and first seen as that operator's argument."""
     stack: IntArray
     """Row of the stack in the recording's :class:`Stacks`; -1 unknown."""
     tag: Strings
-    """``user_metadata`` the recorder set when it was allocated; null where nobody did."""
+    """``user_metadata`` the recorder set when it was allocated; None where nobody did."""
     release_order: IntArray
     """When the block could be reused: after ``free_order`` while another stream still needed it."""
 
@@ -83,7 +83,7 @@ class SegmentTable(Table):
     address: IntArray
     stream: IntArray
     pool: Strings
-    """``small``, ``large`` or a private pool's id as written; null unknown."""
+    """``small``, ``large`` or a private pool's id as written; None unknown."""
     expandable: BoolArray
 
 
@@ -119,7 +119,7 @@ class OomTable(Table):
     stream: IntArray
     stack: IntArray
     op: Strings
-    """Operator or innermost Python frame that asked; null unknown."""
+    """Operator or innermost Python frame that asked; None unknown."""
 
 
 @dataclass(frozen=True, slots=True)

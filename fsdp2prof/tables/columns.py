@@ -27,14 +27,14 @@ _FEW = 6
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """A column of interned strings: ``codes`` (int32, -1 is null) index into ``values``."""
+    """A column of interned strings: ``codes`` (int32, -1 is None) index into ``values``."""
 
     codes: npt.NDArray[np.int32]
     values: tuple[str, ...]
 
     @classmethod
     def intern(cls, items: Iterable[str | None]) -> Strings:
-        """Build a column from Python strings; ``None`` becomes null."""
+        """Build a column from Python strings; ``None`` becomes code -1."""
         table: dict[str, int] = {}
         codes = [-1 if item is None else table.setdefault(item, len(table)) for item in items]
         return cls(np.asarray(codes, dtype=np.int32), tuple(table))
@@ -57,7 +57,7 @@ class Strings:
         return Strings(self.codes[rows], self.values)
 
     def lookup(self, rows: npt.NDArray[Any]) -> Strings:
-        """Select rows by index; -1 gives null (as from a join that found nothing)."""
+        """Select rows by index; -1 gives None (as from a join that found nothing)."""
         return Strings(np.append(self.codes, np.int32(-1))[rows], self.values)
 
     def matches(self, predicate: Callable[[str], bool]) -> BoolArray:
@@ -74,7 +74,7 @@ class Strings:
         return hit[self.codes]
 
     def equals(self, value: str | None) -> BoolArray:
-        """Mask of the rows equal to ``value`` (``None``: the null rows)."""
+        """Mask of the rows equal to ``value``; ``None`` asks for the rows without one."""
         if value is None:
             return np.asarray(self.codes < 0)
         return self.matches(lambda item: item == value)

@@ -37,7 +37,7 @@ class PhaseTable(Table):
     """Host time -> (step, fqn, phase, activity).
 
     Rows are disjoint per thread (the innermost label wins) and sorted by (thread, start), so that a join by
-    host time is one ``searchsorted``. Time outside every row is phase ``other`` and fqn null.
+    host time is one ``searchsorted``. Time outside every row is phase ``other`` and fqn None.
     """
 
     thread: IntArray
@@ -46,7 +46,7 @@ class PhaseTable(Table):
     step: IntArray
     """Step number; -1 outside every step."""
     fqn: Strings
-    """FSDP module; the empty string is the root, null is no module."""
+    """FSDP module; the empty string is the root, None is no module."""
     phase: Strings
     """One of :data:`~fsdp2prof.vocabulary.PHASES`."""
     activity: Strings
@@ -65,7 +65,7 @@ class CollectiveTable(Table):
     step: IntArray
     """-1 outside every step."""
     fqn: Strings
-    """Layer whose parameters it carries: null when unattributed, the empty string for the root."""
+    """Layer whose parameters it carries: None when unattributed, the empty string for the root."""
     phase: Strings
     op: Strings
     """One of :data:`~fsdp2prof.vocabulary.OPS`."""

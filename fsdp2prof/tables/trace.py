@@ -43,7 +43,7 @@ class CollectiveArgs(Table):
     event: IntArray
     """Row of the event in its :class:`EventTable`."""
     collective: Strings
-    """Collective name as written (``_allgather_base``, ...); null where only shapes are known."""
+    """Collective name as written (``_allgather_base``, ...); None where only shapes are known."""
     dtype: Strings
     """Element type as written (``BFloat16``, ``c10::BFloat16``, ...)."""
     in_nelems: IntArray
@@ -119,7 +119,7 @@ class Trace:
     source: str
     """Path it was read from."""
     rank: int | None
-    """From the file's ``distributedInfo``; null when it has none."""
+    """From the file's ``distributedInfo``; None when it has none."""
     world_size: int | None
     device: DeviceInfo
     """``cuda`` (CUDA or ROCm), ``xpu``, ... when the file holds device activity, else ``cpu``."""

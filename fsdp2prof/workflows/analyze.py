@@ -92,7 +92,7 @@ def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
 
 
 def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
-    """Summarize a run and analyse its traces and memory; what was not captured is null.
+    """Summarize a run and analyse its traces and memory; what was not captured is None.
 
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.

@@ -88,7 +88,10 @@ def test_memory_has_pages_of_its_own(
     rank = replace(
         analysis.ranks[0], oom=out_of_memory(), fragmentation=fragmentation(), device_total_bytes=200 * MIB
     )
-    results = {"failed": replace(analysis, ranks=[rank]), "compared": memory_comparison()}
+    results: dict[str, MemoryAnalysis | MemoryComparison] = {
+        "failed": replace(analysis, ranks=[rank]),
+        "compared": memory_comparison(),
+    }
     file = tmp_path / "memory.html"
     file.write_text(page_of(results[result], HOSTILE), encoding="utf-8")
     page.messages.clear()

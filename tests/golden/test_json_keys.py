@@ -64,7 +64,7 @@ def test_no_key_was_renamed_or_removed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_the_document_has_exactly_the_declared_keys(name: str) -> None:
+def test_the_document_has_no_key_that_is_not_declared_and_misses_none_at_the_top(name: str) -> None:
     kind, schema, sample = SAMPLES[name]
     document = json.loads(as_json(sample()))
     declared = set(declared_keys(kind))

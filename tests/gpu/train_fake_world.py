@@ -10,10 +10,12 @@ without one, on the CPU). Prints one JSON line per step with the allocator's own
 import argparse
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.estimators.execution.host_offload import HostMemory
@@ -63,7 +65,7 @@ def main():
     model.module.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.module.parameters():
-            parameter.to_local().normal_(std=0.02)
+            cast(DTensor, parameter).to_local().normal_(std=0.02)
     loop = TrainingLoop(
         model=model,
         extra=None,

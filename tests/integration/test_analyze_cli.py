@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -72,10 +73,10 @@ def on_a_terminal(command: list[str]) -> tuple[str, str]:
     return said.decode(), done.stdout
 
 
-def trace_json(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, object]:
+def trace_json(capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
     ended = call(capfd, "analyze", "trace", *arguments, "--format", "json")
     assert (ended.code, ended.err) == (0, "")
-    document: dict[str, object] = json.loads(ended.out)
+    document: dict[str, Any] = json.loads(ended.out)
     return document
 
 
@@ -83,7 +84,7 @@ class TestGoodInput:
     def test_json_parts_sum_to_the_window(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         document = trace_json(capfd, traces)
         assert document["schema"] == "fsdp2prof.trace/1"
-        steps = [step for rank in document["ranks"] for step in rank["steps"]]  # type: ignore[attr-defined]
+        steps = [step for rank in document["ranks"] for step in rank["steps"]]
         assert [step["step"] for step in steps] == [3, 4, 3, 4]
         for step in steps:
             assert list(step["breakdown_ns"]) == BREAKDOWN
@@ -103,21 +104,21 @@ class TestGoodInput:
         groups = trace_json(capfd, traces)["groups"]
         ended = call(capfd, "analyze", "trace", traces, "--format", "csv")
         rows = list(csv.DictReader(io.StringIO(ended.out)))
-        assert len(rows) == len(groups)  # type: ignore[arg-type]
+        assert len(rows) == len(groups)
         assert int(rows[0]["payload_bytes"]) > 0
 
     def test_ranks_are_chosen(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         document = trace_json(capfd, traces, "--ranks", "1")
-        assert [rank["rank"] for rank in document["ranks"]] == [1]  # type: ignore[attr-defined]
+        assert [rank["rank"] for rank in document["ranks"]] == [1]
         call(capfd, "analyze", "trace", traces, "--ranks", "5").refused("it has ranks 0, 1")
 
     def test_steps_are_chosen(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         """A chosen step has the numbers it has among all."""
         every, one = trace_json(capfd, traces), trace_json(capfd, traces, "--steps", "4")
-        of_step_4 = [step for rank in every["ranks"] for step in rank["steps"] if step["step"] == 4]  # type: ignore[attr-defined]
-        assert [step for rank in one["ranks"] for step in rank["steps"]] == of_step_4  # type: ignore[attr-defined]
-        assert one["groups"] == [row for row in every["groups"] if row["step"] == 4]  # type: ignore[attr-defined]
-        assert one["attribution"]["collectives"] == every["attribution"]["collectives"] // 2  # type: ignore[index]
+        of_step_4 = [step for rank in every["ranks"] for step in rank["steps"] if step["step"] == 4]
+        assert [step for rank in one["ranks"] for step in rank["steps"]] == of_step_4
+        assert one["groups"] == [row for row in every["groups"] if row["step"] == 4]
+        assert one["attribution"]["collectives"] == every["attribution"]["collectives"] // 2
         call(capfd, "analyze", "trace", traces, "--steps", "9").refused("it has steps 3, 4")
         call(capfd, "analyze", "trace", traces, "--steps", "3,8,9").refused("steps 8, 9 are not here")
 
@@ -125,21 +126,22 @@ class TestGoodInput:
         """The payload of a step's bandwidth row over 450 GB/s, the H100's links in one direction."""
         options = ("--hardware", "h100-sxm", "--tokens-per-step", "1000")
         document = trace_json(capfd, traces, *options)
-        for row in document["bandwidth"]:  # type: ignore[attr-defined]
+        assert document["bandwidth"]
+        for row in document["bandwidth"]:
             assert row["of_peak_frac"] == pytest.approx(row["busbw_bytes_per_s"] / 450e9)
-        for rank in document["ranks"]:  # type: ignore[attr-defined]
+        for rank in document["ranks"]:
             speed = rank["throughput"]
             assert speed["tokens_per_s"] == pytest.approx(1000 / (speed["step_ns"] / 1e9))
         call(capfd, "analyze", "trace", traces, "--hardware", "abacus").refused("abacus")
 
     def test_a_whole_trace_is_one_window(self, capfd: pytest.CaptureFixture[str], traces: Path) -> None:
         document = trace_json(capfd, traces, "--window", "trace", "--ranks", "0")
-        assert len(document["ranks"][0]["steps"]) == 1  # type: ignore[index]
+        assert len(document["ranks"][0]["steps"]) == 1
 
     def test_run_says_what_is_missing(self, capfd: pytest.CaptureFixture[str], run: Path) -> None:
         document = trace_json(capfd, run)
-        assert [rank["state"] for rank in document["ranks"]] == ["complete", "partial"]  # type: ignore[attr-defined]
-        assert any("1 of 3 ranks left nothing: 2" in line for line in document["warnings"])  # type: ignore[attr-defined]
+        assert [rank["state"] for rank in document["ranks"]] == ["complete", "partial"]
+        assert any("1 of 3 ranks left nothing: 2" in line for line in document["warnings"])
         ended = call(capfd, "analyze", "run", run)
         assert ended.code == 0
         for words in ("torchrun train.py", "partial, exit code 1", "missing", "Where the step goes"):
@@ -156,11 +158,11 @@ class TestGoodInput:
         manifest = RankManifest(rank=1, world_size=3, state="crashed", traced_steps=[3])
         (run / rank_folder(1) / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
         ranks = trace_json(capfd, run)["ranks"]
-        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[3, 4], [3]]  # type: ignore[attr-defined]
+        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[3, 4], [3]]
         warnings = trace_json(capfd, run)["warnings"]
-        assert "rank 1: step 4 was cut short and is left out; --steps 4 shows it" in warnings  # type: ignore[operator]
+        assert "rank 1: step 4 was cut short and is left out; --steps 4 shows it" in warnings
         ranks = trace_json(capfd, run, "--steps", "4")["ranks"]
-        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[4], [4]]  # type: ignore[attr-defined]
+        assert [[step["step"] for step in rank["steps"]] for rank in ranks] == [[4], [4]]
         call(capfd, "analyze", "run", run, "--window", "trace", "--steps", "4").refused("whole trace", code=2)
 
     def test_one_broken_rank_does_not_stop_the_others(
@@ -169,8 +171,8 @@ class TestGoodInput:
         broken = run / rank_folder(1) / TRACE_FILE
         broken.write_bytes(broken.read_bytes()[:2000])
         document = trace_json(capfd, run)
-        assert [rank["rank"] for rank in document["ranks"]][:1] == [0]  # type: ignore[attr-defined]
-        assert any(TRACE_FILE in line for line in document["warnings"])  # type: ignore[attr-defined]
+        assert [rank["rank"] for rank in document["ranks"]][:1] == [0]
+        assert any(TRACE_FILE in line for line in document["warnings"])
 
     def test_a_threshold_that_holds_exits_3_after_the_output(
         self, capfd: pytest.CaptureFixture[str], traces: Path
@@ -373,15 +375,15 @@ class TestBadInput:
         file = tmp_path / "rank0_trace.json"
         file.write_text(json.dumps({"schemaVersion": 1, "traceEvents": [event]}))
         document = trace_json(capfd, file)
-        (step,) = document["ranks"][0]["steps"]  # type: ignore[index]
+        (step,) = document["ranks"][0]["steps"]
         assert (step["step"], step["duration_ns"], step["breakdown_ns"]["compute"]) == (0, 5000, 5000)
-        assert any("step" in line for line in document["warnings"])  # type: ignore[attr-defined]
+        assert any("step" in line for line in document["warnings"])
 
     def test_a_rank_missing(self, capfd: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
         shutil.copy(traces / "rank1_trace.json.gz", tmp_path)
         document = trace_json(capfd, tmp_path)
-        assert [rank["rank"] for rank in document["ranks"]] == [1]  # type: ignore[attr-defined]
-        assert any("1 of 2 ranks" in line for line in document["warnings"])  # type: ignore[attr-defined]
+        assert [rank["rank"] for rank in document["ranks"]] == [1]
+        assert any("1 of 2 ranks" in line for line in document["warnings"])
 
     def test_pickle_that_wants_a_class(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         canary = tmp_path / "canary"

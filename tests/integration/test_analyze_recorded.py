@@ -72,6 +72,7 @@ def test_the_trace_is_accounted_for(analysis: dict[str, Any]) -> None:
 
 
 def test_memory_sums_to_the_peak(analysis: dict[str, Any]) -> None:
+    assert [rank["rank"] for rank in analysis["memory"]["ranks"]] == [0, 1]
     for rank in analysis["memory"]["ranks"]:
         peak = rank["peak"]
         assert sum(peak["categories"].values()) == peak["allocated_bytes"] > 0

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from support.cli import call
+from support.recordings import STEPS
 
-from .conftest import REPOSITORY, STEPS, Recorded, script_path, torchrun, training_environment
+from .conftest import REPOSITORY, Recorded, script_path, torchrun, training_environment
 
 FACTORY = """
 from train_tiny_fsdp2 import TinyTransformer
@@ -34,7 +35,7 @@ def test_an_estimate_says_the_collectives_and_the_shards_of_the_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
     what = ["--model", "tiny_model:tiny", "--mesh", "dp_shard=2", "--batch-size", "4", "--seq-len", "64"]
-    kept = ["--save-run", tmp_path / "estimate", "-o", tmp_path / "estimate.json"]
+    kept: list[str | Path] = ["--save-run", tmp_path / "estimate", "-o", tmp_path / "estimate.json"]
     saved = call(capfd, "estimate", "memory", *what, "--no-clip-grad", *kept)
     assert saved.code == 0, saved.err
     exactly = ["--fail-on", "peak_allocated_frac!=0", "--fail-on", "peak_reserved_frac!=0"]

@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from support.present import manifest_of
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
@@ -21,6 +22,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.tables import MemoryRecording
 
 from .conftest import REPOSITORY
 
@@ -49,25 +51,26 @@ def predicted():
     return execution.recording, RankManifest(tensors=execution.tensors)
 
 
-def allocated_in_step(recording, manifest, step):
+def allocated_in_step(
+    recording: MemoryRecording, manifest: RankManifest, step: int
+) -> dict[tuple[object, ...], int]:
     """Bytes and numbers of a step's allocations by (category, module).
 
     What gloo makes for itself, a copy of every reduce-scatter's input, is seen as given to an operator.
     """
     attributed = attribute(recording, recording.steps)
     allocations = categorize(attributed, manifest, recording.end_ns)
-    sums = Counter()
+    sums: Counter[tuple[object, ...]] = Counter()
     made = ~allocations.op.matches(lambda name: name.startswith("given to "))
     for row in ((allocations.step == step) & made).nonzero()[0]:
         key = allocations.category[row], allocations.fqn[row]
-        sums[(*key, "bytes")] += int(allocations.size[row])
-        sums[(*key, "count")] += 1
+        sums.update({(*key, "bytes"): int(allocations.size[row]), (*key, "count"): 1})
     return {key: value for key, value in sums.items() if key[0] in EXACT}
 
 
 def test_fsdp_allocates_what_was_predicted_to_the_byte(measured, predicted):
-    recording, manifest = measured
-    ours = allocated_in_step(*predicted, step=3)
+    (recording, manifest), (foreseen, its_manifest) = measured, predicted
+    ours = allocated_in_step(foreseen, its_manifest, step=3)
     assert ours == allocated_in_step(recording, manifest, step=int(recording.steps.step[-1]))
     # A block: 128 x 384 + 128 x 128 + 2 x 128 x 512 + 512 + 128 + 4 x 128 parameters, gathered in bf16.
     assert ours["unsharded_parameter", "layers.1", "bytes"] == 2 * 2 * 197_760
@@ -95,7 +98,7 @@ def both(request, recorded):
     name = request.param
     rank = open_run(recorded(name, VARIANTS[name]).run).ranks[0]
     (recording,) = read_memory(rank.path / "memory.npz")
-    values = values_of_run(rank.manifest)
+    values = values_of_run(manifest_of(rank))
     values["model"] = f"support.recorded_models:{name}"
     values["policy"] |= {"clip_grad": False, "optimizer_impl": "for-loop"}
     spec = make_spec(values)
@@ -104,9 +107,9 @@ def both(request, recorded):
 
 
 def test_every_variant_allocates_what_its_manifest_predicts_to_the_byte(both):
-    (recording, manifest), predicted = both
+    (recording, manifest), (foreseen, its_manifest) = both
     theirs = allocated_in_step(recording, manifest, step=int(recording.steps.step[-1]))
-    assert allocated_in_step(*predicted, step=3) == theirs
+    assert allocated_in_step(foreseen, its_manifest, step=3) == theirs
     assert {category for category, *_ in theirs} >= {"all_gather_buffer", "reduce_scatter_buffer"}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.scripts import load_script
 
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
@@ -20,9 +20,7 @@ MICRO_BATCHES = 5
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("pipeline_script", script_path("pipeline"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script(script_path("pipeline"), "pipeline_script")
     yield module
     del BUILTIN_MODELS[module.SMALL.name]
 

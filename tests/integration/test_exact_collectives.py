@@ -24,7 +24,7 @@ def test_collectives_of_every_layer_and_step(recorded, script, nproc):
     analysis = analyze_trace(recording.run)
     assert [rank["rank"] for rank in analysis["ranks"]] == list(range(nproc))
     for rank, counted in enumerate(recording.counts):
-        expected = Counter()
+        expected: Counter[tuple[object, ...]] = Counter()
         several_roots = len({row["root"] for row in counted if row["fqn"] is not None}) > 1
         for row in counted:
             if row["fqn"] is None:
@@ -32,18 +32,23 @@ def test_collectives_of_every_layer_and_step(recorded, script, nproc):
             fqn = f"root{row['root']}:{row['fqn']}" if several_roots else row["fqn"]
             key = (fqn, row["op"], row["dtype"], len(row["ranks"]))
             assert row["count"] % STEPS == 0
-            expected[(*key, "count")] += row["count"] // STEPS
-            expected[(*key, "payload_bytes")] += row["payload_bytes"] // STEPS
+            expected.update(
+                {
+                    (*key, "count"): row["count"] // STEPS,
+                    (*key, "payload_bytes"): row["payload_bytes"] // STEPS,
+                }
+            )
         assert expected
         steps = [step["step"] for step in analysis["ranks"][rank]["steps"]]
         assert len(steps) == 3
         for step in steps:
-            measured = Counter()
+            measured: Counter[tuple[object, ...]] = Counter()
             for row in analysis["groups"]:
                 if row["rank"] == rank and row["step"] == step:
                     key = (row["fqn"], row["op"], row["dtype"], row["group_size"])
-                    measured[(*key, "count")] += row["count"]
-                    measured[(*key, "payload_bytes")] += row["payload_bytes"]
+                    measured.update(
+                        {(*key, "count"): row["count"], (*key, "payload_bytes"): row["payload_bytes"]}
+                    )
             assert measured == expected
 
 

@@ -82,7 +82,7 @@ def test_every_recording_is_analysed_without_remainder(
         run = made.unpacked(row["name"], tmp_path)
         memory = analysed(capfd, "memory", run)
         # A peer of the rank that ran out of memory may be killed before it has written its own.
-        assert len(memory["ranks"]) == row["ranks"] or (memory["ranks"] and row["out_of_memory"])
+        assert (1 if row["out_of_memory"] else row["ranks"]) <= len(memory["ranks"]) <= row["ranks"]
         for rank in memory["ranks"]:
             peak = rank["peak"]
             assert sum(peak["categories"].values()) == peak["allocated_bytes"] > 0
@@ -121,11 +121,12 @@ def test_nothing_failed_and_what_was_skipped_says_why(made: Made) -> None:
 
 
 def test_nothing_names_the_machine_it_was_made_on(made: Made) -> None:
-    for path in made.folder.rglob("*"):
-        if path.is_file():
-            content = path.read_bytes()
-            content = gzip.decompress(content) if path.suffix == ".gz" else content
-            assert str(REPOSITORY).encode() not in content, path
+    files = [path for path in made.folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        assert str(REPOSITORY).encode() not in content, path
 
 
 def test_a_part_that_fails_stops_no_other(tmp_path: Path) -> None:

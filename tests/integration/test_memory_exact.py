@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.present import manifest_of, present
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.peak import sum_by
@@ -49,7 +50,7 @@ class Run:
         self.log = log
 
     def recording(self, rank: int) -> MemoryRecording:
-        (recording,) = read_memory(self.ranks[rank].memory)
+        (recording,) = read_memory(present(self.ranks[rank].memory))
         return recording
 
     def analysis(self, rank: int) -> RankMemory:
@@ -58,7 +59,7 @@ class Run:
 
     def allocator_held(self, rank: int, time_ns: int) -> int:
         """Bytes that torch's CPU allocator held at a time, by the shim's log since the process began."""
-        log = np.fromfile(self.log / str(self.ranks[rank].manifest.pid), dtype=np.int64).reshape(-1, 3)
+        log = np.fromfile(self.log / str(manifest_of(self.ranks[rank]).pid), dtype=np.int64).reshape(-1, 3)
         live: dict[int, int] = {}
         for _, address, size in log[log[:, 0] <= time_ns].tolist():
             if size:
@@ -89,7 +90,17 @@ def runs(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
             log = folder / f"{name}-log"
             log.mkdir()
             options = ["--wait", "1", "--warmup", "0", "--active", "1"]
-            command = [sys.executable, "-m", "fsdp2prof", "record", "-q", *options, "-o", folder / name, "--"]
+            command = [
+                sys.executable,
+                "-m",
+                "fsdp2prof",
+                "record",
+                "-q",
+                *options,
+                "-o",
+                str(folder / name),
+                "--",
+            ]
             command += training
             environment = training_environment(LD_PRELOAD=str(shim), ALLOCATOR_LOG=str(log))
             done = subprocess.run(
@@ -132,7 +143,7 @@ def test_states_are_what_the_shards_say(runs: Callable[[str, int], Run], name: s
     """Sharded parameters hold the padded shard, Adam two copies of the unpadded one and a step of 4 bytes."""
     run = runs(name, nproc)
     for rank in range(nproc):
-        groups = run.ranks[rank].manifest.param_groups
+        groups = manifest_of(run.ranks[rank]).param_groups
         parameters = [parameter for group in groups for parameter in group.parameters]
         shards = sum(math.prod(p.padded_local_shape) * ITEMSIZE[p.dtype] for p in parameters)
         states = sum(2 * math.prod(p.local_shape) * ITEMSIZE[p.dtype] + 4 for p in parameters)
@@ -147,8 +158,8 @@ def test_unsharded_parameters_are_those_of_the_groups_unsharded_then(
 ):
     run = runs(name, nproc)
     for rank in range(nproc):
-        manifest, peak = run.ranks[rank].manifest, run.analysis(rank).peak
-        unsharded = groups_unsharded_at(run.recording(rank), manifest, peak.time_ns)
+        manifest, peak = manifest_of(run.ranks[rank]), run.analysis(rank).peak
+        unsharded = groups_unsharded_at(run.recording(rank), manifest, present(peak.time_ns))
         expected = {group.fqn: unsharded_bytes(group) for group in unsharded}
         found = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
         assert found == expected
@@ -162,7 +173,7 @@ def test_whatever_fsdp_allocates_in_a_step_is_where_the_rules_put_it(
     """Bytes of every group in one step, from its sizes: P = N * S elements of bp, br, bo bytes."""
     run = runs(name, nproc)
     for rank in range(nproc):
-        manifest = run.ranks[rank].manifest
+        manifest = manifest_of(run.ranks[rank])
         view = prepare(run.recording(rank), manifest)
         backend = view.allocations.op.matches(lambda op: op.startswith("given to"))  # gloo's own copies
         rows = view.allocations.take((view.allocations.step == manifest.memory_steps[0]) & ~backend)
@@ -193,7 +204,7 @@ def test_second_micro_batch_holds_the_unsharded_gradients_of_the_whole_model(
     run = runs("accumulation", 2)
     whole = sum(
         math.prod(parameter.global_shape) * ITEMSIZE[parameter.dtype]
-        for group in run.ranks[0].manifest.param_groups
+        for group in manifest_of(run.ranks[0]).param_groups
         for parameter in group.parameters
     )
     assert run.analysis(0).peak.categories["unsharded_gradient"] == whole
@@ -207,7 +218,7 @@ def groups_unsharded_at(
     policy = {group.fqn: group.reshard_after_forward for group in manifest.param_groups}
     names = zip(recording.labels.start_ns.tolist(), recording.labels.name.to_list(), strict=True)
     for start, name in sorted(names):
-        label = re.fullmatch(r"FSDP::(\w+)(?: \((.*)\))?", name)
+        label = re.fullmatch(r"FSDP::(\w+)(?: \((.*)\))?", present(name))
         if label is None or start > time_ns:
             continue
         kind, fqn = label[1], label[2] or ""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.present import manifest_of, present
 
 from fsdp2prof.readers.run_directory import open_run
 
@@ -83,7 +84,7 @@ def test_a_run_under_torchrun_is_recorded_whole(recorded):
     assert (run.info.state, run.info.exit_code, run.info.world_size, run.messages) == ("complete", 0, 2, ())
     assert temporary_files(recording.run) == []
     for record_of_rank in run.ranks:
-        manifest = record_of_rank.manifest
+        manifest = manifest_of(record_of_rank)
         assert manifest.state == "complete"
         assert manifest.traced_steps == [2, 3, 4]
         assert manifest.memory_steps == [5]
@@ -106,7 +107,7 @@ def test_a_run_under_torchrun_is_recorded_whole(recorded):
 
 
 def test_the_manifest_describes_every_group_of_the_example(recorded):
-    manifest = open_run(recorded("train_tiny_fsdp2", 2).run).ranks[0].manifest
+    manifest = manifest_of(open_run(recorded("train_tiny_fsdp2", 2).run).ranks[0])
     assert [group.fqn for group in manifest.param_groups] == ["", *(f"layers.{i}" for i in range(4))]
     root, *layers = manifest.param_groups
     assert (root.reshard_after_forward, layers[0].reshard_after_forward) == (False, True)
@@ -133,34 +134,34 @@ def test_the_manifest_describes_every_group_of_the_example(recorded):
     assert (optimizer.class_name, optimizer.parameters) == ("AdamW", scalars)
     assert optimizer.state_bytes == 2 * 4 * total // 2 + 4 * scalars
     groups = {group.name: group for group in manifest.process_groups}
-    assert groups[root.shard_group].ranks == [0, 1]
-    assert groups[root.shard_group].mesh_dim == "dp_shard"
+    assert groups[present(root.shard_group)].ranks == [0, 1]
+    assert groups[present(root.shard_group)].mesh_dim == "dp_shard"
     sharded = {t.address for t in manifest.tensors if t.category == "sharded_parameter"}
     assert sharded == {p.address for g in manifest.param_groups for p in g.parameters}
 
 
 def test_hsdp_names_both_mesh_dimensions(recorded):
     for rank, record_of_rank in enumerate(open_run(recorded("hsdp", 4).run).ranks):
-        group = record_of_rank.manifest.param_groups[1]
-        ranks = {g.name: (g.mesh_dim, g.ranks) for g in record_of_rank.manifest.process_groups}
+        group = manifest_of(record_of_rank).param_groups[1]
+        ranks = {g.name: (g.mesh_dim, g.ranks) for g in manifest_of(record_of_rank).process_groups}
         pair, peers = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert ranks[group.shard_group] == ("dp_shard", pair)
-        assert ranks[group.all_reduce_group] == ("dp_replicate", peers)
+        assert ranks[present(group.shard_group)] == ("dp_shard", pair)
+        assert ranks[present(group.all_reduce_group)] == ("dp_replicate", peers)
         assert (group.shard_world_size, group.replicate_world_size, group.mesh.shape) == (2, 2, [2, 2])
 
 
 def test_resharding_to_a_smaller_group(recorded):
     for rank, record_of_rank in enumerate(open_run(recorded("int_reshard", 4).run).ranks):
-        root, layer = record_of_rank.manifest.param_groups[:2]
-        ranks = {g.name: g.ranks for g in record_of_rank.manifest.process_groups}
+        root, layer = manifest_of(record_of_rank).param_groups[:2]
+        ranks = {g.name: g.ranks for g in manifest_of(record_of_rank).process_groups}
         assert (root.reshard_after_forward, layer.reshard_after_forward) == (False, 2)
-        assert ranks[layer.post_forward_group] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert ranks[layer.shard_group] == [0, 1, 2, 3]
+        assert ranks[present(layer.post_forward_group)] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert ranks[present(layer.shard_group)] == [0, 1, 2, 3]
 
 
 def test_two_roots_are_told_apart(recorded):
     record_of_rank = open_run(recorded("two_models", 2).run).ranks[0]
-    manifest = record_of_rank.manifest
+    manifest = manifest_of(record_of_rank)
     assert [(g.root, g.fqn) for g in manifest.param_groups] == [
         *((0, fqn) for fqn in ("", "layers.0", "layers.1")),
         *((1, fqn) for fqn in ("", "layers.0", "layers.1", "layers.2")),
@@ -174,22 +175,24 @@ def test_two_roots_are_told_apart(recorded):
 
 
 def test_frozen_groups_uneven_shards_and_prefetching(recorded):
-    frozen = open_run(recorded("adapters", 2).run).ranks[0].manifest.param_groups
+    frozen = manifest_of(open_run(recorded("adapters", 2).run).ranks[0]).param_groups
     trains = {group.fqn: group.requires_grad for group in frozen}
     assert trains["layers.0"] is trains["layers.1.up.base"] is False
     assert trains["layers.1"] is trains[""] is True
 
     short, padded = (
-        record.manifest.param_groups[1].parameters[0]
+        manifest_of(record).param_groups[1].parameters[0]
         for record in reversed(open_run(recorded("uneven", 2).run).ranks)
     )
     assert (short.global_shape, short.local_shape, short.padded_local_shape) == ([7, 5], [3, 5], [4, 5])
     assert (padded.local_shape, padded.padded_local_shape) == ([4, 5], [4, 5])
     assert short.all_gather_numels == padded.all_gather_numels == [20]
-    last = open_run(recorded("uneven", 2).run).ranks[1].manifest.param_groups[3].parameters[0]
+    last = manifest_of(open_run(recorded("uneven", 2).run).ranks[1]).param_groups[3].parameters[0]
     assert (last.global_shape, last.local_shape, last.padded_local_shape) == ([1, 3], [0, 3], [1, 3])
 
-    groups = {g.fqn: g for g in open_run(recorded("async_prefetch", 2).run).ranks[0].manifest.param_groups}
+    groups = {
+        g.fqn: g for g in manifest_of(open_run(recorded("async_prefetch", 2).run).ranks[0]).param_groups
+    }
     assert groups["layers.0"].forward_prefetch == ["layers.1"]
     assert groups["layers.1"].backward_prefetch == ["layers.0"]
     assert groups["layers.1"].unshard_async_op is True
@@ -203,10 +206,13 @@ def test_a_crash_on_one_rank_leaves_what_every_rank_had(tmp_path):
     opened = open_run(run)
     assert (opened.info.state, opened.info.exit_code) == ("crashed", 1)
     crashed = opened.rank(1)
-    assert (crashed.manifest.state, crashed.manifest.error) == ("crashed", "ValueError: no such token")
-    assert opened.rank(0).manifest.state in ("crashed", "partial")
+    assert (manifest_of(crashed).state, manifest_of(crashed).error) == (
+        "crashed",
+        "ValueError: no such token",
+    )
+    assert manifest_of(opened.rank(0)).state in ("crashed", "partial")
     for record_of_rank in opened.ranks:
-        assert record_of_rank.manifest.traced_steps == [2]
+        assert manifest_of(record_of_rank).traced_steps == [2]
         assert "ProfilerStep#2" in trace_names(record_of_rank.trace)
     assert temporary_files(run) == []
     assert processes_of(run) == []
@@ -218,7 +224,7 @@ def test_a_killed_rank_is_marked_by_the_launcher(tmp_path):
     assert done.returncode == 128 + signal.SIGKILL
     opened = open_run(run)
     assert (opened.info.state, opened.info.exit_code) == ("crashed", 137)
-    assert (opened.rank(0).manifest.state, opened.rank(0).manifest.error) == (
+    assert (manifest_of(opened.rank(0)).state, manifest_of(opened.rank(0)).error) == (
         "crashed",
         "ended without a word",
     )
@@ -254,10 +260,10 @@ def test_a_signal_reaches_the_training_and_ends_the_recording(tmp_path, how, num
     assert message in errors
     opened = open_run(run)
     assert (opened.info.state, opened.info.exit_code) == ("partial", 128 + number)
-    assert opened.rank(0).manifest.state == "partial"
-    assert opened.rank(0).manifest.traced_steps == [2]
+    assert manifest_of(opened.rank(0)).state == "partial"
+    assert manifest_of(opened.rank(0)).traced_steps == [2]
     if how == "wait":
-        assert "ProfilerStep#2" in trace_names(opened.rank(0).trace)
+        assert "ProfilerStep#2" in trace_names(present(opened.rank(0)).trace)
     assert processes_of(run) == []
 
 
@@ -281,8 +287,8 @@ def test_sigterm_under_torchrun_saves_all_ranks_and_leaves_no_process(tmp_path):
     opened = open_run(run)
     assert opened.info.state == "partial"
     # Rank 0 sleeps in Python; rank 1 waits for it inside a collective and hears of it when that fails.
-    assert "ProfilerStep#2" in trace_names(opened.rank(0).trace)
-    assert {record_of_rank.manifest.state for record_of_rank in opened.ranks} <= {"partial", "crashed"}
+    assert "ProfilerStep#2" in trace_names(present(opened.rank(0)).trace)
+    assert {manifest_of(record_of_rank).state for record_of_rank in opened.ranks} <= {"partial", "crashed"}
     assert processes_of(run) == []
 
 
@@ -295,9 +301,9 @@ def test_a_short_run_of_chosen_ranks_is_partial(tmp_path):
     opened = open_run(run)
     assert opened.info.state == "partial"
     left_out, chosen = opened.ranks
-    assert (left_out.manifest.selected, left_out.trace, left_out.memory) == (False, None, None)
-    assert left_out.manifest.state == "complete"
-    assert (chosen.manifest.state, chosen.manifest.traced_steps) == ("partial", [2])
+    assert (manifest_of(left_out).selected, left_out.trace, left_out.memory) == (False, None, None)
+    assert manifest_of(left_out).state == "complete"
+    assert (manifest_of(chosen).state, manifest_of(chosen).traced_steps) == ("partial", [2])
     assert "ProfilerStep#2" in trace_names(chosen.trace)
 
 
@@ -308,11 +314,17 @@ def test_start_step_without_memory(tmp_path):
         run, sys.executable, SCRIPTS / "accumulation.py", "--steps", 4, options=options, env=one_rank()
     )
     assert done.returncode == 0, done.stderr
-    manifest = open_run(run).rank(0).manifest
+    manifest = manifest_of(open_run(run).rank(0))
     assert manifest.state == "complete"
     assert [step.kind for step in manifest.steps] == ["plain", "traced", "traced", "plain"]
-    assert (manifest.traced_steps, manifest.memory_steps, manifest.memory_source) == ([1, 2], [], None)
-    assert trace_names(open_run(run).rank(0).trace).count("fsdp2prof::root (0)") == 2 * 3  # micro-batches
+    assert (
+        manifest.traced_steps,
+        manifest.memory_steps,
+        manifest.memory_source,
+    ) == ([1, 2], [], None)
+    assert (
+        trace_names(present(open_run(run).rank(0)).trace).count("fsdp2prof::root (0)") == 2 * 3
+    )  # micro-batches
 
 
 def test_an_isolated_interpreter_is_named_with_the_remedy(tmp_path):
@@ -338,7 +350,7 @@ def test_dataloader_workers_are_left_alone(tmp_path):
     )
     assert forked == {"session_module": True, "excepthook": False, "wakeup_fd": -1}
     assert spawned == {"session_module": False, "excepthook": False, "wakeup_fd": -1}
-    assert open_run(run).rank(0).manifest.state == "complete"
+    assert manifest_of(open_run(run).rank(0)).state == "complete"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from support.cli import call
+from support.present import manifest_of, present
 
 from fsdp2prof.analyzers.memory.prepared import prepare
 from fsdp2prof.readers.memory_recording import read_memory
@@ -30,11 +31,13 @@ def test_collectives_belong_to_forward_and_backward(capfd, run):
 
 
 def test_optimizer_state_is_what_the_optimizer_holds(run):
-    for rank in open_run(run).ranks:
-        (recording,) = read_memory(rank.memory)
+    ranks = open_run(run).ranks
+    assert len(ranks) == 2
+    for rank in ranks:
+        (recording,) = read_memory(present(rank.memory))
         rows = prepare(recording, rank.manifest).allocations
         states = rows.category.equals("optimizer_state")
-        (optimizer,) = rank.manifest.optimizers
+        (optimizer,) = manifest_of(rank).optimizers
         assert rows.size[states & (rows.alloc_order < 0)].sum() == optimizer.state_bytes
         assert not (states & (rows.alloc_order >= 0)).any(), "it was all there before"
         gelu = rows.op.matches(lambda name: "gelu" in name)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.present import present
 
 RECORD = [sys.executable, "-m", "fsdp2prof", "record"]
 
@@ -68,7 +69,7 @@ def test_ctrl_c_reaches_the_command_once(tmp_path):
     session = subprocess.Popen(
         ["setsid", "--ctty", *command], stdin=tty, stdout=subprocess.PIPE, stderr=tty, text=True
     )
-    assert session.stdout.readline() == "ready\n"
+    assert present(session.stdout).readline() == "ready\n"
     os.write(terminal, b"\x03")
     output, _ = session.communicate(timeout=60)
     os.close(terminal)
@@ -95,7 +96,7 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    assert launcher.stdout.readline() == "True\n"
+    assert present(launcher.stdout).readline() == "True\n"
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate("went on\n", timeout=60)
     assert (output, launcher.returncode) == ("went on\n", 0)

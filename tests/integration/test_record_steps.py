@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 import torch
 from torch import nn
@@ -16,9 +18,17 @@ pytestmark = [pytest.mark.xdist_group("one process group"), pytest.mark.usefixtu
 
 
 @pytest.fixture
-def start(tmp_path):
+def sessions():
+    """Those that were started; they end with the test."""
+    started: list[RankSession] = []
+    yield started
+    for session in started:
+        session.end()
+
+
+@pytest.fixture
+def start(tmp_path, sessions):
     """Starts a session whose schedule lies far ahead: it only counts steps."""
-    sessions = []
 
     def begin(*models, **options):
         settings = Settings(run=str(tmp_path), options=RecordOptions(**{"wait": 10_000, **options}))
@@ -31,10 +41,7 @@ def start(tmp_path):
                     session.watch(module)
         return session.manifest.steps
 
-    begin.sessions = sessions
-    yield begin
-    for session in sessions:
-        session.end()
+    return begin
 
 
 def wrapped():
@@ -211,20 +218,27 @@ def test_everything_is_put_back(start, tmp_path):
     assert "_pre_backward" not in vars(state)
 
 
-def test_what_a_signal_wants_waits_until_the_file_is_whole(start):
+def test_what_a_signal_wants_waits_until_the_file_is_whole(start, sessions):
     start(wrapped())
-    session = start.sessions[-1]
-    order = []
+    session = sessions[-1]
+    order: list[str] = []
     session.when_idle(lambda: order.append("at once"))
-    session._guard(lambda: (session.when_idle(lambda: order.append("after")), order.append("writing")))
+
+    def write() -> None:
+        session.when_idle(lambda: order.append("after"))
+        order.append("writing")
+
+    session._guard(write)
     assert order == ["at once", "writing", "after"]
 
 
-def test_unknown_structures_end_the_recording_and_not_the_training(start, monkeypatch):
+def test_unknown_structures_end_the_recording_and_not_the_training(start, sessions, monkeypatch):
     model = wrapped()
     start(model, wait=0, warmup=0)
-    session = start.sessions[-1]
-    monkeypatch.setattr("fsdp2prof.recorder.describe._param_group", lambda *_: object().mesh_info)
+    session = sessions[-1]
+    monkeypatch.setattr(
+        "fsdp2prof.recorder.describe._param_group", lambda *_: attrgetter("mesh_info")(object())
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
         loss(model).backward()
@@ -237,10 +251,10 @@ def test_unknown_structures_end_the_recording_and_not_the_training(start, monkey
     assert (session.folder / "trace.json.gz").exists()
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_training(start, monkeypatch):
+def test_a_full_disk_ends_the_recording_and_not_the_training(start, sessions, monkeypatch):
     model = wrapped()
     start(model, wait=0, warmup=0)
-    session = start.sessions[-1]
+    session = sessions[-1]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def full(*_, **__):

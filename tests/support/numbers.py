@@ -19,7 +19,7 @@ _SHOWN: tuple[Callable[[float], str], ...] = (
     format_frac,
     format_flops,
     *(
-        lambda value, unit=unit, digits=digits: f"{value / unit:,.{digits}f}"  # type: ignore[misc]
+        lambda value, unit=unit, digits=digits: f"{value / unit:,.{digits}f}"
         for unit in _UNITS
         for digits in _DECIMALS
     ),

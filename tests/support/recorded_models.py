@@ -5,7 +5,6 @@ The scripts' batches are made where they are used and kept by nothing: so here, 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from support.scripts import load_script
+
 COMMON = Path(__file__).resolve().parents[1] / "integration" / "scripts" / "_common.py"
-spec = importlib.util.spec_from_file_location("_common", COMMON)
-common = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(common)
+common = load_script(COMMON)
 
 
 def hsdp():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
@@ -341,9 +342,13 @@ def run_comparison() -> RunComparison:
     return compare(*sides)
 
 
-def _delta(before: int, after: int, **what: str) -> MemoryDelta:
-    sizes = {"before_bytes": before * MIB, "after_bytes": after * MIB, "delta_bytes": (after - before) * MIB}
-    return MemoryDelta(**sizes, **what)  # type: ignore[arg-type]
+def _delta(before: int, after: int, **what: Any) -> MemoryDelta:
+    sizes: dict[str, Any] = {
+        "before_bytes": before * MIB,
+        "after_bytes": after * MIB,
+        "delta_bytes": (after - before) * MIB,
+    }
+    return MemoryDelta(**sizes, **what)
 
 
 def run_summary(hostile: str | None = None) -> RunSummary:

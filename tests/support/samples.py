@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
@@ -19,6 +20,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step
+from support.flight_dumps import two_ranks_that_differ
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -35,6 +37,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
+    "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (

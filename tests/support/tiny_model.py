@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from support.scripts import load_script
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_fsdp2.py"
 
 
 def factory():
-    spec = importlib.util.spec_from_file_location("train_tiny_fsdp2", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script(SCRIPT)
     return script.TinyTransformer(vocab=1024, dim=128, layers=4, heads=4), loss, batch
 
 
@@ -22,7 +21,7 @@ def batch(batch_size: int, seq_len: int, device: torch.device) -> torch.Tensor:
     return torch.randint(1024, (batch_size, seq_len + 1), device=device)
 
 
-KEPT = {}
+KEPT: dict[str, torch.Tensor] = {}
 """The script's variables: they keep a step's tensors until the next step assigns them."""
 
 

@@ -95,6 +95,10 @@ class TraceBuilder:
         label = events.category.equals("user_annotation")
         numbers = ("in_nelems", "out_nelems", "group_size", "seq", "comms_id", "is_async")
         texts = ("collective", "dtype", "process_group", "process_group_desc", "ranks")
+        columns: dict[str, Any] = {
+            **{n: np.array([a.get(n, -1) for _, a in described], dtype=np.int64) for n in numbers},
+            **{n: Strings.intern(a.get(n) for _, a in described) for n in texts},
+        }
         return Trace(
             source="hand.json",
             rank=0,
@@ -105,11 +109,10 @@ class TraceBuilder:
             events=events,
             collective_args=CollectiveArgs(
                 event=np.array([i for i, _ in described], dtype=np.int64),
-                **{n: np.array([a.get(n, -1) for _, a in described], dtype=np.int64) for n in numbers},
-                **{n: Strings.intern(a.get(n) for _, a in described) for n in texts},
+                **columns,
             ),
             labels=LabelTable(
-                thread=events.thread[label],
+                thread=events.thread[label].astype(np.int64),
                 start_ns=events.start_ns[label],
                 end_ns=events.end_ns[label],
                 name=events.name.take(label),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 DTYPE_BYTES = {"BFloat16": 2, "Float": 4}
 
@@ -98,18 +98,18 @@ class Schedule:
         )
         return replace(self, roots=roots)
 
-    def changed(self, fqn: str, **fields: object) -> Schedule:
+    def changed(self, fqn: str, **fields: Any) -> Schedule:
         """Return the schedule with one layer's fields replaced."""
         roots = tuple(
-            tuple(replace(layer, **fields) if layer.fqn == fqn else layer for layer in root)  # type: ignore[arg-type]
+            tuple(replace(layer, **fields) if layer.fqn == fqn else layer for layer in root)
             for root in self.roots
         )
         return replace(self, roots=roots)
 
 
-def transformer(layers: int = 3, prefix: str = "layers", **fields: object) -> tuple[Layer, ...]:
+def transformer(layers: int = 3, prefix: str = "layers", **fields: Any) -> tuple[Layer, ...]:
     """Build a root with embedding and head and ``layers`` equal children; ``fields`` go to the children."""
     root = Layer(
         fqn="", numel=6_000_000, forward_ns=100_003, backward_ns=200_009, all_gather_ns=150_001, kernels=2
     )
-    return (root, *(Layer(fqn=f"{prefix}.{i}", **fields) for i in range(layers)))  # type: ignore[arg-type]
+    return (root, *(Layer(fqn=f"{prefix}.{i}", **fields) for i in range(layers)))

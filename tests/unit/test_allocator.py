@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,11 @@ from fsdp2prof.tables import NEVER, MemoryRecording
 MIB = 1 << 20
 
 
-def classic(**settings: int) -> CachingAllocator:
+def classic(**settings: Any) -> CachingAllocator:
     return CachingAllocator(AllocatorSettings(**settings))
 
 
-def expandable(**settings: int) -> CachingAllocator:
+def expandable(**settings: Any) -> CachingAllocator:
     return CachingAllocator(AllocatorSettings(expandable_segments=True, **settings))
 
 
@@ -179,7 +180,7 @@ STEPS = st.lists(st.tuples(REQUESTS, st.integers(0, 2), st.integers(0, 30)), max
 @pytest.mark.parametrize("settings", [{}, {"expandable_segments": True}, {"max_split_size": 64 * MIB}])
 @given(steps=STEPS)
 def test_nothing_overlaps_and_nothing_gets_lost(
-    settings: dict[str, int], steps: list[tuple[int, int, int]]
+    settings: dict[str, Any], steps: list[tuple[int, int, int]]
 ) -> None:
     allocator = CachingAllocator(AllocatorSettings(**settings))
     live: list[Block] = []

@@ -98,8 +98,8 @@ def analysed(file: Path) -> dict[str, Any]:
 def written_as(file: Path, words: dict[str, str]) -> Path:
     """The same trace in another kind's words."""
     text = file.read_text()
-    for word, other in words.items():
-        text = re.sub(rf'(?<=")((?:Memcpy )?){re.escape(word)}', rf"\g<1>{other}", text)
+    for word, theirs in words.items():
+        text = re.sub(rf'(?<=")((?:Memcpy )?){re.escape(word)}', rf"\g<1>{theirs}", text)
     other = file.with_name("rank0_other.json")
     other.write_text(text)
     return other

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -75,9 +76,10 @@ def test_the_last_rank_plans_to_write_its_short_shard():
     try:
         module = build_model(spec, seq_len=16).module
         device_mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp_shard",))
-        fully_shard(module.layers[0], mesh=device_mesh)
+        fully_shard(module.get_submodule("layers.0"), mesh=device_mesh)
         fully_shard(module, mesh=device_mesh)
         module.to_empty(device="cpu")
+        assert isinstance(module, GptTransformer)
         module.tie_weights()
         optimizer = torch.optim.AdamW(module.parameters())
         for parameter in module.parameters():

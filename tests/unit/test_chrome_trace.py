@@ -182,11 +182,11 @@ def test_several_processes_read_the_same_as_one(tmp_path: Path, name: str) -> No
     """The second name makes guessed cuts wrong: then one process reads it all."""
     groups = [{"pg_name": "1", "pg_desc": "mesh_dp", "backend_config": "cuda:nccl", "ranks": [0, 1]}]
     info = {"rank": 1, "world_size": 2, "pg_config": groups}
-    events = [op(name, ts=i + 0.125, correlation=i, **{"External id": 900 - i}) for i in range(400)]
+    operators: list[dict[str, Any]] = [{"correlation": i, "External id": 900 - i} for i in range(400)]
+    collectives: list[dict[str, Any]] = [{"Collective name": "allreduce", "Seq": i} for i in range(30)]
+    events = [op(name, ts=i + 0.125, **args) for i, args in enumerate(operators)]
     events += [op(f"k{i % 7}", ts=i, cat="kernel", stream=i % 3, device=1) for i in range(400)]
-    events += [
-        op("record_param_comms", ts=i, **{"Collective name": "allreduce", "Seq": i}) for i in range(30)
-    ]
+    events += [op("record_param_comms", ts=i, **args) for i, args in enumerate(collectives)]
     path = write(tmp_path / "t.json", events, distributedInfo=info)
     alone = read_trace(path, workers=1, piece_bytes=4000)
     together = read_trace(path, workers=3, piece_bytes=4000)

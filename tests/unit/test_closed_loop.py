@@ -70,7 +70,7 @@ def chain(layers: tuple[Layer, ...], ahead: int) -> tuple[Layer, ...]:
 
 
 T = transformer
-COMM_BOUND: dict[str, object] = {
+COMM_BOUND: dict[str, Any] = {
     "all_gather_ns": 700_011,
     "reduce_scatter_ns": 1_100_003,
     "all_reduce_ns": 1_500_009,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.traces import WORKER, TraceBuilder
@@ -18,7 +20,7 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.tables import Strings
 
-AG = {
+AG: dict[str, Any] = {
     "collective": "_allgather_base",
     "dtype": "BFloat16",
     "in_nelems": 100,
@@ -144,7 +146,7 @@ def labelled() -> TraceBuilder:
     return trace
 
 
-def only(tables: RankTables) -> dict[str, object]:
+def only(tables: RankTables) -> dict[str, Any]:
     table = tables.collectives.table
     assert len(table) == 1
     return table.to_pandas().iloc[0].to_dict() | {"reason": tables.collectives.reason[0]}

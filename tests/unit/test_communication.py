@@ -15,7 +15,7 @@ from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import Every, PolicySpec
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import stage_blocks
 
@@ -124,7 +124,7 @@ def test_context_parallelism_moves_grouped_heads():
 
 
 def test_context_parallelism_gathers_again_when_blocks_are_recomputed():
-    rows = rows_of("dp_shard=2,cp=2", replace(PLAIN, ac="every:2"))
+    rows = rows_of("dp_shard=2,cp=2", replace(PLAIN, ac=Every(2)))
     assert rows["layers.0", "backward", "all_gather", "cp"].count == 1
     assert rows["layers.1", "backward", "all_gather", "cp"].count == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.numbers import unexplained
@@ -35,11 +36,11 @@ from fsdp2prof.results import (
 from fsdp2prof.vocabulary import CATEGORIES, Word
 
 
-def with_rank(**changes: object) -> MemoryAnalysis:
+def with_rank(**changes: Any) -> MemoryAnalysis:
     """One rank, changed; the verdict of it."""
     analysis = memory_analysis()
     assert analysis.key_figures is not None
-    rank = replace(analysis.ranks[0], **changes)  # type: ignore[arg-type]
+    rank = replace(analysis.ranks[0], **changes)
     return replace(analysis, ranks=[rank], verdict=memory_verdict([rank], analysis.key_figures))
 
 
@@ -218,7 +219,7 @@ def test_csv_tells_the_root_from_no_layer() -> None:
 def test_the_devices_limit_is_drawn_where_it_is_known() -> None:
     """Out of sight it waits in the legend, so that the course is not flattened."""
 
-    def limit(**changes: object) -> dict[str, object]:
+    def limit(**changes: Any) -> dict[str, object]:
         last: dict[str, object] = build(with_rank(**changes)).charts()["memory_course"].figure["data"][-1]
         return last
 

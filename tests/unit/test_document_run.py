@@ -12,13 +12,13 @@ from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysi
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import shard_families
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.results import Finding
+from fsdp2prof.results import Finding, Severity
 
 RAW = frozenset({"groups", "prefetch", "host_syncs", "timeline", "phase_spans"})
 
 
-def finding(name: str, severity: str, change: str = "") -> Finding:
-    return Finding(id=name, severity=severity, fqn=None, message=f"{name}. {change}", change=change)  # type: ignore[arg-type]
+def finding(name: str, severity: Severity, change: str = "") -> Finding:
+    return Finding(id=name, severity=severity, fqn=None, message=f"{name}. {change}", change=change)
 
 
 def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -> None:

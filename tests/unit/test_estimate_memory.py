@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
+from support.scripts import load_script
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.errors import ModelError
@@ -18,7 +21,9 @@ from fsdp2prof.estimators.memory_fit import room_on, verdict
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
 
 GIB = 1 << 30
@@ -85,6 +90,18 @@ def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
     assert estimate.device == "256MiB"
 
 
+@pytest.mark.parametrize("form", ["text", "html"])
+def test_it_says_the_device_it_is_for_and_whether_it_fits(estimate: MemoryEstimate, form: str) -> None:
+    text = str(RENDERERS[form].render(build(estimate), RenderOptions(width=200)))
+    shown = " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    assert "does not fit on 256MiB, 256.0 MiB" in shown
+    assert "batch 1 x 256 tokens, 256MiB" in shown
+    for sentence in estimate.verdict:
+        assert sentence in shown
+    for remedy in estimate.remedies:
+        assert remedy.how in shown
+
+
 def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
     """Offload takes all states away, twice as many ranks or bf16 states half of them; most first."""
     held = estimate.peak.categories
@@ -100,7 +117,7 @@ def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
 
 def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
     """What is set already is not proposed; a saving counts as not enough only below what is missing."""
-    policy = PolicySpec(seq_len=256, batch_size=8, loss="chunked:8")
+    policy = PolicySpec(seq_len=256, batch_size=8, loss=Chunked(8))
     eager = estimate_memory(SPEC, MESH, policy, hardware=HardwareSpec.parse("1MiB"))
     options = {remedy.action: remedy for remedy in eager.remedies}
     assert "ac=full" in options["activation_checkpointing"].how
@@ -145,8 +162,14 @@ def test_an_estimate_is_analysed_like_a_recording() -> None:
     prediction = predict_memory(SPEC, MESH, POLICY)
     rank = analyze_memory([(0, prediction.recording, prediction.manifest)]).ranks[0]
     assert rank.source == "estimate"
-    assert rank.peak.reserved_bytes == prediction.estimate.peak.reserved_bytes
-    assert rank.peak.categories == prediction.estimate.peak.categories
+    # Of a layer: its weights in fp32 on a fourth of the ranks, and Adam's two moments of them.
+    weights = 4 * (12 * 768 * 768 + 13 * 768) // 4
+    held = {(row.fqn, row.category): row.bytes for row in rank.peak.by_layer}
+    for layer in ("layers.0", "layers.1"):
+        assert held[layer, "sharded_parameter"] == weights
+        assert held[layer, "optimizer_state"] == 2 * weights
+    # Tokens and targets of one sequence, 8 bytes each.
+    assert rank.peak.categories["input"] == 2 * 256 * 8
 
 
 def test_offloading_moves_the_states_to_the_host() -> None:
@@ -160,21 +183,29 @@ def test_offloading_moves_the_states_to_the_host() -> None:
 
 
 def test_checkpointing_and_sharding_and_chunking_save_memory() -> None:
-    def active(mesh: MeshSpec = MESH, **changes: object) -> int:
+    def active(mesh: MeshSpec = MESH, **changes: Any) -> int:
         return estimate_memory(SPEC, mesh, replace(POLICY, batch_size=8, **changes)).peak.active_bytes
 
     plain = active()
     assert active(ac="full") < plain
     assert active(MeshSpec(dp_shard=16)) < plain
-    assert active(loss="chunked:4") < plain
+    assert active(loss=Chunked(4)) < plain
     assert active(reshard="never") >= plain
 
 
 def test_context_parallelism_runs_a_part_of_the_sequence() -> None:
-    halved = estimate_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
-    local = estimate_memory(SPEC, MESH, replace(POLICY, seq_len=128))
-    assert halved.peak.reserved_bytes == local.peak.reserved_bytes
-    assert any("context parallelism as analysed" in line for line in halved.assumptions)
+    whole = predict_memory(SPEC, MESH, POLICY)
+    halved = predict_memory(SPEC, MeshSpec(dp_shard=2, cp=2), POLICY)
+    # Logits in fp32: 50,257 words for each of the 256 tokens, then for each of a rank's 128.
+    assert 50_257 * 256 * 4 in whole.recording.allocations.size
+    assert 50_257 * 128 * 4 in halved.recording.allocations.size
+    assert 50_257 * 256 * 4 not in halved.recording.allocations.size
+    # Tokens and targets, 8 bytes each.
+    assert halved.estimate.peak.categories["input"] == 2 * 128 * 8
+    # Parameters are sharded over both dimensions.
+    for states in ("sharded_parameter", "optimizer_state"):
+        assert halved.estimate.peak.categories[states] == whole.estimate.peak.categories[states]
+    assert any("runs its 128 of 256 tokens" in line for line in halved.estimate.assumptions)
 
 
 def test_tensor_parallelism_is_executed() -> None:
@@ -194,7 +225,7 @@ def test_tensor_parallelism_is_executed() -> None:
         (MESH, {"reshard": 3}, "reshard: 3 ranks do not divide the 4 ranks"),
     ],
 )
-def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, object], message: str) -> None:
+def test_what_cannot_be_modelled_is_refused(mesh: MeshSpec, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         estimate_memory(SPEC, mesh, replace(POLICY, **changes))
 
@@ -208,10 +239,8 @@ def test_published_peaks_are_met(
     real_data: Path, monkeypatch: pytest.MonkeyPatch, row: str | None, percent: int
 ) -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "accuracy.py"
-    spec = importlib.util.spec_from_file_location("accuracy", script)
-    accuracy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "accuracy", accuracy)
-    spec.loader.exec_module(accuracy)
+    monkeypatch.setitem(sys.modules, "accuracy", ModuleType("accuracy"))
+    accuracy = load_script(script)
     checked = 0
     for run in accuracy.read(real_data / "published" / "fsdp2_peaks.csv"):
         if run.kind in ("eager", "compile", "float8") and row in (None, run.id):

@@ -51,7 +51,7 @@ def run() -> Execution:
 
 
 def test_states_are_sharded_and_padded(run: Execution) -> None:
-    held = Counter()
+    held: Counter[tuple[str, str | None]] = Counter()
     for tensor in run.tensors:
         if not tensor.name.endswith("step"):
             held[tensor.category, tensor.fqn] += tensor.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.results import trace_analysis
@@ -22,9 +23,9 @@ MS = 1_000_000
 LAYERS = 6
 
 
-def healthy_layers(**fields: object) -> tuple[Layer, ...]:
+def healthy_layers(**fields: Any) -> tuple[Layer, ...]:
     """Six layers that compute 2 ms and 4 ms around collectives of 0.1 and 0.2 ms; the last one is kept."""
-    long: dict[str, object] = {"forward_ns": 2 * MS + 17, "backward_ns": 4 * MS + 31, "numel": 8_000_000}
+    long: dict[str, Any] = {"forward_ns": 2 * MS + 17, "backward_ns": 4 * MS + 31, "numel": 8_000_000}
     root, *children = transformer(LAYERS, **(long | fields))
     children[-1] = replace(children[-1], reshard=False)
     return (root, *children)
@@ -47,13 +48,20 @@ def named(analysis: TraceAnalysis) -> dict[str, Finding]:
     return {finding.id: finding for finding in analysis.findings}
 
 
+def number(finding: Finding, name: str, default: float | None = None) -> float:
+    """A number of a finding's evidence."""
+    value = finding.evidence.get(name, default)
+    assert isinstance(value, (int, float))
+    return value
+
+
 def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     assert analyse(tmp_path / "run", HEALTHY, HEALTHY).findings == []
 
 
-def kept_root(**fields: object) -> Schedule:
+def kept_root(**fields: Any) -> Schedule:
     root, *children = healthy_layers()
-    return Schedule(roots=((replace(root, **fields), *children),))  # type: ignore[arg-type]
+    return Schedule(roots=((replace(root, **fields), *children),))
 
 
 FAULTS = {
@@ -165,11 +173,11 @@ def late_in_every_step(**rank: int) -> LateRanks:
 
 def test_many_small_collectives_under_the_knee(tmp_path: Path) -> None:
     """24 layers of 100k elements take 90 us each; the root, 600 times larger, takes 150 us."""
-    short: dict[str, object] = {"forward_ns": 12_007, "backward_ns": 25_013, "all_gather_ns": 90_011}
+    short: dict[str, Any] = {"forward_ns": 12_007, "backward_ns": 25_013, "all_gather_ns": 90_011}
     root, *children = transformer(24, numel=100_000, **short)
     many = Schedule(roots=((replace(root, numel=60_000_000, all_gather_ns=150_001), *children),))
     found = named(analyse(tmp_path / "run", *every_rank(many)))["wrapping_too_fine"]
-    assert found.evidence["collectives_per_step"] >= 24
+    assert number(found, "collectives_per_step") >= 24
     assert "fully_shard([a, b])" in found.message
 
 
@@ -283,14 +291,14 @@ def test_costs_order_the_findings(tmp_path: Path) -> None:
     schedule = Schedule(roots=(healthy_layers(all_gather_ns=5 * MS, reduce_scatter_ns=7 * MS),))
     found = analyse(tmp_path / "run", schedule).findings
     order = ["high", "medium", "low", "info"]
-    keys = [(order.index(f.severity), -f.evidence.get("cost_frac", 0)) for f in found]
+    keys = [(order.index(f.severity), -number(f, "cost_frac", 0)) for f in found]
     assert keys == sorted(keys)
     assert len(found) > 3
 
 
 def test_thresholds_silence_and_escalate(tmp_path: Path) -> None:
     analysis = analyse(tmp_path / "run", FAULTS["all_reduce_exposed"][0])
-    cost = named(analysis)["all_reduce_exposed"].evidence["cost_frac"]
+    cost = number(named(analysis)["all_reduce_exposed"], "cost_frac")
     silent = find(analysis, thresholds=FindingThresholds(min_cost_frac=cost + 0.001))
     assert "all_reduce_exposed" not in {finding.id for finding in silent}
     loud = find(analysis, thresholds=FindingThresholds(high_cost_frac=cost - 0.001))
@@ -302,9 +310,7 @@ def test_on_a_cpu_only_the_plain_truth_is_told() -> None:
     analysis = trace_analysis()
     assert {rank.device_type for rank in analysis.ranks} == {"cpu"}
     found = {finding.id: finding for finding in find(replace(analysis, findings=[]))}
-    assert found["cpu_collectives_in_line"].severity == "info"
-    assert {finding.severity for finding in found.values()} <= {"info", "low"}
-    assert set(found) <= {"cpu_collectives_in_line", "straggler", "ranks_take_turns"}
+    assert {name: finding.severity for name, finding in found.items()} == {"cpu_collectives_in_line": "info"}
 
 
 def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
@@ -407,4 +413,4 @@ def test_a_straggler_costs_what_is_felt_and_is_not_mistaken_for_wide_reductions(
     found = named(analysis)
     assert set(found) == {"straggler"}
     assert found["straggler"].evidence["cost_frac"] == pytest.approx((together - alone) / together, rel=0.02)
-    assert found["straggler"].evidence["wait_frac"] > 4 * found["straggler"].evidence["cost_frac"]
+    assert number(found["straggler"], "wait_frac") > 4 * number(found["straggler"], "cost_frac")

@@ -143,7 +143,6 @@ def test_the_critical_path_of_a_gpu_bound_step(tmp_path: Path, prefix: str) -> N
     assert path.duration_ns <= 1_000_000
     assert "compute." in path.verdict[0]
     assert "`second_kernel` (compute): 300.0 us in 1 piece" in path.verdict[1]
-    assert not {row.name for row in path.rows} & {"cudaLaunchKernel"} or prefix == "cuda"
 
 
 def test_the_critical_path_says_when_synchronisations_are_missing(tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_a_diff_counts_and_times_by_name(tmp_path: Path) -> None:
     assert rows["aten::new"].where == "host"
     assert rows["second_kernel"].diff_ns == 0
     only_gpu = trace_diff(control, test, test_step=3, device="gpu")
-    assert {row.name for row in only_gpu.rows} <= {"first_kernel", "second_kernel", "Context Sync"}
+    assert {row.name for row in only_gpu.rows} == {"first_kernel", "second_kernel"}
 
 
 def test_a_diff_of_steps_says_how_the_step_changed_and_names_no_step_label(tmp_path: Path) -> None:
@@ -266,6 +265,7 @@ def test_idle_time_of_a_real_trace_is_all_the_time_between_its_kernels(real_data
     work = events[events["category"].isin(["kernel", "gpu_memcpy", "gpu_memset"])]
     found = idle_causes(trace)
     idle = {use.stream: use.idle_ns for use in found.streams}
+    assert set(idle) == set(work["stream"])
     for use in found.streams:
         own = work[work["stream"] == use.stream]
         assert use.busy_ns + use.idle_ns == own["end_ns"].max() - own["start_ns"].min()

@@ -17,7 +17,9 @@ from fsdp2prof.workflows.one_job import Found
 
 
 def trace(path: Path, rank: int | None = None, world_size: int | None = None) -> Path:
-    document = {"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": 1}]}
+    document: dict[str, object] = {
+        "traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": 1}]
+    }
     if rank is not None:
         document = {"distributedInfo": {"rank": rank, "world_size": world_size}, **document}
     content = json.dumps(document).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from fsdp2prof.workflows.job_files import open_job
 
 
 def trace(
-    path: Path, memory: list[tuple[int, int, int, int, int]], ranges: list[tuple[str, str, int, int]] = ()
+    path: Path, memory: list[tuple[int, int, int, int, int]], ranges: Sequence[tuple[str, str, int, int]] = ()
 ) -> Path:
     """A trace of (ts, device, address, bytes, reserved) instants and (cat, name, ts, dur) ranges."""
     held: dict[int, int] = {}

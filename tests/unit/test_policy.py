@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fsdp2prof.commands.estimate import estimate
@@ -23,7 +25,7 @@ def test_dtypes_have_short_names():
 
 
 def test_counted_options():
-    policy = PolicySpec(ac="every:2", loss="chunked:8")
+    policy = PolicySpec(ac=Every(2), loss=Chunked(8))
     assert (policy.ac, policy.loss) == (Every(2), Chunked(8))
     assert PolicySpec(ac=Every(2), loss=Chunked(8)) == policy
     assert (policy.ac_every, policy.loss_chunks) == (2, 8)
@@ -80,7 +82,8 @@ def test_every_option_is_declared_whole_and_offered_by_the_commands(name, declar
 
 
 def test_plain_values_build_an_equal_policy():
-    policy = PolicySpec(ac="every:2", loss="chunked:4", reshard="4", param_dtype="none", wrap="block, a+b")
+    plain: dict[str, Any] = {"ac": "every:2", "loss": "chunked:4", "reshard": "4", "wrap": "block, a+b"}
+    policy = PolicySpec(**plain, param_dtype="none")
     values = policy.to_mapping()
     assert (values["ac"], values["loss"], values["reshard"]) == ("every:2", "chunked:4", 4)
     assert (values["param_dtype"], values["wrap"]) == (None, ("block", "a+b"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,9 @@ def test_a_death_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_leaving_early_ends_the_others() -> None:
-    results = map_in_processes(time.sleep, [0.01, 600, 600], 3)
-    assert next(results) is None
-    started = time.monotonic()
-    results.close()
+    with closing(map_in_processes(time.sleep, [0.01, 600, 600], 3)) as results:
+        assert next(results) is None
+        started = time.monotonic()
     assert time.monotonic() - started < 60
 
 

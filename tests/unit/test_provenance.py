@@ -13,7 +13,7 @@ from fsdp2prof.storage_tracker import StorageTracker
 def test_a_new_storage_does_not_inherit_from_a_dead_one_at_its_address() -> None:
     with FakeTensorMode() as mode:
         model = nn.ModuleDict({"block": nn.Linear(4, 4, bias=False)})
-        weight = model["block"].weight
+        weight = model.get_parameter("block.weight")
         tracker = StorageTracker(fake_mode=mode)
         provenance = BlockProvenance(model, ("block",), tracker)
         with tracker, provenance.following():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ def four_ranks(slow: Schedule) -> list[Recording]:
     ("hidden", "key"),
     [({}, "comms_id"), ({"comms": False}, "seq"), ({"comms": False, "seq": False}, "order")],
 )
-def test_waits_and_clocks_are_recovered_exactly_by_each_key(hidden: dict[str, bool], key: str) -> None:
+def test_waits_and_clocks_are_recovered_exactly_by_each_key(hidden: dict[str, Any], key: str) -> None:
     recordings = four_ranks(BASE.scaled(1.5, "layers.1"))
     found = ranks.match([summary_of(r, **hidden) for r in recordings]).result
     assert found.match_key == key

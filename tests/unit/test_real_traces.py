@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.trace.analysis import analyze_rank, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import TraceAnalysis
+from fsdp2prof.tables.columns import IntArray
 
 pytestmark = pytest.mark.real_data
 
@@ -124,7 +125,7 @@ def test_work_queued_before_the_recording_is_in_the_whole_trace_only(real_data: 
     assert compute - intervals.total(inside) > 150_000
 
 
-def _window(found: RankTables) -> tuple[intervals.IntArray, intervals.IntArray]:
+def _window(found: RankTables) -> tuple[IntArray, IntArray]:
     return found.windows.start_ns, found.windows.end_ns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from inspect import Parameter, Signature
 
 import pytest
@@ -28,7 +29,8 @@ def calls(monkeypatch):
     def history(enabled="all", **options):
         made.append(("history", enabled, options))
 
-    history.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in OPTIONS])
+    signature = Signature([Parameter(name, Parameter.KEYWORD_ONLY) for name in OPTIONS])
+    monkeypatch.setattr(history, "__signature__", signature, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
     monkeypatch.setattr(torch.cuda.memory, "_set_memory_metadata", made.append, raising=False)
@@ -87,7 +89,8 @@ def test_an_older_torch_without_annotations_or_tags(calls, tmp_path, monkeypatch
 
 
 def test_out_of_memory_keeps_an_earlier_recording(calls, tmp_path, monkeypatch):
-    observers, told = [], []
+    observers: list[Callable] = []
+    told: list[object] = []
     attach = "_cuda_attach_out_of_memory_observer"
     monkeypatch.setattr(torch._C, attach, observers.append, raising=False)
     OomDump(tmp_path, told.append)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,9 +20,10 @@ def test_a_root_without_backward_stays_gathered_and_is_told():
     """A frozen root keeps its gathered parameters from its first forward on; its blocks reshard."""
     roots = Roots(lambda: None)
     with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
-        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 6)).requires_grad_(False)
-        roots.watch(fully_shard(model[0], mesh=fsdp_mesh(mesh)))
-        roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+        model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 6)).requires_grad_(False)
+        for module in (model[0], model):
+            fully_shard(module, mesh=fsdp_mesh(mesh))
+            roots.watch(module)
         with torch.no_grad():
             model(torch.ones(4, 8))
         tensors = describe_tensors(roots, [])
@@ -39,9 +42,10 @@ def test_a_root_without_backward_stays_gathered_and_is_told():
 def test_settings_of_a_group_that_change_its_memory_or_traffic():
     roots = Roots(lambda: None)
     with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-        roots.watch(fully_shard(model[0], mesh=fsdp_mesh(mesh)))
-        roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+        model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+        for module in (model[0], model):
+            fully_shard(module, mesh=fsdp_mesh(mesh))
+            roots.watch(module)
         model[0].set_unshard_in_backward(False)
         model.set_reshard_after_backward(False, recurse=False)
         model.set_reduce_scatter_max_input_buffers(3)
@@ -58,7 +62,7 @@ def test_compiled_modules():
     try:
         roots = Roots(lambda: None)
         with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
-            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+            model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
             roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
             model(torch.ones(4, 8))
             assert compiled_modules(roots) is None

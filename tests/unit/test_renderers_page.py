@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from typing import Any
 
 import pytest
 from support.documents import MIB, Said, document
@@ -16,8 +17,8 @@ from fsdp2prof.reporters.document import Document
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
 
-def rendered(name: str, **options: str) -> str:
-    text = RENDERERS[name].render(document(), RenderOptions(**options))  # type: ignore[arg-type]
+def rendered(name: str, **options: Any) -> str:
+    text = RENDERERS[name].render(document(), RenderOptions(**options))
     assert isinstance(text, str)
     return text
 

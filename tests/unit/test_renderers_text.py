@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.documents import document, layer_table
 
-from fsdp2prof.reporters.document import Column, Document, Facts, Findings, Section, Sentences, Table
+from fsdp2prof.reporters.document import Block, Column, Document, Facts, Findings, Section, Sentences, Table
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.reporters.renderers.fitting import Need, fit
 from fsdp2prof.results import Finding
@@ -15,8 +17,8 @@ from fsdp2prof.results import Finding
 WIDTHS = [40, 80, 118, 200]
 
 
-def text(width: int = 118, **options: object) -> str:
-    rendered = RENDERERS["text"].render(document(), RenderOptions(width=width, **options))  # type: ignore[arg-type]
+def text(width: int = 118, **options: Any) -> str:
+    rendered = RENDERERS["text"].render(document(), RenderOptions(width=width, **options))
     assert isinstance(rendered, str)
     return rendered
 
@@ -54,7 +56,7 @@ def test_the_first_column_never_goes(width: int) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_facts_and_sentences_are_never_cut(width: int) -> None:
     word = "a_word_that_is_longer_than_the_narrowest_terminal_is_wide"
-    blocks = [
+    blocks: list[Block] = [
         Facts(title="facts", pairs={"name": word}),
         Findings(title="findings", findings=[Finding(id="a", severity="low", fqn=word, message=word)]),
         Sentences(title="list", lines=[word], style="list"),
@@ -130,17 +132,14 @@ NAMES = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_si
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    kinds = draw(st.lists(KINDS, min_size=1, max_size=14))
+    kinds: list[Any] = draw(st.lists(KINDS, min_size=1, max_size=14))
     values = {
         "text": st.text("abcxyz", min_size=1, max_size=20),
         "name": NAMES,
         "number": st.integers(-(10**12), 10**12),
         "bar": st.floats(0, 1),
     }
-    columns = [
-        Column(name=f"c{i}", label=f"label{i}", kind=kind, show=str)  # type: ignore[arg-type]
-        for i, kind in enumerate(kinds)
-    ]
+    columns = [Column(name=f"c{i}", label=f"label{i}", kind=kind, show=str) for i, kind in enumerate(kinds)]
     rows = draw(st.lists(st.tuples(*(values[kind] for kind in kinds)), min_size=1, max_size=4))
     return Table(name="t", title="t", columns=columns, rows=rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.present import present
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, node_file, rank_folder
@@ -34,8 +35,8 @@ def test_a_whole_run(run):
     opened = open_run(run)
     assert opened.messages == ()
     assert [record.rank for record in opened.ranks] == [0, 1]
-    assert opened.rank(1).trace == run / "rank-00001" / "trace.json.gz"
-    assert opened.rank(1).memory == run / "rank-00001" / "memory.npz"
+    assert present(opened.rank(1)).trace == run / "rank-00001" / "trace.json.gz"
+    assert present(opened.rank(1)).memory == run / "rank-00001" / "memory.npz"
     assert opened.rank(2) is None
 
 
@@ -55,7 +56,7 @@ def test_missing_partial_and_crashed_ranks_are_told(run):
         "rank 3: manifest.json is missing",
     )
     assert [record.trace is None for record in opened.ranks] == [True, False, True, True]
-    assert opened.rank(3).manifest is None
+    assert present(opened.rank(3)).manifest is None
 
 
 def test_what_the_launcher_summed_up_is_told_once(run):
@@ -69,7 +70,7 @@ def test_a_rank_left_out_on_purpose_misses_nothing(run):
     make_rank(run, 0, selected=False, files=())
     make_rank(run, 1, files=("memory.pickle",), traced_steps=[2])
     assert open_run(run).messages == ("rank 1: complete, but trace.json.gz is missing",)
-    assert open_run(run).rank(1).memory.name == "memory.pickle"
+    assert present(present(open_run(run).rank(1)).memory).name == "memory.pickle"
 
 
 def test_a_rank_whose_manifest_is_no_json_is_told(run):
@@ -77,7 +78,7 @@ def test_a_rank_whose_manifest_is_no_json_is_told(run):
     make_rank(run, 1)
     (run / "rank-00001" / "manifest.json").write_text('{"schema": "fsdp2prof.manif')
     opened = open_run(run)
-    assert opened.rank(1).manifest is None
+    assert present(opened.rank(1)).manifest is None
     assert len(opened.messages) == 1
     assert "rank-00001/manifest.json: cannot be read" in opened.messages[0]
 

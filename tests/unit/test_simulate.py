@@ -1,6 +1,8 @@
 """The simulation of streams: cases computed by hand, and what must hold for every program."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,8 +68,8 @@ def spans(timeline: Timeline) -> list[tuple[int, int]]:
     return list(zip(timeline.start_ns.tolist(), timeline.end_ns.tolist(), strict=True))
 
 
-def run(*commands: Command, **costs: object) -> list[tuple[int, int]]:
-    return spans(simulate(program(*commands), FlatCosts(**costs), repeats=1))  # type: ignore[arg-type]
+def run(*commands: Command, **costs: Any) -> list[tuple[int, int]]:
+    return spans(simulate(program(*commands), FlatCosts(**costs), repeats=1))
 
 
 def test_a_stream_runs_in_order_and_streams_run_beside_each_other() -> None:
@@ -169,7 +171,7 @@ COMMANDS = st.one_of(
 )
 
 
-def distinct_events(commands: list[Command]) -> list[Command]:
+def distinct_events(commands: Sequence[Command]) -> list[Command]:
     """Give every record an event of its own and let each wait mean the latest record before it."""
     latest: dict[int, int] = {}
     made: list[Command] = []

@@ -13,7 +13,7 @@ from fsdp2prof.estimators.execution.stitching import execute_stitched, growth_be
 from fsdp2prof.estimators.execution.tape import read_tape
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import Every, PolicySpec
 from fsdp2prof.tables import NEVER
 
 POLICY = PolicySpec(seq_len=128)
@@ -29,7 +29,7 @@ def positions(allocations) -> np.ndarray:
     ("layers", "mesh", "policy", "how"),
     [
         (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "5 and 6 blocks"),
-        (16, MeshSpec(dp_shard=3), replace(POLICY, ac="every:2", optimizer_impl="fused"), "6 and 8 blocks"),
+        (16, MeshSpec(dp_shard=3), replace(POLICY, ac=Every(2), optimizer_impl="fused"), "6 and 8 blocks"),
         (
             12,
             MeshSpec(dp_replicate=2, dp_shard=4),
@@ -75,7 +75,7 @@ def test_a_shallow_model_is_executed_in_full() -> None:
 def test_executions_that_do_not_repeat_are_not_stitched() -> None:
     mesh, spec = MeshSpec(dp_shard=2), ModelSpec(source="gpt2", layers=5)
     shallow = execute(spec, mesh, POLICY)
-    deeper = execute(spec.with_layers(6), mesh, replace(POLICY, ac="every:6"))
+    deeper = execute(spec.with_layers(6), mesh, replace(POLICY, ac=Every(6)))
     assert growth_between(shallow, deeper, 1) is None
 
 

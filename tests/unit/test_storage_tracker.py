@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.present import present
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import record_function
 
@@ -84,7 +85,7 @@ def test_gradient_that_only_cpp_holds_is_alive_before():
         pass
     allocations = tracker.recording().allocations
     rows = np.flatnonzero(allocations.size == 123 * 4)
-    pointers = {parameter.data_ptr(), parameter.grad.data_ptr()}
+    pointers = {parameter.data_ptr(), present(parameter.grad).data_ptr()}
     assert pointers <= set(allocations.address[rows].tolist())
 
 

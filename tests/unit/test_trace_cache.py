@@ -7,6 +7,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,11 +91,11 @@ def test_changed_bytes_are_read_again_even_with_size_and_time_unchanged(trace_fi
 
 def test_another_reader_does_not_take_the_cache(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_trace_cached(trace_file, worth_bytes=0)
-    decoded = []
+    decoding = Mock(wraps=read_trace)
     monkeypatch.setattr(trace_cache, "_reader_digest", lambda: "another")
-    monkeypatch.setattr(trace_cache, "read_trace", lambda *a, **k: decoded.append(a) or read_trace(*a, **k))
+    monkeypatch.setattr(trace_cache, "read_trace", decoding)
     read_trace_cached(trace_file, worth_bytes=0)
-    assert len(decoded) == 1
+    decoding.assert_called_once()
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}\n", b"no head"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.results import MS, memory_analysis, run_summary, trace_analysis
@@ -119,11 +120,14 @@ def test_manifests_decide_whether_the_host_is_to_blame(tmp_path: Path) -> None:
     traced_ns = round(alone.totals.step_ns)
     host_ns = round(alone.totals.idle_ns["host_bound"])
     for unrecorded_ns, blamed in ((traced_ns - host_ns, False), (traced_ns, True)):
-        times = [(9 * traced_ns, "plain"), *[(unrecorded_ns, "plain")] * 5, *[(traced_ns, "traced")] * 2]
+        times: list[tuple[int, Any]] = [
+            (9 * traced_ns, "plain"),
+            *[(unrecorded_ns, "plain")] * 5,
+            *[(traced_ns, "traced")] * 2,
+        ]
         manifest = RankManifest(
             steps=[
-                StepInfo(step=i, start_ns=0, duration_ns=ns, kind=kind)  # type: ignore[arg-type]
-                for i, (ns, kind) in enumerate(times)
+                StepInfo(step=i, start_ns=0, duration_ns=ns, kind=kind) for i, (ns, kind) in enumerate(times)
             ]
         )
         found = merge([analyze_rank(trace, manifest)], manifests=[manifest])

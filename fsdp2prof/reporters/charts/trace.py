@@ -78,7 +78,3 @@ def layer_chart(layers: Sequence[LayerTotal], rows: Sequence[LayerRow]) -> Figur
     chart["layout"]["hovermode"] = "x unified"
     chart["layout"]["xaxis"] |= {"categoryorder": "array", "categoryarray": list(names.values())}
     return chart
-
-
-def _known_first(kind: tuple[str, str]) -> tuple[bool, bool, tuple[str, str]]:
-    return kind not in _OP_COLOURS, kind[1] != "forward", kind

@@ -9,6 +9,7 @@ from fsdp2prof.reporters.document import Document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
+from fsdp2prof.reporters.documents.hang import hang_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
     diff_document,
@@ -25,6 +26,7 @@ from fsdp2prof.results import (
     CheckpointEstimate,
     CommEstimate,
     CriticalPath,
+    HangAnalysis,
     IdleCauses,
     LaunchStatistics,
     MemoryAnalysis,
@@ -43,6 +45,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
     CriticalPath: critical_path_document,
+    HangAnalysis: hang_document,
     IdleCauses: idle_document,
     LaunchStatistics: launch_document,
     MemoryAnalysis: memory_document,

@@ -186,7 +186,7 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
 
 
 def _sparse(scale: int, digits: int) -> Show:
-    """Return what writes bytes in one unit, and nothing for none."""
+    """Return what writes bytes in one unit, nothing for none."""
     return lambda value: scaled(value, scale, digits) if value else ""
 
 

@@ -14,10 +14,11 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 _TARGET = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-_counts: Counter = Counter()
-_bytes: Counter = Counter()
+_counts: Counter[tuple] = Counter()
+_bytes: Counter[tuple] = Counter()
 _roots: list = []
 
 
@@ -90,13 +91,15 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        load = spec.loader.exec_module
+        assert spec is not None
+        loader: Any = spec.loader
+        load = loader.exec_module
 
         def exec_module(module):
             load(module)
             _install()
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from _common import Tower, arguments, batch, process_group, shard_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +13,7 @@ def main() -> None:
     args = arguments(micro_batches=3)
     with process_group() as device:
         mesh = shard_mesh()
-        model = Tower().to(device)
+        model: Any = Tower().to(device)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

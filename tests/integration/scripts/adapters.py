@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from _common import DIM, Tower, arguments, batch, process_group, shard_mesh, train
 from torch import nn
@@ -18,14 +20,15 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        updated: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return updated
 
 
 def main() -> None:
     args = arguments()
     with process_group() as device:
         mesh = shard_mesh()
-        model = Tower().requires_grad_(False)
+        model: Any = Tower().requires_grad_(False)
         for layer in model.layers[1:]:
             layer.up = Adapted(layer.up)
         model.head = nn.Linear(DIM, model.head.out_features, bias=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from _common import Tower, arguments, batch, process_group, shard_mesh, train
@@ -13,7 +14,7 @@ def main() -> None:
     args = arguments()
     with process_group() as device:
         mesh = shard_mesh()
-        model = Tower().to(device)
+        model: Any = Tower().to(device)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

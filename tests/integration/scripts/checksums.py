@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from typing import Any
 
 import torch
 from _common import Tower, batch, process_group, shard_mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 STEPS = 8
 
@@ -30,9 +31,9 @@ class Dropped(nn.Module):
 
 def sharded(
     device: str, *, checkpointed: bool = False, offloaded: bool = False, compiled: bool = False
-) -> FSDPModule:
+) -> Any:
     mesh = shard_mesh()
-    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
+    policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloaded else {}
     model = Tower().to(device)
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(Dropped(layer)) if checkpointed else Dropped(layer)
@@ -42,7 +43,7 @@ def sharded(
     return fully_shard(model, mesh=mesh, **policy)
 
 
-def checksum(model: nn.Module) -> str:
+def checksum(model: Any) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.full_tensor().detach().cpu().numpy().tobytes())

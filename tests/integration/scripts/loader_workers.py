@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 
-class Tokens(Dataset):
+class Tokens(Dataset[torch.Tensor]):
     """Random tokens; a worker leaves a note about itself when asked for the first item."""
 
     def __init__(self, length: int, folder: Path) -> None:

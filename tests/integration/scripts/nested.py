@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from _common import Tower, arguments, batch, process_group, shard_mesh, train
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,7 +14,7 @@ def main() -> None:
     with process_group() as device:
         mesh = shard_mesh()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = Tower().to(device)
+        model: Any = Tower().to(device)
         for layer in model.layers:
             fully_shard(layer.up, mesh=mesh, mp_policy=policy)
             fully_shard(layer.down, mesh=mesh, mp_policy=policy)

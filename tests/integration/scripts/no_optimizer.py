@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from _common import Tower, batch, process_group, shard_mesh
 from torch.distributed.fsdp import fully_shard
@@ -9,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 def main() -> None:
     with process_group() as device:
-        model = fully_shard(Tower().to(device), mesh=shard_mesh())
+        model: Any = fully_shard(Tower().to(device), mesh=shard_mesh())
         for _ in range(4):
             model(batch()).pow(2).mean().backward()
             with torch.no_grad():

@@ -6,6 +6,7 @@ import argparse
 
 import torch
 from _common import Tower, batch, process_group, train
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +17,7 @@ def main() -> None:
     args = parser.parse_args()
     with process_group() as device:
         model = Tower().to(device)
+        wrapped: nn.Module
         if args.wrapper == "ddp":
             wrapped = DistributedDataParallel(model)
         else:

@@ -13,8 +13,9 @@ def main() -> None:
     with process_group() as device:
         mesh = shard_mesh()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1), nn.Linear(1, 11)).to(device)
-        for layer in model[:3]:
+        layers = (nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1), nn.Linear(1, 11))
+        model = nn.Sequential(*layers).to(device)
+        for layer in layers[:3]:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

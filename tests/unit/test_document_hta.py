@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import Any
 
 import pytest
 from support.traces import two_kernel_trace
@@ -15,7 +16,7 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
-FOUND = {
+FOUND: dict[str, Any] = {
     "critical_path": critical_path(two_kernel_trace()),
     "launch_statistics": launch_statistics(two_kernel_trace()),
     "idle_causes": idle_causes(two_kernel_trace()),
@@ -23,8 +24,8 @@ FOUND = {
 }
 
 
-def rendered(name: str, form: str, **options: object) -> str:
-    text = RENDERERS[form].render(build(FOUND[name]), RenderOptions(**options))  # type: ignore[arg-type]
+def rendered(name: str, form: str, **options: Any) -> str:
+    text = RENDERERS[form].render(build(FOUND[name]), RenderOptions(**options))
     assert isinstance(text, str)
     return text
 

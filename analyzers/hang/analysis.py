@@ -1,0 +1,162 @@
+"""From the dumps of a job's ranks to where it stands and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fsdp2prof.analyzers.hang.groups import GroupCalls, group_calls
+from fsdp2prof.analyzers.hang.layers import layer_of
+from fsdp2prof.analyzers.hang.mismatches import Mismatch, first_mismatch
+from fsdp2prof.analyzers.hang.wording import finding, verdict
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.results import HangAnalysis, HangCall, HangMismatch, HangRank, HangStanding
+from fsdp2prof.tables.flight_recorder import FlightDump, Issued
+
+__all__ = ["analyze_hang"]
+
+
+def analyze_hang(
+    dumps: Sequence[FlightDump],
+    manifests: Mapping[int, RankManifest] | None = None,
+    warnings: Sequence[str] = (),
+) -> HangAnalysis:
+    """Say which collective a job stands in, which ranks have not come, and which issue something else.
+
+    ``manifests`` by rank name layers and mesh dimensions. At least one dump.
+    """
+    hang = _Hang(dumps, manifests or {})
+    mismatches = hang.mismatches()
+    standings = hang.standings()
+    cause, culprits, first = _cause(mismatches, standings, hang)
+    standings.sort(key=lambda one: one is not first)
+    result = HangAnalysis(
+        cause=cause,
+        culprits=culprits,
+        standings=standings,
+        mismatches=mismatches,
+        ranks=hang.ranks(),
+        findings=[],
+        verdict=[],
+        warnings=list(warnings),
+    )
+    result = replace(result, verdict=verdict(result))
+    return replace(result, findings=finding(result))
+
+
+def _cause(
+    mismatches: Sequence[HangMismatch], standings: Sequence[HangStanding], hang: _Hang
+) -> tuple[str, list[int], HangStanding | None]:
+    """The cause, the ranks it names, and the standing it explains."""
+    if mismatches:
+        named = mismatches[0].expected
+        group = next((one for one in standings if one.call.group == named.group), None)
+        return "mismatch", mismatches[0].ranks, group
+    for one in standings:
+        if free := [rank for rank in one.not_come if hang.unfinished(rank) is None]:
+            return "not_come", free, one
+    for one in standings:
+        if one.no_dump:
+            return "no_dump", one.no_dump, one
+    for one in standings:
+        if one.not_come:
+            return "order", sorted({rank for other in standings for rank in other.not_come}), one
+    if standings:
+        return "inside", [], standings[0]
+    return ("no_dump", gone, None) if (gone := hang.without_dump()) else ("none", [], None)
+
+
+class _Hang:
+    """The dumps of a job, and what is asked of them again and again."""
+
+    def __init__(self, dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifest]) -> None:
+        self._dumps = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank)}
+        self._manifests = manifests
+        self._groups = group_calls(list(self._dumps.values()), manifests)
+
+    def unfinished(self, rank: int) -> Issued | None:
+        """The first call of a rank that has not finished."""
+        return next((one for one in self._dumps[rank].issued if not one.finished), None)
+
+    def without_dump(self) -> list[int]:
+        """Ranks that a group names and that left no dump."""
+        return sorted({rank for group in self._groups for rank in group.no_dump})
+
+    def mismatches(self) -> list[HangMismatch]:
+        """The first mismatch of each group, the earliest issued first."""
+        found = [one for group in self._groups if (one := first_mismatch(group)) is not None]
+        return [self._mismatch(one) for one in sorted(found, key=lambda one: one.expected.created_ns)]
+
+    def standings(self) -> list[HangStanding]:
+        """The first unfinished collective of each group, the earliest issued first."""
+        found = [one for group in self._groups if (one := self._standing(group)) is not None]
+        return sorted(found, key=lambda one: one.call.created_ns)
+
+    def ranks(self) -> list[HangRank]:
+        """Every rank that a group names, in order."""
+        named = sorted({rank for group in self._groups for rank in group.ranks} | set(self._dumps))
+        return [self._rank(rank) for rank in named]
+
+    def _standing(self, group: GroupCalls) -> HangStanding | None:
+        waiting = {
+            rank: min(unfinished)
+            for rank, calls in group.calls.items()
+            if (unfinished := [seq for seq, ones in calls.items() if not all(one.finished for one in ones)])
+        }
+        if not waiting:
+            return None
+        seq = min(waiting.values())
+        came = sorted(rank for rank in group.calls if group.last(rank) >= seq)
+        first = min(rank for rank, at in waiting.items() if at == seq)
+        return HangStanding(
+            call=self._call(first, group.calls[first][seq][0]),
+            ranks=list(group.ranks),
+            came=came,
+            not_come=sorted(set(group.calls) - set(came)),
+            no_dump=group.no_dump,
+        )
+
+    def _mismatch(self, one: Mismatch) -> HangMismatch:
+        return HangMismatch(
+            kind=one.kind,
+            ranks=one.ranks,
+            found=self._call(one.ranks[0], one.found),
+            others=one.others,
+            expected=self._call(one.furthest, one.expected),
+            count=one.count,
+        )
+
+    def _rank(self, rank: int) -> HangRank:
+        dump = self._dumps.get(rank)
+        if dump is None:
+            return HangRank(rank=rank, dump=None, last=None, standing_in=None, behind=None)
+        last, waits = dump.issued[-1] if dump.issued else None, self.unfinished(rank)
+        groups = [group for group in self._groups if rank in group.calls]
+        return HangRank(
+            rank=rank,
+            dump=dump.source,
+            last=None if last is None else self._call(rank, last),
+            standing_in=None if waits is None else self._call(rank, waits),
+            behind=max((group.front - group.last(rank) for group in groups), default=0),
+        )
+
+    def _call(self, rank: int, one: Issued) -> HangCall:
+        manifest = self._manifests.get(rank)
+        layer = layer_of(one, self._dumps[rank], manifest)
+        groups = manifest.process_groups if manifest is not None else []
+        return HangCall(
+            op=one.op,
+            group=one.group,
+            group_desc=one.group_desc,
+            mesh_dim=next((group.mesh_dim for group in groups if group.name == one.group), None),
+            seq=one.seq,
+            input_sizes=[list(shape) for shape in one.input_sizes],
+            output_sizes=[list(shape) for shape in one.output_sizes],
+            dtype=one.dtype,
+            fqn=None if layer is None else layer.fqn,
+            phase=None if layer is None else layer.phase,
+            layer_known=layer is not None,
+            finished=one.finished,
+            created_ns=one.created_ns,
+            place=one.place,
+        )

@@ -1,0 +1,96 @@
+"""From the Flight Recorder dumps at a path to where the job stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fsdp2prof.analyzers.hang.analysis import analyze_hang as analyze
+from fsdp2prof.errors import FlightRecorderError, InputError
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.flight_recorder import looks_like_dump, read_dump
+from fsdp2prof.readers.run_directory import is_run_directory, open_run
+from fsdp2prof.results import HangAnalysis
+from fsdp2prof.tables.flight_recorder import FlightDump
+from fsdp2prof.workflows.file_names import in_order, read_name
+
+__all__ = ["analyze_hang"]
+
+_LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.(?:json|pickle|pkl|bin))?$")
+_MOST_FOLDERS_DEEP = 2
+_MOST_FILES = 100_000
+
+
+def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
+    """Read every dump at a path and say where the job stands.
+
+    ``path`` is one dump, a folder of them (one a rank), or a run directory that holds them; ``run`` is the
+    run directory whose manifests name the layers, by default ``path`` itself where it is one. Raises
+    ``InputError`` for a path without a dump, two dumps of one rank, and a dump whose rank no name says.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise InputError(f"{root}: no such file or folder")
+    dumps, warnings = _read_all(root)
+    manifests = _manifests(root if run is None else Path(run), asked=run is not None)
+    return analyze(dumps, manifests, warnings)
+
+
+def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
+    if root.is_file():
+        return [read_dump(root, _rank(root))], []
+    found: dict[int, Path] = {}
+    for file in filter(looks_like_dump, _files(root)):
+        rank = _rank(file)
+        if rank in found:
+            raise FlightRecorderError(
+                f"{root}: two dumps of rank {rank}: {found[rank].relative_to(root)} and "
+                f"{file.relative_to(root)}; give a folder with one a rank"
+            )
+        found[rank] = file
+    dumps: list[FlightDump] = []
+    warnings: list[str] = []
+    for rank, file in sorted(found.items()):
+        try:
+            dumps.append(read_dump(file, rank))
+        except FlightRecorderError as error:
+            warnings.append(f"left out: {error}")
+    if not dumps:
+        said = (
+            warnings[0].removeprefix("left out: ") if warnings else f"{root}: no Flight Recorder dump in it"
+        )
+        raise FlightRecorderError(said)
+    return dumps, warnings
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Files of a folder and of its folders, two levels down."""
+    level, seen = [root], 0
+    for _ in range(_MOST_FOLDERS_DEEP + 1):
+        entries = sorted((entry for folder in level for entry in folder.iterdir()), key=in_order)
+        seen += len(entries)
+        if seen > _MOST_FILES:
+            raise InputError(f"{root}: more than {_MOST_FILES:,} files; give the folder of the dumps")
+        yield from (entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
+        level = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
+
+
+def _rank(file: Path) -> int:
+    """The rank that a file's name says (``rank_3``, or a number at its end), else its folder's."""
+    named = read_name(Path(file.name)).rank
+    if named is None and (number := _LAST_NUMBER.search(file.name)):
+        named = int(number[1])
+    if named is None:
+        named = read_name(file).rank
+    if named is None:
+        raise FlightRecorderError(
+            f"{file}: its name says no rank; rename it to end in the rank, like trace_3"
+        )
+    return named
+
+
+def _manifests(root: Path, *, asked: bool) -> Mapping[int, RankManifest]:
+    if not asked and not is_run_directory(root):
+        return {}
+    return {one.rank: one.manifest for one in open_run(root).ranks if one.manifest is not None}

@@ -1,0 +1,94 @@
+"""Real jobs that end badly: each is named by what their Flight Recorders kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.results import HangAnalysis
+from fsdp2prof.workflows.hang import analyze_hang
+
+from .conftest import script_path, torchrun, training_environment
+
+WORLD = 3
+
+
+def hang(folder: Path, how: str, *arguments: str, nproc: int = WORLD, recorded: bool = False) -> Path:
+    """Let a job end badly; returns the folder of its dumps, in the run directory if it is recorded."""
+    dumps = folder / "dumps"
+    command = torchrun(script_path("hanging"), nproc, "--how", how, "--dumps", str(dumps), *arguments)
+    if recorded:
+        command = [sys.executable, "-m", "fsdp2prof", "record", "-f", "-o", str(folder), "--", *command]
+    environment = training_environment(TORCH_FR_BUFFER_SIZE="2000")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode != 0
+    assert any(dumps.iterdir()), done.stderr[-4000:]
+    return folder if recorded else dumps
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HangAnalysis]:
+    def analyze(how: str) -> HangAnalysis:
+        return analyze_hang(hang(tmp_path_factory.mktemp(how), how))
+
+    return analyze
+
+
+def test_a_rank_that_sleeps_has_not_come(ended: Callable[[str], HangAnalysis]) -> None:
+    found = ended("sleep")
+    assert (found.cause, found.culprits) == ("not_come", [1])
+    stand = found.standings[0]
+    assert (stand.call.op, stand.call.input_sizes, stand.call.dtype) == ("all_reduce", [[8]], "float32")
+    assert (stand.came, stand.not_come, stand.no_dump) == ([0, 2], [1], [])
+    assert found.ranks[1].last is not None
+    assert (found.ranks[1].last.op, found.ranks[1].standing_in, found.ranks[1].behind) == ("barrier", None, 2)
+    assert found.verdict[0].startswith("Ranks 0, 2 wait in all-reduce")
+    assert "to which rank 1 has not come" in found.verdict[0]
+
+
+def test_a_rank_that_left_is_named_as_without_a_dump(ended: Callable[[str], HangAnalysis]) -> None:
+    found = ended("leave")
+    assert (found.cause, found.culprits) == ("no_dump", [1])
+    assert "ank 1 " in found.verdict[0]
+    assert found.ranks[1].dump is None
+
+
+def test_another_shape_is_named_with_both_sizes(ended: Callable[[str], HangAnalysis]) -> None:
+    found = ended("shape")
+    one = found.mismatches[0]
+    assert (found.cause, one.kind, one.ranks, one.others) == ("mismatch", "size", [1], [0, 2])
+    assert (one.found.input_sizes, one.expected.input_sizes) == ([[9]], [[8]])
+
+
+def test_a_reordered_pair_is_named_as_swapped(ended: Callable[[str], HangAnalysis]) -> None:
+    found = ended("reorder")
+    one = found.mismatches[0]
+    assert (found.cause, one.kind, one.ranks) == ("mismatch", "swapped", [1])
+    assert (one.found.input_sizes, one.expected.input_sizes) == ([[2, 3]], [[8]])
+
+
+def test_a_skipped_layer_is_named_by_the_manifests(tmp_path: Path) -> None:
+    found = analyze_hang(hang(tmp_path / "run", "skip", recorded=True))
+    one = found.mismatches[0]
+    assert (found.cause, one.ranks) == ("mismatch", [1])
+    assert one.kind in ("early", "skipped")
+    assert (one.found.fqn, one.expected.fqn) == ("layers.2", "layers.1")
+    assert (one.expected.op, one.expected.phase) == ("all_gather", "forward")
+
+
+def test_layers_of_one_size_are_told_apart_by_their_order(tmp_path: Path) -> None:
+    """Rank 1 sleeps before ``layers.2`` of three that are alike."""
+    run = hang(tmp_path / "run", "layer", "--alike", recorded=True)
+    found = analyze_hang(run)
+    assert (found.cause, found.culprits) == ("not_come", [1])
+    call = found.standings[0].call
+    assert (call.op, call.fqn, call.phase, call.mesh_dim) == ("all_gather", "layers.2", "forward", "dp_shard")
+    assert found.ranks[1].last is not None
+    assert found.ranks[1].last.fqn == "layers.1"
+    unknown = analyze_hang(run / "dumps").standings[0].call
+    assert (unknown.fqn, unknown.layer_known) == (None, False)
+    assert analyze_hang(run / "dumps", run=run).standings[0].call == call
