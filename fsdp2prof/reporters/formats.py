@@ -76,13 +76,13 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def scaled(value: float | None, scale: int, digits: int) -> str:
-    """Format a number in units of ``scale``: ``-`` for None, ``0`` for zero, ``<0.01`` for nearly that."""
+    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero, ``<0.01`` for less."""
     if value is None:
         return _UNKNOWN
-    if value == 0:
-        return "0"
-    least = 10**-digits
-    return f"<{least:.{digits}f}" if 0 < value < scale * least / 2 else f"{value / scale:,.{digits}f}"
+    text = f"{value / scale:,.{digits}f}"
+    if float(text.replace(",", "")):
+        return text
+    return "0" if value == 0 else f"{'<' if value > 0 else '>-'}{10**-digits:.{digits}f}"
 
 
 # Functions for Column.show.

@@ -240,7 +240,7 @@ def test_a_gate_on_a_run_needs_no_trace() -> None:
 
 def test_a_comparison_gates_on_traced_steps_where_one_side_knows_no_others() -> None:
     before = Side(path="a", kind="run", trace=trace_analysis(), run=run_summary())
-    after = Side(path="b", kind="trace", trace=slowed(468))
+    after = Side(path="b", kind="trace", trace=slowed(468, step=None))
     comparison = compare(before, after)
     assert comparison.unrecorded_step is None
     for metric in ("step_time_frac", "traced_step_time_frac"):
