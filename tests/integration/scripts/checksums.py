@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         for name, model in models.items():
-            print(name, checksum(model))
+            # One write a line: the ranks share the stream.
+            sys.stdout.write(f"{name} {checksum(model)}\n")
 
 
 if __name__ == "__main__":
