@@ -17,7 +17,12 @@ from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.memory_advice import advice, remedies
 from fsdp2prof.estimators.memory_fit import room_on, verdict
-from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_notes import (
+    EXECUTED_MICRO_BATCHES,
+    assumptions,
+    check_modelled,
+    outside_allocator_bytes,
+)
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -63,7 +68,7 @@ def predict_memory(
     check_parallelism(built, mesh, policy)
     parameter_groups(stage_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
-    execution, how = execute_stitched(model, mesh, local)
+    execution, how = execute_stitched(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_on_cuda(execution.recording, execution.host)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
@@ -138,6 +143,13 @@ def _estimate(
         advice=[] if room is None or room.fit == "fits" else advice(options, missing or 0),
         assumptions=assumptions(how, mesh, policy),
     )
+
+
+def _with_fewer_micro_batches(mesh: MeshSpec, policy: PolicySpec) -> PolicySpec:
+    """Execute the first, one in the middle and the last: those in the middle allocate the same."""
+    if mesh.pp > 1 or policy.grad_accum <= EXECUTED_MICRO_BATCHES:
+        return policy
+    return replace(policy, grad_accum=EXECUTED_MICRO_BATCHES)
 
 
 def _host_bytes(execution: Execution) -> int:

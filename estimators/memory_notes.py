@@ -11,7 +11,10 @@ from fsdp2prof.estimators.torch_rules import root_obeys_reshard
 from fsdp2prof.results import OutsideAllocator
 from fsdp2prof.units import format_bytes
 
-__all__ = ["assumptions", "check_modelled", "outside_allocator_bytes"]
+__all__ = ["EXECUTED_MICRO_BATCHES", "assumptions", "check_modelled", "outside_allocator_bytes"]
+
+EXECUTED_MICRO_BATCHES = 3
+"""Most micro-batches that are executed without a pipeline."""
 
 _CONTEXT_BYTES = (400 << 20, 900 << 20)
 _COMMUNICATOR_BYTES = (50 << 20, 400 << 20)
@@ -53,6 +56,11 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         f"attention runs as flash attention; a cuBLAS workspace of {workspace} each for forward and backward",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
+    if mesh.pp == 1 and policy.grad_accum > EXECUTED_MICRO_BATCHES:
+        notes.append(
+            f"{EXECUTED_MICRO_BATCHES} of {policy.grad_accum} micro-batches executed: those between the first "
+            "and the last allocate the same"
+        )
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append(
             "the root reshards after forward as told, which torch does from 2.8 on"

@@ -23,7 +23,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
 
-__all__ = ["execute_stitched", "extend", "growth_between"]
+__all__ = ["depths_to_execute", "execute_stitched", "extend", "growth_between"]
 
 _TICK_NS = 1000
 _EDGE_BLOCKS = 4
@@ -39,12 +39,11 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks, period = full.blocks, policy.ac_every or 1
-    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
-    shallow = edge + period + (len(blocks) - edge) % period
-    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
-    if not repeats or len(blocks) <= 2 * shallow + period:
+    blocks = full.blocks
+    depths = depths_to_execute(spec, mesh, policy, blocks)
+    if depths is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
+    shallow, period = depths
     first = execute(spec.with_layers(shallow), mesh, policy)
     second = execute(spec.with_layers(shallow + period), mesh, policy)
     growth = growth_between(first, second, period)
@@ -56,6 +55,19 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
         f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "
         f"and repeated to {len(blocks)}"
     )
+
+
+def depths_to_execute(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, blocks: tuple[str, ...]
+) -> tuple[int, int] | None:
+    """Blocks of the shallow execution, and how many the other has more; ``None``: execute all of them."""
+    period = policy.ac_every or 1
+    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
+    shallow = edge + period + (len(blocks) - edge) % period
+    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
+    if mesh.pp > 1 or not repeats or len(blocks) <= 2 * shallow + period:
+        return None
+    return shallow, period
 
 
 def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[int, int] | None:
