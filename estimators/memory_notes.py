@@ -58,8 +58,8 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     ]
     if mesh.pp == 1 and policy.grad_accum > EXECUTED_MICRO_BATCHES:
         notes.append(
-            f"{EXECUTED_MICRO_BATCHES} of {policy.grad_accum} micro-batches executed: those between the first "
-            "and the last allocate the same"
+            f"{EXECUTED_MICRO_BATCHES} of {policy.grad_accum} micro-batches executed: those between the "
+            "first and the last allocate the same"
         )
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append(

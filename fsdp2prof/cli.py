@@ -24,6 +24,10 @@ _VERBS = {
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
+    "plan": (
+        "fsdp2prof.commands.plan:plan",
+        "Plan a training: the best mesh, batch and policy on a cluster.",
+    ),
     "compare": (
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",

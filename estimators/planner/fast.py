@@ -116,13 +116,14 @@ class FastModel:
         gather_bytes, reduce_bytes = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
         block, root = plain.block_numel, plain.root_numel // mesh.pp
         gather = self._transfer("all_gather", block * gather_bytes, mesh, "fsdp")
+        if policy.offload:  # the shard comes from the host before it is gathered
+            own = block // mesh.fsdp_size * dtype_bytes(policy.orig_dtype)
+            gather += round(1e9 * own / self._cluster.hardware.host_link_bytes_per_s)
         again = gather
         if isinstance(policy.reshard, int) and not isinstance(policy.reshard, bool):
             again = self._inside_node(block * gather_bytes, policy.reshard)
         scatter = self._transfer("reduce_scatter", block * reduce_bytes, mesh, "fsdp")
-        scatter += self._transfer(
-            "all_reduce", block * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate"
-        )
+        scatter += self._transfer("all_reduce", block * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
         copies = self._moved(3 * block * gather_bytes) if mesh.fsdp_size > 1 else 0
         reduced = self._moved(block * (gather_bytes + reduce_bytes)) if mesh.fsdp_size > 1 else 0
         kept = policy.reshard == "never"
@@ -214,6 +215,9 @@ class FastModel:
         shard = (block * layers + root) / mesh.fsdp_size
         states = 3 * own * shard
         gradients = max(own, reduced) * shard
+        if policy.offload:
+            gradients = max(own, reduced) * max(block, root) / mesh.fsdp_size
+            states = gradients
         flying = min(mesh.pp, policy.grad_accum)
         saved = tokens * flying * sum(share * profile.saved_bytes for share, profile in mix) * layers
         buffers = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
@@ -21,36 +21,40 @@ from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.results.plan import (
     FastPathError,
     Plan,
+    PlanAnswer,
     PlanFamily,
     PlanGiven,
     PlanPoint,
     PlanSearch,
 )
-from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
 
-__all__ = ["Engine", "Planning", "in_this_process", "make_plan"]
+__all__ = ["Call", "Engine", "Planning", "in_this_process", "make_plan", "run_one"]
 
 _CONFIRMATIONS = 4
 """Configurations that the engine runs at most until one of them is the best."""
 _CHANGES = ("ac", "batch_size", "sync", "reshard")
 
-T = TypeVar("T")
+
+Call: TypeAlias = tuple[Callable[[Any], Any], Any]
+"""A function of the engine and what it is given."""
 
 
 class Engine(Protocol):
     """Runs the execution engine on several inputs, at once where there are processes for it."""
 
-    def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Return ``function(item)`` of every item in order; a ``ModelError`` stands for what cannot run."""
+    def __call__(self, calls: Sequence[Call]) -> list[Any]:
+        """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
 
 
-def in_this_process(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def in_this_process(calls: Sequence[Call]) -> list[Any]:
     """The engine without processes."""
-    return [run_one(function, item) for item in items]
+    return [run_one(call) for call in calls]
 
 
-def run_one(function: Callable[[Any], Any], item: Any) -> Any:
-    """Return ``function(item)`` or the ``ModelError`` that it raised."""
+def run_one(call: Call) -> Any:
+    """Return what a call does, or the ``ModelError`` that it raises."""
+    function, item = call
     try:
         return function(item)
     except ModelError as error:
@@ -66,44 +70,58 @@ class Planning:
     progress: Callable[[str], None] = lambda _: None
     engine_runs: int = 0
     complete: bool = False
+    fast: FastModel | None = None
     search: Search | None = None
+    correction: Correction = field(default_factory=Correction)
     dropped: set[Candidate] = field(default_factory=set)
 
     def run(self) -> None:
         """Search and confirm. Raises ``ModelError`` for what no configuration can fulfil."""
+        self.profile()
+        self.find()
+        self.confirm()
+        self.complete = True
+
+    def profile(self) -> None:
+        """Execute a few blocks for every way to divide one. Raises ``ModelError``."""
         request = self.request
         model = self.model()
         found = list(meshes(request, model))
         if not found:
             raise ModelError(_no_mesh(request))
-        self.progress("executing a few blocks")
         wanted = probes(request, sorted({mesh.tp for mesh in found}), model)
+        self.progress(f"executing a few blocks of {model.name} in {plural(len(wanted), 'way')}")
         profiles = {}
-        for probe, profile in zip(wanted, self.ran(measure, wanted), strict=True):
+        for probe, profile in zip(wanted, self.ran([(measure, probe) for probe in wanted]), strict=True):
             if isinstance(profile, ModelError):
                 raise profile
             profiles[probe.tp, str(probe.policy.ac)] = profile
-        fast = FastModel(request, profiles, model)
-        self.search = Search(request, fast, Correction())
-        for mesh in found:
+        self.fast = FastModel(request, profiles, model)
+
+    def find(self) -> None:
+        """Score every configuration of the request. Raises ``ModelError`` if there is none."""
+        assert self.fast is not None
+        model = self.model()
+        self.search = Search(self.request, self.fast, self.correction)
+        for mesh in meshes(self.request, model):
             self.search.add(
-                candidates(request, model, mesh),
+                candidates(self.request, model, mesh),
                 lambda count: self.progress(f"{count:,} configurations"),
             )
         if not self.search.scores:
-            raise ModelError(_no_batch(request))
-        self.confirm()
-        self.complete = True
+            raise ModelError(_no_batch(self.request))
+        if "offload" not in self.request.fixed_policy and self.winner(self.all()) is None:
+            self.search.add([_offloaded(candidate) for candidate in list(self.search.scores)])
 
     def model(self) -> Model:
         """Build the model whole. Raises ``ModelError``."""
         policy = self.request.policy
         return build_model(self.request.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
 
-    def ran(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    def ran(self, calls: Sequence[Call]) -> list[Any]:
         """Run the engine and count."""
-        self.engine_runs += len(items)
-        return self.engine(function, items)
+        self.engine_runs += len(calls)
+        return self.engine(calls)
 
     def confirm(self) -> None:
         """Let the engine run the best until the best is one that it ran."""
@@ -130,11 +148,11 @@ class Planning:
     def _confirm(self, one: Scored) -> None:
         assert self.search is not None
         check = Check(model=self.request.model, candidate=one.candidate, cluster=self.request.cluster)
-        memory, step = self.ran(_either, [(check_memory, check), (check_step, check)])
+        memory, step = self.ran([(check_memory, check), (check_step, check)])
         if isinstance(memory, ModelError) or isinstance(step, ModelError):
             self.dropped.add(one.candidate)
         else:
-            self.search.correction.learn(confirmed(one.candidate, one.fast, memory, step))
+            self.correction.learn(confirmed(one.candidate, one.fast, memory, step))
 
     def all(self) -> list[Scored]:
         """Return every configuration that the engine did not refuse."""
@@ -161,7 +179,7 @@ class Planning:
             families=_families(found, winner, request),
             changes=[] if winner is None else _changes(found, winner, request),
             pareto=[_point(one, request) for one in pareto_front(fitting)],
-            answer=None,
+            answer=_budget(point, request),
             recipes=[] if winner is None else recipes(request, winner.candidate),
             search=PlanSearch(
                 configurations=len(found),
@@ -175,7 +193,7 @@ class Planning:
         return replace(plan, verdict=_verdict(plan, found[0], request))
 
     def _error(self) -> FastPathError:
-        known = [] if self.search is None else list(self.search.correction.known.values())
+        known = list(self.correction.known.values())
         steps = [one.fast.step_ns / one.step_ns - 1 for one in known]
         sizes = [one.fast.reserved_bytes / one.reserved_bytes - 1 for one in known]
         return FastPathError(
@@ -216,9 +234,8 @@ def name_of(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def _either(item: tuple[Callable[[Any], Any], Any]) -> Any:
-    function, argument = item
-    return function(argument)
+def _offloaded(candidate: Candidate) -> Candidate:
+    return replace(candidate, policy=replace(candidate.policy, offload=True))
 
 
 def _point(one: Scored, request: PlanRequest) -> PlanPoint:
@@ -254,12 +271,13 @@ def _families(found: Sequence[Scored], winner: Scored | None, request: PlanReque
     groups: dict[str, list[Scored]] = {}
     for one in found:  # the best first
         groups.setdefault(one.family, []).append(one)
-    return [_family(members, winner, request) for members in groups.values()]
+    return [_family(name, members, winner, request) for name, members in groups.items()]
 
 
-def _family(members: Sequence[Scored], winner: Scored | None, request: PlanRequest) -> PlanFamily:
+def _family(name: str, members: Sequence[Scored], winner: Scored | None, request: PlanRequest) -> PlanFamily:
     best = members[0]
     return PlanFamily(
+        name=name,
         best=_point(best, request),
         configurations=len(members),
         fitting=sum(one.total_bytes <= request.limit_bytes for one in members),
@@ -281,7 +299,7 @@ def _changes(found: Sequence[Scored], winner: Scored, request: PlanRequest) -> l
                 size = getattr(one.candidate.mesh, name)
                 if size != getattr(own.mesh, name) and _alike_otherwise(one.candidate, own, name):
                     groups.setdefault((name, size), []).append(one)
-    return [_family(members, winner, request) for members in groups.values()]
+    return [_family(f"{name}={value}", members, winner, request) for (name, value), members in groups.items()]
 
 
 def _differences(one: Candidate, other: Candidate) -> list[str]:
@@ -330,14 +348,39 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
     mfu = "" if point.mfu is None else f", MFU {format_frac(point.mfu)}"
     lines = [
         f"{point.name}: {point.tokens_per_s:,.0f} tokens/s, a step takes {format_ns(point.step_ns)}{mfu}.",
-        f"It takes {format_bytes(point.total_bytes)} of {format_bytes(plan.given.device_total_bytes)} on each "
-        f"GPU, and {format_frac(point.exposed_frac)} of its step is exposed communication.",
+        f"It takes {format_bytes(point.total_bytes)} of {format_bytes(plan.given.device_total_bytes)} on "
+        f"each GPU, and {format_frac(point.exposed_frac)} of its step is exposed communication.",
     ]
     others = [family for family in plan.families if family.best.name != point.name]
     if others:
         second = others[0]
         lines.append(f"Next best, {second.best.family} ({second.best.name}): {second.why}.")
     return lines
+
+
+def _budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
+    """Say what a training of so many tokens takes, and whether a budget pays for it."""
+    if point is None or (request.tokens is None and request.budget_gpu_hours is None):
+        return None
+    each = point.gpu_hours_per_billion_tokens
+    parts = []
+    trained = None if request.budget_gpu_hours is None else round(request.budget_gpu_hours / each * 1e9)
+    if request.tokens is not None:
+        hours = request.tokens / 1e9 * each
+        price = request.price_per_gpu_hour
+        cost = "" if price is None else f" and cost {hours * price:,.0f}"
+        days = hours / request.gpus / 24
+        parts.append(
+            f"{format_count(request.tokens)} tokens take {hours:,.0f} GPU-hours, {days:,.1f} days on "
+            f"{request.gpus:,} GPUs{cost}"
+        )
+        if request.budget_gpu_hours is not None:
+            left = request.budget_gpu_hours - hours
+            word = "within" if left >= 0 else "over"
+            parts.append(f"{abs(left):,.0f} GPU-hours {word} the budget of {request.budget_gpu_hours:,.0f}")
+    if trained is not None and request.budget_gpu_hours is not None:
+        parts.append(f"{request.budget_gpu_hours:,.0f} GPU-hours train {format_count(trained)} tokens")
+    return PlanAnswer(question="budget", value=trained, sentence="; ".join(parts) + ".")
 
 
 def _assumptions(request: PlanRequest) -> list[str]:
@@ -349,7 +392,15 @@ def _assumptions(request: PlanRequest) -> list[str]:
         "meshes keep tensor parallelism inside a node unless it is fixed; replicas are whole nodes or a "
         "part of one",
         *request.cluster.hardware.assumed(),
+        *_network(request),
     ]
+
+
+def _network(request: PlanRequest) -> list[str]:
+    network = request.cluster.network
+    if network is None or request.gpus <= request.cluster.gpus_per_node:
+        return []
+    return [f"network {network.name}: {network.source}"]
 
 
 def _no_mesh(request: PlanRequest) -> str:

@@ -18,7 +18,7 @@ from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import CheckpointingMode, PolicySpec
 from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
@@ -89,9 +89,11 @@ class BlockProfile:
 def probes(request: PlanRequest, sizes: Iterable[int], model: Model) -> list[Probe]:
     """Return the shallow runs that a search needs: every tensor-parallel size, every checkpointing."""
     fixed = request.fixed_policy.get("ac")
-    modes = ("none", "op", "full") if fixed is None and model.blocks else ("none",)
-    if fixed is not None:
-        modes = ("none", str(fixed)) if fixed in ("op", "full") else ("none", "full")
+    modes: tuple[CheckpointingMode, ...] = ("none", "op", "full")
+    if fixed in ("none", "full", "op") or not model.blocks:
+        modes = tuple(dict.fromkeys(("none", fixed or "none")))
+    elif fixed is not None:
+        modes = ("none", "full")
     policy = replace(request.policy, reshard="default", grad_accum=1, batch_size=_batch(request, model))
     return [
         Probe(model=request.model, tp=tp, policy=replace(policy, ac=mode)) for tp in sizes for mode in modes
@@ -203,9 +205,7 @@ def _host_ns(commands: Iterable[Command]) -> int:
 
 
 def _saved(memory: MemoryEstimate, fqn: str) -> int:
-    return sum(
-        row.bytes for row in memory.peak.by_layer if row.fqn == fqn and row.category in _TOKEN_SIZED
-    )
+    return sum(row.bytes for row in memory.peak.by_layer if row.fqn == fqn and row.category in _TOKEN_SIZED)
 
 
 def _states(memory: MemoryEstimate) -> int:

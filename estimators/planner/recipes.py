@@ -152,13 +152,13 @@ def _fully_shard(one: Candidate) -> str:
         if size > 1
     ] or [("dp_shard", 1)]
     names = [name for name, _ in dims]
-    fsdp = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
+    fsdp: list[str] = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
     block = {"never": "False", "default": "True", "always": "True"}.get(
         str(policy.reshard), str(policy.reshard)
     )
     shape, listed = tuple(size for _, size in dims), tuple(names)
     lines = [f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={listed})']
-    taken = tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
+    taken: str | tuple[str, ...] = tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
     if mesh.cp > 1:
         lines.append("# context parallelism: shard over dp_shard x cp, flattened to one dimension")
         lines.append(f'mesh[{tuple(n for n in ("dp_shard", "cp") if n in names)!r}]._flatten("dp_shard_cp")')

@@ -19,7 +19,16 @@ Objective = Literal["tokens", "cost", "memory"]
 """``tokens``: most tokens per second. ``cost``: fewest GPU-hours a token. ``memory``: the smallest peak."""
 Maximum = Literal["batch-size", "seq-len"]
 
-_SEARCHED = ("batch_size", "grad_accum", "sync", "ac", "reshard", "offload", "forward_prefetch", "reduce_dtype")
+_SEARCHED = (
+    "batch_size",
+    "grad_accum",
+    "sync",
+    "ac",
+    "reshard",
+    "offload",
+    "forward_prefetch",
+    "reduce_dtype",
+)
 _DIMS = tuple(field.name for field in fields(MeshSpec))
 
 

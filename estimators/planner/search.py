@@ -76,7 +76,7 @@ def _likeness(one: Candidate, other: Candidate) -> int:
     if (one.mesh.tp, one.mesh.pp > 1) != (other.mesh.tp, other.mesh.pp > 1):
         return 0
     names = ("ac", "reshard", "sync", "batch_size", "offload")
-    same = sum(getattr(one.policy, name) == getattr(other.policy, name) for name in names)
+    same: int = sum(getattr(one.policy, name) == getattr(other.policy, name) for name in names)
     return 1 + 2 * same + (one.mesh.fsdp_size == other.mesh.fsdp_size) + (one.mesh.cp == other.mesh.cp)
 
 

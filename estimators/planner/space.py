@@ -56,7 +56,7 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
     per_rank = request.global_batch // data
     checkpointing = ("none", "op", *map(Every, _EVERY), "full") if model.blocks else ("none",)
     for batch in _divisors(per_rank):
-        if batch > _MAX_BATCH or batch != fixed.get("batch_size", batch):
+        if (batch > _MAX_BATCH and "batch_size" not in fixed) or batch != fixed.get("batch_size", batch):
             continue
         accumulated = per_rank // batch
         if accumulated != fixed.get("grad_accum", accumulated):
@@ -72,9 +72,7 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
             chosen = dict(zip(choices, values, strict=True))
             yield Candidate(
                 mesh,
-                replace(
-                    request.policy, **{**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}
-                ),
+                replace(request.policy, **{**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}),
             )
 
 

@@ -27,6 +27,7 @@ from fsdp2prof.estimators.spec.option import (
 __all__ = [
     "ActivationCheckpointing",
     "Allocator",
+    "CheckpointingMode",
     "Chunked",
     "Every",
     "Float8",

@@ -255,8 +255,10 @@ def _larger(mine: Command, theirs: Command, periods: int) -> Command:
         return replace(mine, work=_larger_work(mine.work, theirs.work, periods))
     if isinstance(mine, Collective) and isinstance(theirs, Collective):
         sizes = ("nelems_in", "nelems_out", "payload_bytes")
-        grown = {name: _line(getattr(mine, name), getattr(theirs, name), periods) for name in sizes}
-        return replace(mine, **grown)
+        nelems_in, nelems_out, payload = (
+            _line(getattr(mine, name), getattr(theirs, name), periods) for name in sizes
+        )
+        return replace(mine, nelems_in=nelems_in, nelems_out=nelems_out, payload_bytes=payload)
     return mine
 
 

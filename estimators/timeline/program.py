@@ -21,7 +21,7 @@ from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave
 from fsdp2prof.estimators.timeline.deepen import deepened
 from fsdp2prof.labels import AUTOGRAD_NODE
 
-__all__ = ["capture_stitched", "capture_step"]
+__all__ = ["capture_step", "capture_stitched"]
 
 
 def capture_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model) -> Program:

@@ -1,4 +1,4 @@
-"""Result of ``plan``: the best configuration of a training, the best of each other kind, and why they lost."""
+"""Result of ``plan``: the best configuration of a training, the best of each other kind, why they lost."""
 
 from __future__ import annotations
 
@@ -84,6 +84,8 @@ class PlanPoint:
 class PlanFamily:
     """The best configuration of one kind of parallelism, or of one change to the winner."""
 
+    name: str
+    """The kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
     best: PlanPoint
     configurations: int
     """Searched in this family."""

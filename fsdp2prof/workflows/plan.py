@@ -19,7 +19,7 @@ import fsdp2prof
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.planner.answers import Question, answer
 from fsdp2prof.estimators.planner.confirm import EngineMemory, check_memory, check_step
-from fsdp2prof.estimators.planner.plan import Planning, run_one
+from fsdp2prof.estimators.planner.plan import Call, Planning, run_one
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.step import StepFigures
@@ -70,9 +70,8 @@ class _Engine:
 
     keeps: bool
 
-    def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Return ``function(item)`` of every item in order; a ``ModelError`` stands for what cannot run."""
-        calls = [item if isinstance(item, tuple) else (function, item) for item in items]
+    def __call__(self, calls: Sequence[Call]) -> list[Any]:
+        """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
         results = [self._kept(*call) for call in calls]
         missing = [index for index, result in enumerate(results) if result is None]
         for index, result in zip(missing, _in_processes([calls[index] for index in missing]), strict=True):
@@ -101,7 +100,7 @@ class _Engine:
             return
 
 
-def _in_processes(calls: list[tuple[Callable[[Any], Any], Any]]) -> list[Any]:
+def _in_processes(calls: list[Call]) -> list[Any]:
     workers = min(usable_cores(), len(calls))
     if workers <= 1:
         return _run_all(calls)
@@ -119,8 +118,8 @@ def _in_processes(calls: list[tuple[Callable[[Any], Any], Any]]) -> list[Any]:
     return results
 
 
-def _run_all(calls: list[tuple[Callable[[Any], Any], Any]]) -> list[Any]:
-    return [run_one(function, item) for function, item in calls]
+def _run_all(calls: list[Call]) -> list[Any]:
+    return [run_one(call) for call in calls]
 
 
 @contextmanager
