@@ -124,7 +124,7 @@ def read_dump(path: Path, rank: int) -> FlightDump:
 
 
 def _from_pickle(path: Path) -> _Dump:
-    content = load_containers(path)
+    content = load_containers(path, pairs_of_names=True)
     if not isinstance(content, dict):
         raise ValueError("it holds no dictionary")
     _check_size(content)

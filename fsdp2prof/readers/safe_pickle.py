@@ -13,6 +13,7 @@ import io
 import pickle
 import pickletools
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -23,28 +24,36 @@ __all__ = ["load_containers", "text"]
 _COUNTED = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(256))
 _INTEGER = rb"(?:K.|M..|J.{4})"
 _PAIR = _INTEGER + rb"\x86"  # the second integer of a tuple of two
-_SHORT = b"|".join(b"\\x%02x\0\0\0.{%d}" % (length, length) for length in range(256))
-_NAME = rb"(?:h.|j.{4}|X(?:" + _SHORT + rb")(?:q.|r.{4})?)"
-_PAIR_OF_NAMES = _NAME + _NAME + rb"\x86(?=[hjX])"
-"""A name follows, so that the tuple is not on top of the stack again, where it could be memoized."""
-_PLAIN = re.compile(
-    rb"(?s:(?:"
-    rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items
-    rb"|" + _PAIR_OF_NAMES + rb"|h.|j.{4}"  # memo get
-    rb"|K.(?:"
-    + _PAIR
-    + rb")?|M..(?:"
-    + _PAIR
-    + rb")?|J.{4}(?:"
-    + _PAIR
-    + rb")?"  # integers, alone or in pairs
-    rb"|q.|r.{3}\x00"  # memo put
-    rb"|\x8a(?:\x07.{7}|\x06.{6}|\x05.{5}|" + _COUNTED + rb")"  # long integers; addresses and times first
-    rb"|\x8c(?:" + _COUNTED + rb")"  # short strings
-    rb"|X(?:" + _SHORT + rb")"  # strings of the same length as written by C++
-    rb"|G.{8}|\x95.{8}|\x80."  # floats, frames, protocol
-    rb"){1,2000})"
-)
+_STRING = rb"X(?:" + _COUNTED.replace(b".", rb"\x00{3}.") + rb")(?:q.|r.{4})?"  # as C++ writes short ones
+_NAME = rb"(?:h.|j.{4}|" + _STRING + rb")"
+_NAMES = rb"|" + _NAME + _NAME + rb"\x86(?=[hjX])|" + _STRING
+"""A tuple of two names. Another name follows it, so that it is never again on top of the stack, where it
+could be memoized."""
+
+
+@cache
+def _plain(*, pairs_of_names: bool) -> re.Pattern[bytes]:
+    """Opcodes of plain containers; looking for pairs of names takes half as long again."""
+    return re.compile(
+        rb"(?s:(?:"
+        rb"[\x94(a.e}\]N\x88\x89us]"  # memoize, mark, append, stop, containers, None, booleans, set items
+        + (_NAMES if pairs_of_names else b"")
+        + rb"|h.|j.{4}"  # memo get
+        rb"|K.(?:"
+        + _PAIR
+        + rb")?|M..(?:"
+        + _PAIR
+        + rb")?|J.{4}(?:"
+        + _PAIR
+        + rb")?"  # integers, alone or in pairs
+        rb"|q.|r.{3}\x00"  # memo put
+        rb"|\x8a(?:\x07.{7}|\x06.{6}|\x05.{5}|" + _COUNTED + rb")"  # long integers; addresses and times first
+        rb"|\x8c(?:" + _COUNTED + rb")"  # short strings
+        rb"|G.{8}|\x95.{8}|\x80."  # floats, frames, protocol
+        rb"){1,2000})"
+    )
+
+
 _WITH_OPERAND = frozenset(b"KMJhqj\x8c\x8aG\x95\x80")
 """Opcodes that are plain unless the file ends within them."""
 _CHUNK, _LONGEST = 4 << 20, 1024
@@ -53,11 +62,14 @@ _LOOKUPS = frozenset(b"ci\x93PQ\x82\x83\x84")
 """Opcodes at which the unpickler would look something up: it is left to say what."""
 
 
-def load_containers(path: Path) -> Any:
-    """Load a pickle that holds builtin containers, strings and numbers only. Raises ``SnapshotError``."""
+def load_containers(path: Path, *, pairs_of_names: bool = False) -> Any:
+    """Load a pickle that holds builtin containers, strings and numbers only.
+
+    Tuples of two integers may be in it, tuples of two names only where asked for. Raises ``SnapshotError``.
+    """
     try:
         with path.open("rb") as file:
-            _check(file)
+            _check(file, _plain(pairs_of_names=pairs_of_names))
             file.seek(0)
             return _ContainersOnly(file).load()
     except OSError as error:
@@ -105,7 +117,7 @@ class _ContainersOnly(pickle.Unpickler):
         raise SnapshotError("the pickle asks for a persistent object; only plain containers are read")
 
 
-def _check(file: BinaryIO) -> None:
+def _check(file: BinaryIO, plain: re.Pattern[bytes]) -> None:
     """Walk the opcodes of a file; raise at the first that plain containers do not need."""
     length = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -115,8 +127,11 @@ def _check(file: BinaryIO) -> None:
             buffer, position, start = buffer[position:] + more, 0, start + position
         if position == len(buffer):
             raise pickle.UnpicklingError("it ends before its end")
-        match = _PLAIN.match(buffer, position)
+        match = plain.match(buffer, position)
         if match is not None:
+            if match.end() > len(buffer) - _LONGEST and (more := file.read(_CHUNK)):
+                buffer, position, start = buffer[position:] + more, 0, start + position
+                continue  # a pair may go on beyond the buffer
             position = match.end()
             if start + position == length and buffer.endswith(b"."):
                 return

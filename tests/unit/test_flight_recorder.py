@@ -15,6 +15,7 @@ from support.flight_dumps import call, document, read, write
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.cli import cli
 from fsdp2prof.errors import FlightRecorderError
+from fsdp2prof.readers import safe_pickle
 from fsdp2prof.readers.flight_recorder import read_dump
 from fsdp2prof.workflows.hang import analyze_hang as analyze_folder
 
@@ -144,6 +145,18 @@ def test_tuples_that_hold_tuples_are_refused(tmp_path: Path) -> None:
     file.write_bytes(b"\x80\x02" + body + b"K\x01u.")
     with pytest.raises(FlightRecorderError, match="TUPLE2"):
         read_dump(file, 0)
+
+
+def test_pairs_of_names_are_read_wherever_a_chunk_of_the_file_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safe_pickle, "_CHUNK", 2048)
+    start = b"\x80\x02](X\x01\x00\x00\x00aq\x00X\x01\x00\x00\x00bq\x01"
+    pairs = b"}(h\x00h\x00h\x01\x86h\x01K\x05u" * 600
+    file = tmp_path / "pairs"
+    for padding in range(16):
+        file.write_bytes(start + b"N" * padding + pairs + b"e.")
+        assert safe_pickle.load_containers(file, pairs_of_names=True)[-1] == {"a": ("a", "b"), "b": 5}
 
 
 def test_an_unreadable_rank_is_left_out_and_two_of_one_rank_refused(tmp_path: Path) -> None:
