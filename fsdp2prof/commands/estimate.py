@@ -190,8 +190,9 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) 
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
         because = "without --model the recorded parameter groups are used as they are"
         refuse_given("--layers", "--mesh", "--config", *others, because=because)
-        policy = values["policy"]
-        result = estimate_comm_of_run(manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync"))
+        given = {name: value for name, value in values["policy"].items() if name in ("grad_accum", "sync")}
+        PolicySpec.from_mapping(given)  # refuses what it would with a model
+        result = estimate_comm_of_run(manifest, **given)
     else:
         spec = make_spec(values)
         result = estimate_comm(spec.model, spec.mesh, spec.policy)
