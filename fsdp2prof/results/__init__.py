@@ -121,6 +121,7 @@ from fsdp2prof.results.step import (
     UnrecordedStep,
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
+from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -207,6 +208,7 @@ __all__ = [
     "RankMeans",
     "RankMemory",
     "RankPeakChange",
+    "RankTimeline",
     "RankTrace",
     "RankWait",
     "Remedy",
@@ -226,11 +228,14 @@ __all__ = [
     "StepRange",
     "StepSpread",
     "StepTime",
+    "StepTimeline",
     "Straggler",
     "StreamIdle",
     "StreamUse",
     "Throughput",
     "TimeChange",
+    "TimelineLane",
+    "TimelineStall",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
