@@ -101,6 +101,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryComparison,
     MemoryDelta,
 )
+from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
@@ -134,6 +135,7 @@ __all__ = [
     "MEMORY_COMPARISON_SCHEMA",
     "MEMORY_ESTIMATE_SCHEMA",
     "MEMORY_SCHEMA",
+    "MESH_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "STEP_ESTIMATE_SCHEMA",
@@ -193,6 +195,10 @@ __all__ = [
     "MemoryDelta",
     "MemoryEstimate",
     "MemoryFigures",
+    "MeshDimension",
+    "MeshGroup",
+    "MeshMap",
+    "MeshRank",
     "NameChange",
     "OtherPeak",
     "OutOfMemory",

@@ -11,6 +11,7 @@ from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
+from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
@@ -38,6 +39,11 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "mesh": (
+        results.MeshMap,
+        "fsdp2prof.inspect.mesh/1",
+        lambda: map_mesh({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}, gpus_per_node=8),
+    ),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (

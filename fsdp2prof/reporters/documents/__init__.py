@@ -19,6 +19,7 @@ from fsdp2prof.reporters.documents.hta import (
 from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.reporters.documents.mesh import mesh_document
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
@@ -32,6 +33,7 @@ from fsdp2prof.results import (
     MemoryAnalysis,
     MemoryComparison,
     MemoryEstimate,
+    MeshMap,
     RunAnalysis,
     RunComparison,
     StepEstimate,
@@ -51,6 +53,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    MeshMap: mesh_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,
