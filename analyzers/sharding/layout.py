@@ -79,9 +79,7 @@ def _pieces(size: int, held: Sequence[int]) -> Iterator[ShardPiece]:
     for shard in range(1, len(held) + 1):
         if shard < len(held) and held[shard] == held[first]:
             continue
-        yield ShardPiece(
-            first_shard=first, last_shard=shard - 1, first_row=min(row, size), rows=held[first]
-        )
+        yield ShardPiece(first_shard=first, last_shard=shard - 1, first_row=min(row, size), rows=held[first])
         row += held[first] * (shard - first)
         first = shard
 
@@ -100,12 +98,12 @@ def _shares(table: ShardingTable) -> list[RankShare]:
     sums: dict[int, list[int]] = {}
     for index, mesh in enumerate(table.meshes):
         mine = [one for one in table.parameters if one.mesh == index]
-        padded = sum(
-            chunk_rows(one.size, mesh.shards) * one.row_numel * _item(one.dtype) for one in mine
-        )
+        padded = sum(chunk_rows(one.size, mesh.shards) * one.row_numel * _item(one.dtype) for one in mine)
         for shard, ranks in enumerate(mesh.ranks):
             rows = [rows_of_shard(one.size, mesh.shards, shard)[1] for one in mine]
-            held = sum(count * one.row_numel * _item(one.dtype) for count, one in zip(rows, mine, strict=True))
+            held = sum(
+                count * one.row_numel * _item(one.dtype) for count, one in zip(rows, mine, strict=True)
+            )
             for rank in ranks:
                 share = sums.setdefault(rank, [0, 0, 0])
                 for position, value in enumerate((held, padded, rows.count(0))):
@@ -136,7 +134,15 @@ def _redistributions(index: int, mesh: ShardMesh, table: ShardingTable) -> list[
     rows = [
         ("Shard", "Replicate", "all_gather", gathered, 1, gathered, "FSDP's unshard, every layer at once"),
         ("Shard", "Replicate", "all_gather", padded, 1, whole, "full_tensor() of every parameter"),
-        ("Replicate", "Shard", None, 0, 1, padded // n, "each rank keeps its rows: a state dict loaded whole"),
+        (
+            "Replicate",
+            "Shard",
+            None,
+            0,
+            1,
+            padded // n,
+            "each rank keeps its rows: a state dict loaded whole",
+        ),
         ("Partial", "Shard", "reduce_scatter", reduced, 1, reduced // n, "FSDP's gradients"),
         ("Partial", "Replicate", "all_reduce", reduced, 2, reduced, "the same gradients, replicated (DDP)"),
         ("Shard(0)", "Shard(1)", "all_to_all", turned, 1, -(-turned // n), "the other dimension of matrices"),
@@ -173,11 +179,10 @@ def _verdict(parameters: Sequence[ParameterSharding], ranks: Sequence[RankShare]
         return ["No parameter is sharded."]
     whole, padding = sum(one.bytes for one in parameters), sum(one.padding_bytes for one in parameters)
     most, least = (pick(ranks, key=lambda one: one.bytes) for pick in (max, min))
-    said = [
-        f"{plural(len(parameters), 'parameter')}, {format_bytes(whole)}: a rank holds "
-        f"{format_bytes(least.bytes)} to {format_bytes(most.bytes)}, and allocates "
-        f"{format_bytes(most.padded_bytes)}."
-    ]
+    held = format_bytes(most.bytes)
+    if least.bytes != most.bytes:
+        held = f"{format_bytes(least.bytes)} to {held}, and allocates {format_bytes(most.padded_bytes)}"
+    said = [f"{plural(len(parameters), 'parameter')}, {format_bytes(whole)}: a rank holds {held}."]
     uneven = [one for one in parameters if one.padding_bytes]
     if uneven:
         worst = max(uneven, key=lambda one: one.padding_bytes)

@@ -192,11 +192,13 @@ def _warnings(dimensions: Sequence[MeshDimension], world_size: int, gpus_per_nod
     said = []
     if world_size > gpus_per_node and world_size % gpus_per_node:
         left = world_size % gpus_per_node
-        said.append(f"{plural(world_size, 'rank')} do not fill nodes of {gpus_per_node}: the last has {left}.")
-    for one in dimensions:
-        if one.name in _WITHIN_A_NODE and one.groups_across_nodes:
-            said.append(
-                f"{one.groups_across_nodes} of {plural(one.groups, 'group')} of {one.name} cross nodes: it "
-                "communicates inside every layer; keep its groups on one node."
-            )
+        said.append(
+            f"{plural(world_size, 'rank')} do not fill nodes of {gpus_per_node}: the last has {left}."
+        )
+    said += [
+        f"{one.groups_across_nodes} of {plural(one.groups, 'group')} of {one.name} cross nodes: it "
+        "communicates inside every layer; keep its groups on one node."
+        for one in dimensions
+        if one.name in _WITHIN_A_NODE and one.groups_across_nodes
+    ]
     return said

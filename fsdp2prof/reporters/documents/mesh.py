@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from fsdp2prof.reporters.charts.mesh import mesh_chart
-from fsdp2prof.reporters.document import Block, Chart, Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.document import Block, Chart, Document, KeyFigure, Section, Table, Value
 from fsdp2prof.reporters.formats import (
     cells,
     count_column,
@@ -91,10 +92,11 @@ def _groups(groups: Sequence[MeshGroup]) -> Table:
         name_column("nodes", "nodes"),
         text_column("crosses_nodes", "", lambda crosses: "crosses nodes" if crosses else ""),
     ]
-    rows = [[one.dimension, one.index, _listed(one.ranks), _listed(one.nodes), one.crosses_nodes] for one in groups]
-    return Table(
-        name="groups", title="Process groups", columns=columns, rows=rows, limit=_ROWS, noun="group"
-    )
+    rows: list[list[Value]] = [
+        [one.dimension, one.index, _listed(one.ranks), _listed(one.nodes), one.crosses_nodes]
+        for one in groups
+    ]
+    return Table(name="groups", title="Process groups", columns=columns, rows=rows, limit=_ROWS, noun="group")
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -102,7 +104,7 @@ def _listed(numbers: Sequence[int]) -> str:
     if len(numbers) < 4:
         return ", ".join(map(str, numbers))
     step = numbers[1] - numbers[0]
-    if any(after - before != step for before, after in zip(numbers, numbers[1:], strict=False)):
+    if any(after - before != step for before, after in pairwise(numbers)):
         return ", ".join(map(str, numbers))
     if step == 1:
         return f"{numbers[0]}-{numbers[-1]}"
