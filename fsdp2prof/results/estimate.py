@@ -89,14 +89,20 @@ class EstimatedPolicy:
     clip_grad: bool | None = None
     loss: str | None = None
     loss_parallel: bool | None = None
-    forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
+    output_dtype: str | None = None
+    forward_prefetch: int | str | tuple[str, ...] | None = None
+    backward_prefetch: int | str | tuple[str, ...] | None = None
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None
     float8: str | None = None
     fp8_all_gather: bool | None = None
+    torch: str | None = None
+    attention: str | None = None
+    attention_is_saved: bool | None = None
+    norm: str | None = None
     allocator: str | None = None
+    record_streams: bool | None = None
     pp_stage: int | None = None
     extra_model: str | None = None
 
