@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.option import ByUnit
-from fsdp2prof.estimators.spec.policy import PolicySpec, base_of
+from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, values_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["WrapUnit", "reshard_rule", "wrap_units"]
+__all__ = ["WrapUnit", "fold_blocks", "names_a_block", "reshard_rule", "wrap_units"]
 
 _ROOT = ("",)
+_BY_UNIT = ("reshard", "param_dtype", "reduce_dtype", "output_dtype", "forward_prefetch", "backward_prefetch")
+"""Options that units may differ in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,26 +57,25 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     """
     names = dict(model.module.named_modules())
     order = _ordered(model, policy, names)
-    reshard = _values(policy.reshard, order, model, names, "reshard")
     rule = base_of(policy.reshard)
     kept = _kept_by_torchtitan(model, order, names) if rule == "torchtitan" else frozenset()
-    dtypes = {
-        name: _values(getattr(policy, name), order, model, names, name)
-        for name in ("param_dtype", "reduce_dtype", "output_dtype")
-    }
-    prefetch = {
-        name: _values(getattr(policy, name), order, model, names, name)
-        for name in ("forward_prefetch", "backward_prefetch")
-    }
+    own = {name: _values(getattr(policy, name), order, model, names, name) for name in _BY_UNIT}
+
+    def dtype(unit: tuple[str, ...], name: str) -> Any:
+        return own[name].get(unit, base_of(getattr(policy, name)))
+
+    def targets(unit: tuple[str, ...], name: str) -> tuple[tuple[str, ...], ...]:
+        return _targets(own[name].get(unit), getattr(policy, name), unit, order, model, name)
+
     return tuple(
         WrapUnit(
             fqns=unit,
-            reshard_after_forward=_reshard_of(policy, unit, reshard.get(unit, rule), kept),
-            **{name: own.get(unit, base_of(getattr(policy, name))) for name, own in dtypes.items()},
-            **{
-                name: _targets(own.get(unit), getattr(policy, name), unit, order, model, name)
-                for name, own in prefetch.items()
-            },
+            reshard_after_forward=_reshard_of(policy, unit, own["reshard"].get(unit, rule), kept),
+            param_dtype=dtype(unit, "param_dtype"),
+            reduce_dtype=dtype(unit, "reduce_dtype"),
+            output_dtype=dtype(unit, "output_dtype"),
+            forward_prefetch=targets(unit, "forward_prefetch"),
+            backward_prefetch=targets(unit, "backward_prefetch"),
         )
         for unit in order
     )
@@ -90,6 +91,62 @@ def reshard_rule(model: Model, policy: PolicySpec) -> str | None:
     if all(unit[0] in model.blocks for unit in kept):
         return f"reshard as torchtitan until July 2025: all blocks but the last ({listed}), which is kept"
     return f"reshard as torchtitan from July 2025 on: every block; {listed} is kept"
+
+
+def fold_blocks(policy: PolicySpec, blocks: Sequence[str]) -> PolicySpec:
+    """The same policy with names of all blocks, one by one, written as one pattern.
+
+    A recorded run names every unit; a pattern also fits the same model with fewer blocks.
+    """
+    wrap = tuple(item for item, _ in _folded([(item, None) for item in policy.wrap], blocks))
+    folded: dict[str, Any] = {
+        name: replace(option, units=tuple(_folded(option.units, blocks)))
+        for name in _BY_UNIT
+        if isinstance(option := getattr(policy, name), ByUnit)
+    }
+    return replace(policy, wrap=wrap, **folded)
+
+
+def names_a_block(policy: PolicySpec, blocks: Sequence[str]) -> bool:
+    """Whether an option is about single blocks, by their names."""
+    options = [getattr(policy, name) for name in _BY_UNIT]
+    items = [*policy.wrap, *(unit for option in options for unit, _ in _units_of(option))]
+    items += [target for option in options for value in values_of(option) for target in _names_in(value)]
+    return any(_block_part(part, blocks) is not None for item in items for part in item.split("+"))
+
+
+def _folded(items: Sequence[tuple[str, Any]], blocks: Sequence[str]) -> list[tuple[str, Any]]:
+    """Items with those that stand for all blocks alike as one pattern, in the first one's place."""
+    seen: dict[tuple[str, Any], set[str]] = {}
+    for item, value in items:
+        part = _block_part(item, blocks)
+        if part is not None:
+            seen.setdefault((part[1], value), set()).add(part[0])
+    whole = {key for key, found in seen.items() if len(found) == len(blocks)}
+    folded: dict[tuple[str, Any], None] = {}
+    for item, value in items:
+        part = _block_part(item, blocks)
+        if part is None or (part[1], value) not in whole:
+            folded[item, value] = None
+        else:
+            parent = blocks[0].rpartition(".")[0]
+            folded[f"{parent}.*{part[1]}".lstrip("."), value] = None
+    return list(folded)
+
+
+def _block_part(item: str, blocks: Sequence[str]) -> tuple[str, str] | None:
+    """A block and what follows it, if an item is a block's name or that of a module inside of one."""
+    depth = blocks[0].count(".") + 1 if blocks else 0
+    head = ".".join(item.split(".")[:depth])
+    return (head, item[len(head) :]) if head in blocks else None
+
+
+def _units_of(option: Any) -> Sequence[tuple[str, Any]]:
+    return option.units if isinstance(option, ByUnit) else ()
+
+
+def _names_in(value: Any) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else ()
 
 
 def _ordered(model: Model, policy: PolicySpec, names: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
@@ -139,7 +196,7 @@ def _reshard_of(
             return False
     if value in ("default", "torchtitan"):
         return unit not in kept
-    return value == "always" if isinstance(value, str) else value  # type: ignore[no-any-return]
+    return value == "always" if isinstance(value, str) else value
 
 
 def _values(
@@ -151,7 +208,7 @@ def _values(
 ) -> dict[tuple[str, ...], Any]:
     """Units that have a value of their own."""
     found: dict[tuple[str, ...], Any] = {}
-    for item, value in option.units if isinstance(option, ByUnit) else ():
+    for item, value in _units_of(option):
         matching = [unit for unit in _matching(item, names, model, name) if unit in units]
         if not matching:
             raise ModelError(f"{name}: {item} is no unit of its own: add it to wrap")

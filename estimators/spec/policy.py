@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
 from fsdp2prof.estimators.spec.option import (
     ByUnit,
@@ -41,13 +42,14 @@ __all__ = [
     "Sync",
     "base_of",
     "dtype_bytes",
+    "values_of",
 ]
 
 ReshardRule = Literal["default", "torchtitan", "always", "never"]
 Reshard = ReshardRule | int
 """``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: units after
-the last block (``norm+output``) keep them, or the last block where there are none. An integer reshards to that
-many ranks."""
+the last block (``norm+output``) keep them, or the last block where there are none. An integer reshards to
+that many ranks."""
 
 Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
@@ -81,9 +83,20 @@ Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
 
+_MOST_TOKENS = 1 << 28
+"""Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
+_MOST_REPEATS = 4096
+"""Micro-batches of a step: each is executed."""
+
+
 def base_of(value: Any) -> Any:
     """The value of an option for the units that have none of their own."""
     return value.base if isinstance(value, ByUnit) else value
+
+
+def values_of(value: Any) -> tuple[Any, ...]:
+    """Every value of an option, of whichever unit."""
+    return (value.base, *(own for _, own in value.units)) if isinstance(value, ByUnit) else (value,)
 
 
 def dtype_bytes(name: str) -> int:
@@ -102,9 +115,11 @@ class PolicySpec:
     value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
-    batch_size: int = option(1, Integer(1), "Sequences per rank and micro-batch.")
-    seq_len: int = option(4096, Integer(1), "Tokens of a sequence, before context parallelism divides it.")
-    grad_accum: int = option(1, Integer(1), "Micro-batches per optimizer step.")
+    batch_size: int = option(1, Integer(1, _MOST_TOKENS), "Sequences per rank and micro-batch.")
+    seq_len: int = option(
+        4096, Integer(1, _MOST_TOKENS), "Tokens of a sequence, before context parallelism divides it."
+    )
+    grad_accum: int = option(1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.")
     sync: Sync = option(
         "last",
         Words(words=get_args(Sync)),
@@ -119,8 +134,8 @@ class PolicySpec:
     reshard: Reshard | ByUnit = option(
         "default",
         PerUnit(Words(words=get_args(ReshardRule), number="a number of ranks"), "default"),
-        "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last block, "
-        "or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
+        "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last "
+        "block, or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
     )
     reshard_root: bool | None = option(
         None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root."
@@ -166,17 +181,17 @@ class PolicySpec:
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
     )
     forward_prefetch: Prefetch | ByUnit = option(
-        0, PerUnit(Prefetched(), 0), "Blocks prefetched explicitly in forward, or units by name."
+        0, PerUnit(Prefetched(MOST_LAYERS), 0), "Blocks prefetched explicitly in forward, or units by name."
     )
     backward_prefetch: Prefetch | ByUnit = option(
         0,
-        PerUnit(Prefetched(), 0),
+        PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
     )
-    reduce_scatter_buffers: int = option(1, Integer(1), "Reduce-scatter inputs kept in flight.")
+    reduce_scatter_buffers: int = option(1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight.")
     compile: bool = option(False, Flag(), "torch.compile of each block.")
     float8: Float8 | None = option(
         None,
@@ -187,7 +202,9 @@ class PolicySpec:
         False, Flag(), "Gather the weights of linear layers inside blocks as float8."
     )
     torch: str | None = option(
-        None, Text("VERSION"), "The run's torch, as 2.6, whose rules are followed; without it the installed one's."
+        None,
+        Text("VERSION"),
+        "The run's torch, as 2.6, whose rules are followed; else the installed one.",
     )
     attention: Attention = option(
         "flash", Words(words=get_args(Attention)), "Kernel of scaled_dot_product_attention."
@@ -212,11 +229,13 @@ class PolicySpec:
     record_streams: bool | None = option(
         None,
         Flag(unset=True),
-        "Whether NCCL's asynchronous collectives call record_stream; torch before 2.8 does unless told not to.",
+        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
     )
     pp_stage: int = option(
-        0, Integer(0), "Pipeline stage to estimate; the first holds the embedding, the last norm and head."
+        0,
+        Integer(0, MOST_LAYERS),
+        "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
     )
     extra_model: str | None = option(
         None, Text("MODEL"), "A second, frozen model run forward without gradients beside the first."
@@ -224,11 +243,18 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         read_options(self)
+        if self.batch_size * self.seq_len > _MOST_TOKENS:
+            raise ModelError(
+                f"{self.batch_size} sequences of {self.seq_len} tokens are more than {_MOST_TOKENS} tokens"
+            )
         if self.fp8_all_gather and self.float8 != "tensorwise":
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"
             )
         torch_rules(self.torch)
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if isinstance(base_of(getattr(self, name)), tuple):
+                raise ModelError(f"{name}: say which unit prefetches them, as layers.0=layers.1>layers.2")
         if self.record_streams and not self.rules.collectives_record_streams:
             raise ModelError(f"record_streams: torch {self.rules.version} never does; it ended with 2.8")
         if self.attention_is_saved is not None and self.ac != "op":
@@ -244,7 +270,7 @@ class PolicySpec:
         Raises ``ModelError`` for an unknown key.
         """
         known = options_of(cls)
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(map(str, set(values) - set(known)))
         if unknown:
             raise ModelError(f"policy: unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}")
         return cls(**values)

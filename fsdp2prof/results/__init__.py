@@ -57,8 +57,10 @@ from fsdp2prof.results.estimate import (
     Fit,
     MemoryEstimate,
     OutsideAllocator,
+    OutsidePart,
     PredictedPeak,
     PredictedStep,
+    Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hang import (
@@ -197,6 +199,7 @@ __all__ = [
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
+    "OutsidePart",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -234,5 +237,6 @@ __all__ = [
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "Unknown",
     "UnrecordedStep",
 ]
