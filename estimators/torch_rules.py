@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from inspect import signature
 
 from fsdp2prof.errors import ModelError
@@ -75,9 +76,7 @@ def _parsed(version: str) -> tuple[int, int] | None:
 
 
 def _installed() -> str:
-    import torch
-
-    return str(torch.__version__)
+    return metadata.version("torch")  # without importing it
 
 
 @cache

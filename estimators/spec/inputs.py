@@ -13,11 +13,12 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, Reshard
+from fsdp2prof.estimators.spec.stacks import stack_notes, with_stack
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 
 __all__ = ["EstimateSpec", "load_config", "make_spec", "values_of_run"]
 
-_KEYS = ("model", "layers", "mesh", "hardware", "policy")
+_KEYS = ("model", "layers", "mesh", "hardware", "stack", "policy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +29,13 @@ class EstimateSpec:
     mesh: MeshSpec
     policy: PolicySpec
     hardware: HardwareSpec | None = None
+    notes: tuple[str, ...] = ()
+    """What the input rests on besides itself, for an estimate's assumptions."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a YAML or TOML file with ``model``, ``layers``, ``mesh``, ``hardware`` and a ``policy`` table.
+    """Read a YAML or TOML file with the keys ``model``, ``layers``, ``mesh``, ``hardware``, ``stack`` and a
+    ``policy`` table.
 
     Raises ``InputError`` if it cannot be read or parsed, or has other keys.
     """
@@ -62,8 +66,9 @@ def make_spec(values: Mapping[str, Any]) -> EstimateSpec:
     return EstimateSpec(
         model=ModelSpec(source=str(values["model"]), layers=values.get("layers")),
         mesh=_mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh)),
-        policy=PolicySpec.from_mapping(values.get("policy", {})),
+        policy=PolicySpec.from_mapping(with_stack(values.get("stack"), values.get("policy", {}))),
         hardware=None if hardware is None else HardwareSpec.parse(str(hardware)),
+        notes=tuple(stack_notes(values.get("stack"))),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp2prof.errors import ModelError
 
-__all__ = ["STACKS", "Stack", "stack_named", "with_stack"]
+__all__ = ["STACKS", "Stack", "stack_named", "stack_notes", "with_stack"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,3 +182,12 @@ def with_stack(name: str | None, policy: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("ac", "none") != "op" and "attention_is_saved" not in policy:
         values.pop("attention_is_saved", None)  # it is about ac=op alone
     return values
+
+
+def stack_notes(name: str | None) -> list[str]:
+    """What a stack is and where it is from, as an estimate's assumptions. Raises as :func:`stack_named`."""
+    if name is None:
+        return []
+    stack = stack_named(name)
+    sources = "; ".join(f"{option}: {source}" for option, source in stack.sources.items())
+    return [f"stack {name}: {stack.what}; {sources}"]
