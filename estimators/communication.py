@@ -89,7 +89,7 @@ def group_traffic(
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
             gather_dtype=_one_dtype(p.gather_dtype for p in group.parameters),
             reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
-            reduce_dtype=group.reduce_dtype,
+            reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.get(group.fqn, False),
             shard=shard,

@@ -15,7 +15,7 @@ from fsdp2prof.vocabulary import category_label
 __all__ = ["Room", "depends_on", "room_on", "verdict"]
 
 _WORDS = {
-    "allocator": "the allocator's segments",
+    "allocator": "the segments of the allocator",
     "compile": "what the compiler saves",
     RECORD_STREAMS: "how long record_stream holds memory",
 }

@@ -78,7 +78,9 @@ class ParameterGroup:
     """Resolved: False keeps, True reshards, an integer reshards to that many ranks."""
     shards: int
     replicas: int
-    reduce_dtype: str
+    reduce_dtype: str | None
+    """As it is set; None is the gradients' own."""
+    gradient_dtype: str
     """Of its reduce-scatter."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
@@ -134,7 +136,8 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
             reshard_after_forward=_resolve_reshard(unit, mesh.fsdp_size),
             shards=mesh.fsdp_size,
             replicas=mesh.dp_replicate,
-            reduce_dtype=unit.reduce_dtype or unit.param_dtype or members[unit][0].dtype,
+            reduce_dtype=unit.reduce_dtype,
+            gradient_dtype=unit.reduce_dtype or unit.param_dtype or members[unit][0].dtype,
             backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
         )
         for unit in sorted(units, key=lambda unit: order[unit])

@@ -98,6 +98,6 @@ def _freed(allocations: AllocationTable, rows: IntArray, orders: IntArray) -> Al
 
 
 def _put(column: IntArray, rows: IntArray, values: IntArray) -> IntArray:
-    changed = column.copy()
+    changed: IntArray = column.copy()
     changed[rows] = values
     return changed
