@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
-from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec, values_of_run
+from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run_directory import open_run
