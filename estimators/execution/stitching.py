@@ -19,7 +19,8 @@ from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.wrapping import fold_blocks, names_a_block
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
 
@@ -40,6 +41,7 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
     blocks = full.blocks
+    policy = fold_blocks(policy, blocks)
     depths = depths_to_execute(spec, mesh, policy, blocks)
     if depths is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
@@ -60,14 +62,17 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
 def depths_to_execute(
     spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, blocks: tuple[str, ...]
 ) -> tuple[int, int] | None:
-    """Blocks of the shallow execution, and how many the other has more; ``None``: execute all of them."""
+    """Blocks of the shallow execution, and how many the other has more; ``None``: execute all of them.
+
+    The policy's names are folded already.
+    """
     period = policy.ac_every or 1
-    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
+    prefetches = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
+    edge = _EDGE_BLOCKS + 2 * max(depth for depth in prefetches if isinstance(depth, int))
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
-    if mesh.pp > 1 or not repeats or len(blocks) <= 2 * shallow + period:
-        return None
-    return shallow, period
+    repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)
+    return (shallow, period) if repeats and len(blocks) > 2 * shallow + period else None
 
 
 def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[int, int] | None:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
@@ -19,6 +20,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.deepen import deepened
+from fsdp2prof.estimators.wrapping import fold_blocks
 from fsdp2prof.labels import AUTOGRAD_NODE
 
 __all__ = ["capture_step", "capture_stitched"]
@@ -29,6 +31,7 @@ def capture_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: 
 
     ``full`` is the model as built. Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
+    policy = fold_blocks(policy, full.blocks)
     depths = depths_to_execute(spec, mesh, policy, full.blocks)
     if depths is not None:
         shallow, period = depths
@@ -48,6 +51,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())
+        stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         materialize(model.module, stand_in_device(), host)

@@ -13,6 +13,26 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.catalog import (
+    CATEGORY_CATALOG_SCHEMA,
+    HARDWARE_CATALOG_SCHEMA,
+    MODEL_CATALOG_SCHEMA,
+    CatalogAccelerator,
+    CatalogModel,
+    CatalogNetwork,
+    CatalogWord,
+    CategoryCatalog,
+    HardwareCatalog,
+    ModelCatalog,
+)
+from fsdp2prof.results.checkpoint import (
+    CHECKPOINT_SCHEMA,
+    CheckpointEntry,
+    CheckpointFile,
+    CheckpointMap,
+    CheckpointMismatch,
+    CheckpointModel,
+)
 from fsdp2prof.results.communication import (
     Attribution,
     BandwidthRow,
@@ -57,8 +77,10 @@ from fsdp2prof.results.estimate import (
     Fit,
     MemoryEstimate,
     OutsideAllocator,
+    OutsidePart,
     PredictedPeak,
     PredictedStep,
+    Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hang import (
@@ -101,6 +123,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryComparison,
     MemoryDelta,
 )
+from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.plan import (
     PLAN_SCHEMA,
@@ -122,6 +145,15 @@ from fsdp2prof.results.run import (
     ShardGroup,
     StepTime,
 )
+from fsdp2prof.results.sharding import (
+    SHARDING_SCHEMA,
+    ParameterSharding,
+    RankShare,
+    Redistribution,
+    ShardingMap,
+    ShardPiece,
+    ShardRanks,
+)
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import (
     BreakdownNs,
@@ -132,22 +164,29 @@ from fsdp2prof.results.step import (
     UnrecordedStep,
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
+from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
+    "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
+    "CHECKPOINT_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
     "HANG_SCHEMA",
+    "HARDWARE_CATALOG_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
     "LAUNCH_STATISTICS_SCHEMA",
     "MEMORY_COMPARISON_SCHEMA",
     "MEMORY_ESTIMATE_SCHEMA",
     "MEMORY_SCHEMA",
+    "MESH_SCHEMA",
+    "MODEL_CATALOG_SCHEMA",
     "PLAN_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
+    "SHARDING_SCHEMA",
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
@@ -157,8 +196,18 @@ __all__ = [
     "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
+    "CatalogAccelerator",
+    "CatalogModel",
+    "CatalogNetwork",
+    "CatalogWord",
     "CategoryBytes",
+    "CategoryCatalog",
+    "CheckpointEntry",
     "CheckpointEstimate",
+    "CheckpointFile",
+    "CheckpointMap",
+    "CheckpointMismatch",
+    "CheckpointModel",
     "CommChange",
     "CommEstimate",
     "CommFigures",
@@ -183,6 +232,7 @@ __all__ = [
     "HangMismatch",
     "HangRank",
     "HangStanding",
+    "HardwareCatalog",
     "HardwareUse",
     "HostSyncPlace",
     "HostSyncRow",
@@ -206,10 +256,17 @@ __all__ = [
     "MemoryDelta",
     "MemoryEstimate",
     "MemoryFigures",
+    "MeshDimension",
+    "MeshGroup",
+    "MeshMap",
+    "MeshRank",
+    "ModelCatalog",
     "NameChange",
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
+    "OutsidePart",
+    "ParameterSharding",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -226,9 +283,12 @@ __all__ = [
     "RankMeans",
     "RankMemory",
     "RankPeakChange",
+    "RankShare",
+    "RankTimeline",
     "RankTrace",
     "RankWait",
     "Recipe",
+    "Redistribution",
     "Remedy",
     "RunAnalysis",
     "RunComparison",
@@ -240,19 +300,26 @@ __all__ = [
     "Severity",
     "ShardFamily",
     "ShardGroup",
+    "ShardPiece",
+    "ShardRanks",
+    "ShardingMap",
     "Shown",
     "StepBreakdown",
     "StepEstimate",
     "StepRange",
     "StepSpread",
     "StepTime",
+    "StepTimeline",
     "Straggler",
     "StreamIdle",
     "StreamUse",
     "Throughput",
     "TimeChange",
+    "TimelineLane",
+    "TimelineStall",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "Unknown",
     "UnrecordedStep",
 ]

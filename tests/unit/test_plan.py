@@ -287,5 +287,3 @@ def test_a_configuration_without_a_profile_is_no_answer(planning: Planning) -> N
     assert isinstance(planning.fast, FastModel)
     with pytest.raises(KeyError):
         planning.fast.score(Candidate(MeshSpec(tp=2), PolicySpec()))
-
-
