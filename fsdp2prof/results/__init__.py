@@ -80,6 +80,7 @@ from fsdp2prof.results.estimate import (
     OutsidePart,
     PredictedPeak,
     PredictedStep,
+    TriedChange,
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
@@ -320,6 +321,7 @@ __all__ = [
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "TriedChange",
     "Unknown",
     "UnrecordedStep",
 ]

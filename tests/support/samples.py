@@ -27,6 +27,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
+from support.plans import small_plan
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -79,6 +80,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.estimate.step/1",
         lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
     ),
+    "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (
         results.CheckpointEstimate,
         "fsdp2prof.estimate.checkpoint/1",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.cli import call
+from support.plans import ENGINE, NODE, SMALL, small_plan, small_planning
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators import memory as memory_estimates
@@ -18,7 +19,7 @@ from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
 from fsdp2prof.estimators.planner.fast import FastModel, Score
-from fsdp2prof.estimators.planner.plan import Call, Planning, in_this_process
+from fsdp2prof.estimators.planner.plan import Call, Planning
 from fsdp2prof.estimators.planner.profile import measure
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
 from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front
@@ -32,15 +33,7 @@ from fsdp2prof.estimators.step import estimate_step, step_figures
 from fsdp2prof.results import Plan
 from fsdp2prof.workflows import plan as workflow
 
-NODE = Cluster(hardware=HardwareSpec.parse("h100"))
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
-SMALL = PlanRequest(
-    model=ModelSpec(source="gpt2", layers=4),
-    cluster=NODE,
-    gpus=4,
-    global_batch=8,
-    policy=PolicySpec(seq_len=64),
-)
 BIG = PlanRequest(
     model=ModelSpec(source="llama3-70b"),
     cluster=CLUSTER,
@@ -50,33 +43,14 @@ BIG = PlanRequest(
 )
 
 
-class Remembering:
-    """An engine that runs every call once."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, Any] = {}
-
-    def __call__(self, calls: Sequence[Call]) -> list[Any]:
-        for one in calls:
-            key = f"{one[0].__name__} {one[1]!r}"
-            if key not in self.known:
-                self.known[key] = in_this_process([one])[0]
-        return [self.known[f"{function.__name__} {item!r}"] for function, item in calls]
-
-
-ENGINE = Remembering()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def planning() -> Planning:
-    made = Planning(request=SMALL, engine=ENGINE)
-    made.run()
-    return made
+    return small_planning()
 
 
-@pytest.fixture(scope="module")
-def plan(planning: Planning) -> Plan:
-    return planning.plan()
+@pytest.fixture
+def plan() -> Plan:
+    return small_plan()
 
 
 def winner_of(planning: Planning) -> Scored:
@@ -168,30 +142,34 @@ def test_a_wrong_fix_is_one_line(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("given", "message"),
     [
-        (["--model", "llama3-70c", "--gpus", "8", "--global-batch", "8"], "did you mean llama3-70b"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "7"], "no mesh of 8 GPUs"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "8", "--fix", "tp=3"], "tp=3 does not divide"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "8", "--fix", "batch_size=3"], "cannot be divided"),
-        (["--model", "gpt2", "--gpus", "8"], "needs --global-batch"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "8", "--reserve", "all"], "write for example 10%"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "8", "--tokens", "many"], "no number of tokens"),
-        (["--model", "gpt2", "--gpus", "8", "--global-batch", "8", "--seq-len", "4096"], "1024 learned positions"),
+        ("--model llama3-70c --gpus 8 --global-batch 8", "did you mean llama3-70b"),
+        ("--model gpt2 --gpus 8 --global-batch 7 --fix dp_shard=8", "no mesh of 8 GPUs"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --fix tp=3", "tp=3 does not divide"),
+        ("--model gpt2 --gpus 8", "needs --global-batch"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --reserve all", "write for example 10%"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --tokens many", "no number of tokens"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --seq-len 4096", "1024 learned positions"),
+        ("--model gpt2 --gpus 8 --max seq-len --min gpus --global-batch 8", "give one of them"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_planned_is_one_line(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    given: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(workflow, "_in_processes", lambda calls: [ENGINE_PROFILE for _ in calls])
-    ended = call(capfd, "plan", "--hardware", "h100", "--no-cache", *arguments)
+    ended = call(capfd, "plan", "--hardware", "h100", *given.split())
     assert ended.code in (1, 2)
     assert message in ended.err
     assert ended.err.count("\n") <= 3
     assert "Traceback" not in ended.err
 
 
-ENGINE_PROFILE = ModelError("the engine is not asked")
+def test_a_batch_that_no_mesh_divides_is_refused(planning: Planning) -> None:
+    request = replace(SMALL, fixed_policy={"batch_size": 3})
+    with pytest.raises(
+        ModelError, match=r"a global batch of 8 cannot be divided on any mesh with batch_size"
+    ):
+        Planning(request=request, engine=ENGINE, fast=planning.fast).find()
 
 
 def random_scores(count: int) -> list[Scored]:

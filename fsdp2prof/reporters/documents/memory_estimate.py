@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fsdp2prof.reporters.charts.memory import memory_layer_chart
-from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
 from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
     layer_column,
+    name_column,
     number_column,
     show_category,
     show_frac,
@@ -54,9 +55,30 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 blocks=[remedy_table("What would lower it", estimate.remedies)],
             ),
             given_section(estimate.model, estimate.mesh, estimate.policy, estimate.assumptions),
+            *([_tried(estimate)] if estimate.tried else []),
         ],
         result=estimate,
     )
+
+
+def _tried(estimate: MemoryEstimate) -> Section:
+    """What was changed and estimated again; those that fit first."""
+    tried = sorted(estimate.tried, key=lambda one: not one.fits)
+    sizes = [size for one in tried for size in (one.reserved_bytes, one.headroom_bytes)]
+    table = Table(
+        name="tried",
+        title="Changes that were tried",
+        note="each estimated as the run itself; left: with context and communicators counted high",
+        columns=[
+            name_column("changes", "change"),
+            text_column("fits", "fits", lambda fits: "yes" if fits else "no"),
+            bytes_column("reserved_bytes", "reserved", sizes),
+            bytes_column("headroom_bytes", "left", sizes),
+        ],
+        rows=[[", ".join(one.changes), one.fits, one.reserved_bytes, one.headroom_bytes] for one in tried],
+    )
+    advice = Sentences(title="What fits", lines=estimate.advice, style="list")
+    return Section(anchor="tried", title="Changes that were tried", blocks=[table, advice])
 
 
 def _memory_numbers(estimate: MemoryEstimate) -> list[KeyFigure]:
