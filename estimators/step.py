@@ -119,9 +119,11 @@ _SIMULATED = 3
 def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
     """Predict a step without its analysis; of many micro-batches a few are simulated, and more added.
 
+    Under 1F1B a stage does the same work for each, in another order.
+
     Raises what :func:`estimate_step` raises.
     """
-    if mesh.pp > 1 or policy.grad_accum <= _SIMULATED:
+    if policy.grad_accum <= _SIMULATED:
         return _figures(model, mesh, policy, cluster)
     fewer = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED - 1), cluster)
     more = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED), cluster)
@@ -129,7 +131,7 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
     return StepFigures(
         step_ns=more.step_ns + times * (more.step_ns - fewer.step_ns),
         exposed_ns=more.exposed_ns + times * (more.exposed_ns - fewer.exposed_ns),
-        bubble_ns=0,
+        bubble_ns=more.bubble_ns,
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
         extended_from=_SIMULATED,
     )

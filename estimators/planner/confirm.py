@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.fast import Score
 from fsdp2prof.estimators.planner.request import Candidate
 from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import dtype_bytes
 from fsdp2prof.estimators.step import StepFigures, step_figures
 
 __all__ = ["Check", "EngineMemory", "check_memory", "check_step", "confirmed"]
@@ -34,12 +36,28 @@ class EngineMemory:
 
 
 def check_memory(check: Check) -> EngineMemory:
-    """Execute a configuration for its memory. Raises ``ModelError`` for what cannot be run."""
-    one = check.candidate
-    made = estimate_memory(check.model, one.mesh, one.policy, hardware=check.cluster.hardware)
+    """Execute a configuration for its memory; of a pipeline one more micro-batch than are in flight.
+
+    Those after it add the buffer that their gradient is received in. Raises ``ModelError`` for what cannot
+    be run.
+    """
+    mesh, policy = check.candidate.mesh, check.candidate.policy
+    later = max(0, policy.grad_accum - mesh.pp - 1) if mesh.pp > 1 else 0
+    executed = replace(policy, grad_accum=policy.grad_accum - later)
+    made = estimate_memory(check.model, mesh, executed, hardware=check.cluster.hardware)
     return EngineMemory(
-        reserved_bytes=made.peak.reserved_bytes, outside_bytes=made.outside_allocator_bytes.high
+        reserved_bytes=made.peak.reserved_bytes + later * _received_bytes(check),
+        outside_bytes=made.outside_allocator_bytes.high,
     )
+
+
+def _received_bytes(check: Check) -> int:
+    """Of the buffer that the first pipeline stage keeps for each micro-batch."""
+    mesh, policy = check.candidate.mesh, check.candidate.policy
+    config = build_model(check.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype).config
+    width = 0 if config is None else config.dim
+    tokens = policy.batch_size * (policy.seq_len // mesh.cp // mesh.tp)
+    return tokens * width * dtype_bytes(policy.compute_dtype)
 
 
 def check_step(check: Check) -> StepFigures:

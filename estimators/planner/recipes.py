@@ -10,6 +10,8 @@ from fsdp2prof.results.plan import Recipe
 __all__ = ["estimate_options", "recipes"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_WIDTH = 76
+"""Columns of a command's line."""
 _BESIDE = ("batch_size", "seq_len", "grad_accum", "ac", "reshard", "sync")
 """Options that stand in a command even at their defaults, where they say what was chosen."""
 
@@ -19,9 +21,9 @@ def recipes(request: PlanRequest, winner: Candidate) -> list[Recipe]:
     common = estimate_options(request, winner)
     hardware = f"--hardware {request.cluster.hardware.name}"
     return [
-        Recipe(tool="estimate memory", text=f"fsdp2prof estimate memory {common} {hardware}"),
-        Recipe(tool="estimate comm", text=f"fsdp2prof estimate comm {common}"),
-        Recipe(tool="estimate step", text=f"fsdp2prof estimate step {common} {hardware}{_cluster(request)}"),
+        Recipe(tool="estimate memory", text=_command(f"estimate memory {common} {hardware}")),
+        Recipe(tool="estimate comm", text=_command(f"estimate comm {common}")),
+        Recipe(tool="estimate step", text=_command(f"estimate step {common} {hardware}{_cluster(request)}")),
         Recipe(tool="torchtitan", text=_torchtitan(request, winner), note=_torchtitan_note(winner)),
         Recipe(tool="accelerate", text=_accelerate(request, winner), note=_accelerate_note(winner)),
         Recipe(tool="fully_shard", text=_fully_shard(winner)),
@@ -45,6 +47,18 @@ def estimate_options(request: PlanRequest, one: Candidate) -> str:
         else:
             options.append(f"--{flag} {_text(value)}")
     return " ".join(options)
+
+
+def _command(arguments: str) -> str:
+    """Break a command into lines that a shell joins again."""
+    lines = ["fsdp2prof"]
+    for part in arguments.replace(" --", "\n--").splitlines():
+        if len(lines[-1]) + 1 + len(part) > _WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return "\n".join(lines)
 
 
 def _off(name: str, flag: str) -> str:
@@ -157,7 +171,7 @@ def _fully_shard(one: Candidate) -> str:
         str(policy.reshard), str(policy.reshard)
     )
     shape, listed = tuple(size for _, size in dims), tuple(names)
-    lines = [f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names={listed})']
+    lines = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names={listed})']
     taken: str | tuple[str, ...] = tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
     if mesh.cp > 1:
         lines.append("# context parallelism: shard over dp_shard x cp, flattened to one dimension")

@@ -36,6 +36,9 @@ _KINDS: dict[str, type] = {
 }
 """What the engine's functions return."""
 
+_ENGINE_SOURCES = ("profile.py", "confirm.py")
+"""Of the planner: what runs the engine. The search may change without an execution."""
+
 _SAME_FILES_SAME_MODEL = ("builtin",)
 """Kinds of models that are known by their name alone."""
 
@@ -143,11 +146,13 @@ def _file(function: Callable[[Any], Any], item: Any) -> Path:
 
 @lru_cache(maxsize=1)
 def _source_digest() -> str:
-    """Digest of the estimators' code and of torch's version, so that nobody has to raise a number."""
+    """Digest of the engine's code and of torch's version, so that nobody has to raise a number."""
     import torch
 
     digest = hashlib.sha256(torch.__version__.encode())
-    package = Path(fsdp2prof.__file__).parent
-    for source in sorted([*package.glob("estimators/**/*.py"), *package.glob("estimators/**/*.yaml")]):
-        digest.update(source.read_bytes())
+    package = Path(fsdp2prof.__file__).parent / "estimators"
+    sources = sorted([*package.glob("**/*.py"), *package.glob("**/*.yaml")])
+    for source in sources:
+        if source.parent.name != "planner" or source.name in _ENGINE_SOURCES:
+            digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -74,7 +74,7 @@ def test_the_winner_put_back_into_the_estimates_gives_the_same_numbers(
 def test_the_commands_to_paste_are_the_winner(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:
     assert plan.winner is not None
     command = next(recipe.text for recipe in plan.recipes if recipe.tool == "estimate memory")
-    ended = call(capfd, *shlex.split(command)[1:], "--format", "json")
+    ended = call(capfd, *shlex.split(command.replace("\\\n", " "))[1:], "--format", "json")
     assert ended.code == 0
     estimate = json.loads(ended.out)
     assert estimate["peak"]["reserved_bytes"] == plan.winner.reserved_bytes

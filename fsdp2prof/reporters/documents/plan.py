@@ -172,6 +172,7 @@ def _recipes(plan: Plan) -> Section:
         Sentences(
             title=recipe.tool if not recipe.note else f"{recipe.tool} ({recipe.note})",
             lines=recipe.text.splitlines(),
+            style="code",
         )
         for recipe in plan.recipes
     ]
