@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.memory import estimate_memory
@@ -20,6 +21,7 @@ __all__ = ["with_tried_changes"]
 _WANTED = 3
 """Changes that fit, after which no more are tried."""
 _TRIALS = 8
+_PAIRS = 3
 _CHUNKS = 8
 
 
@@ -46,7 +48,7 @@ def with_tried_changes(
             continue
         tried.append(
             TriedChange(
-                changes=list(names),
+                changes=names,
                 mesh=made.mesh,
                 policy=made.policy,
                 reserved_bytes=made.peak.reserved_bytes,
@@ -57,44 +59,50 @@ def with_tried_changes(
     return replace(estimate, tried=tried, advice=_advice(tried))
 
 
-def _combined(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[tuple[str, ...], MeshSpec, PolicySpec]]:
-    """Yield changes alone, then in pairs, then all that cost no more ranks and no host memory at once."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change."""
+
+    name: str
+    """As people write it."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    is_cheap: bool = True
+    """It needs neither more ranks nor the host's memory."""
+
+
+def _combined(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[list[str], MeshSpec, PolicySpec]]:
+    """Yield changes alone, then in pairs, then all that are cheap, then these with each that is not."""
     singles = list(_changes(mesh, policy))
-    cheap = [change for change in singles if change[3]]
-    sets = [(change,) for change in singles]
-    sets += list(combinations(cheap, 2))[:3]
+    cheap = tuple(change for change in singles if change.is_cheap)
+    sets: list[tuple[_Change, ...]] = [(change,) for change in singles]
+    sets += list(combinations(cheap, 2))[:_PAIRS]
     if len(cheap) > 2:
-        sets.append(tuple(cheap))
-    sets += [(*cheap, change) for change in singles if not change[3]]
+        sets.append(cheap)
+    sets += [(*cheap, change) for change in singles if not change.is_cheap and cheap]
     for chosen in sets:
-        dims: dict[str, int] = {}
-        options: dict[str, object] = {}
-        for _, mesh_change, policy_change, _ in chosen:
-            dims |= mesh_change
-            options |= policy_change
-        names = tuple(name for name, *_ in chosen)
-        yield names, replace(mesh, **dims), replace(policy, **options)  # type: ignore[arg-type]
+        dims = {name: size for change in chosen for name, size in change.mesh.items()}
+        options = {name: value for change in chosen for name, value in change.policy.items()}
+        yield [change.name for change in chosen], replace(mesh, **dims), replace(policy, **options)
 
 
-def _changes(
-    mesh: MeshSpec, policy: PolicySpec
-) -> Iterator[tuple[str, dict[str, int], dict[str, object], bool]]:
-    """Yield each change: in words, of the mesh, of the policy, whether it needs neither ranks nor host."""
+def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
+    alone = mesh.pp == 1
     if policy.ac != "full":
-        yield "ac=full", {}, {"ac": "full"}, True
-    if policy.batch_size > 1 and mesh.pp == 1:
-        accumulated = policy.grad_accum * policy.batch_size
-        name = f"batch_size=1, grad_accum={accumulated}, sync=each"
-        yield name, {}, {"batch_size": 1, "grad_accum": accumulated, "sync": "each"}, True
-    if policy.loss_chunks is None and mesh.tp == 1 and mesh.pp == 1:
-        yield f"loss=chunked:{_CHUNKS}", {}, {"loss": f"chunked:{_CHUNKS}"}, True
-    if policy.reshard == "never" and mesh.pp == 1:
-        yield "reshard=default", {}, {"reshard": "default"}, True
-    if policy.grad_accum > 1 and policy.sync == "last" and mesh.pp == 1 and policy.batch_size == 1:
-        yield "sync=each", {}, {"sync": "each"}, True
-    yield f"dp_shard={2 * mesh.dp_shard}", {"dp_shard": 2 * mesh.dp_shard}, {}, False
+        yield _Change("ac=full", policy={"ac": "full"})
+    if policy.batch_size > 1 and alone:
+        smaller = {"batch_size": 1, "grad_accum": policy.grad_accum * policy.batch_size, "sync": "each"}
+        yield _Change(", ".join(f"{name}={value}" for name, value in smaller.items()), policy=smaller)
+    if policy.loss_chunks is None and alone and mesh.tp == 1:
+        yield _Change(f"loss=chunked:{_CHUNKS}", policy={"loss": f"chunked:{_CHUNKS}"})
+    if policy.reshard == "never" and alone:
+        yield _Change("reshard=default", policy={"reshard": "default"})
+    if policy.grad_accum > 1 and policy.batch_size == 1 and policy.sync == "last" and alone:
+        yield _Change("sync=each", policy={"sync": "each"})
+    wider = {"dp_shard": 2 * mesh.dp_shard}
+    yield _Change(f"dp_shard={wider['dp_shard']}", mesh=wider, is_cheap=False)
     if not policy.offload:
-        yield "offload", {}, {"offload": True}, False
+        yield _Change("offload", policy={"offload": True}, is_cheap=False)
 
 
 def _advice(tried: list[TriedChange]) -> list[str]:

@@ -354,7 +354,8 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
     others = [family for family in plan.families if family.best.name != point.name]
     if others:
         second = others[0]
-        lines.append(f"Next best, {second.best.family} ({second.best.name}): {second.why}.")
+        place = "Next best" if second.best.step_ns >= point.step_ns else "Perhaps faster"
+        lines.append(f"{place}, {second.best.family} ({second.best.name}): {second.why}.")
     return lines
 
 
