@@ -31,12 +31,19 @@ def renumbered(commands: list[Command]) -> list[Command]:
     ("model", "layers", "mesh", "policy"),
     [
         ("gpt2", 12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan")),
-        ("gpt2", 16, MeshSpec(dp_shard=2), replace(POLICY, ac=Every(2), optimizer_impl="for-loop")),
-        (
+        pytest.param(
+            "gpt2",
+            16,
+            MeshSpec(dp_shard=2),
+            replace(POLICY, ac=Every(2), optimizer_impl="for-loop"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "llama3-8b",
             12,
             MeshSpec(dp_replicate=2, dp_shard=2, tp=2),
             replace(POLICY, grad_accum=2, reshard="never"),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -57,3 +64,11 @@ def test_captures_that_differ_in_more_than_a_block_are_not_extended() -> None:
     other = capture_step(ModelSpec(source="gpt2", layers=4), mesh, replace(POLICY, reshard="never"))
     blocks = tuple(f"layers.{index}" for index in range(6))
     assert deepened(shallow, other, blocks, 3, 1) is None
+
+
+def test_a_step_after_another_of_a_different_length_sees_its_own_shapes() -> None:
+    """Tensor parallelism redistributes by shapes that DTensor keeps from one world to the next."""
+    spec = ModelSpec(source="llama3-8b", layers=1)
+    capture_step(spec, MeshSpec(dp_replicate=2, dp_shard=2, tp=2), POLICY)
+    made = capture_step(spec, MeshSpec(dp_shard=4, tp=2), replace(POLICY, seq_len=256))
+    assert made.tokens == 256

@@ -159,7 +159,8 @@ def test_a_wrong_fix_is_one_line(text: str, message: str) -> None:
 def test_what_cannot_be_planned_is_one_line(
     given: str, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended = call(capfd, "plan", "--hardware", "h100", *given.split())
+    length = [] if "--seq-len" in given else ["--seq-len", "64"]
+    ended = call(capfd, "plan", "--hardware", "h100", *length, *given.split())
     assert ended.code in (1, 2)
     assert message in ended.err
     assert ended.err.count("\n") <= 3
@@ -202,6 +203,7 @@ def test_nothing_on_the_pareto_front_is_beaten_and_everything_else_is() -> None:
         assert on_front is not beaten
 
 
+@pytest.mark.slow
 def test_many_micro_batches_take_what_all_of_them_simulated_take() -> None:
     policy = replace(SMALL.policy, grad_accum=6, sync="each")
     short = step_figures(SMALL.model, MeshSpec(dp_shard=4), policy, NODE)
@@ -210,7 +212,7 @@ def test_many_micro_batches_take_what_all_of_them_simulated_take() -> None:
     assert short.step_ns == pytest.approx(full.step_ns, rel=0.002)
 
 
-@pytest.mark.parametrize("sync", ["last", "each"])
+@pytest.mark.parametrize("sync", ["last", pytest.param("each", marks=pytest.mark.slow)])
 def test_micro_batches_in_the_middle_change_no_peak(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = replace(SMALL.policy, grad_accum=5, sync=sync)
     fewer = estimate_memory(SMALL.model, MeshSpec(dp_shard=4), policy)
