@@ -31,7 +31,7 @@ def with_tried_changes(
     """Return an estimate that does not surely fit with two changes that do, each estimated.
 
     Single changes come before combinations, and what costs least before what costs more: checkpointing, a
-    smaller micro-batch, a loss in pieces, resharding, more ranks, the host's memory. What cannot be enough, by
+    smaller micro-batch, a loss in pieces, resharding, more ranks, the host. What cannot be enough, by
     the most that its remedies take off, is not tried. An estimate that fits is returned as it is.
     """
     if estimate.fit is None or estimate.fit == "fits":

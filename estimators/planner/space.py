@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -70,10 +71,14 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
         rest = {name: value for name, value in fixed.items() if name not in choices}
         for values in product(*choices.values()):
             chosen = dict(zip(choices, values, strict=True))
-            yield Candidate(
-                mesh,
-                replace(request.policy, **{**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}),
-            )
+            options = {**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}
+            yield Candidate(mesh, _policy(request.policy, tuple(options.items())))
+
+
+@lru_cache(maxsize=1 << 14)
+def _policy(base: PolicySpec, options: tuple[tuple[str, Any], ...]) -> PolicySpec:
+    """Meshes share policies: each is checked once."""
+    return replace(base, **dict(options))
 
 
 def _reshards(request: PlanRequest, mesh: MeshSpec) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.memory_trials import with_tried_changes
@@ -18,7 +18,7 @@ H100 = HardwareSpec.parse("h100")
 
 def device(size: int) -> HardwareSpec:
     """An accelerator with so many bytes, rounded down to whole MiB."""
-    return replace(H100, memory_mib=size >> 20)
+    return structs.replace(H100, memory_mib=size >> 20)
 
 
 def test_a_run_that_does_not_fit_ends_with_changes_that_do() -> None:
