@@ -42,6 +42,7 @@ __all__ = [
     "RankManifest",
     "RankRecord",
     "RecordOptions",
+    "Rehearsal",
     "RunDirectory",
     "RunInfo",
     "State",
@@ -107,6 +108,18 @@ class RecordOptions(_Record):
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
 
+class Rehearsal(_Record):
+    """One process that stood for a rank of a world that was not there: its collectives moved nothing."""
+
+    world_size: int
+    rank: int
+    """The rank it was."""
+    local_world_size: int = 1
+    """``LOCAL_WORLD_SIZE``, as torchrun would have set it."""
+    meta: bool = False
+    """Its tensors had sizes and no data."""
+
+
 class RunInfo(_Record):
     """``run.json``, and ``run-node-0000N.json`` of every further node: what ran, where, and how it ended."""
 
@@ -122,6 +135,8 @@ class RunInfo(_Record):
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    rehearsal: Rehearsal | None = None
+    """Null where the training ran."""
     messages: list[str] = []
     """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
 
@@ -277,6 +292,8 @@ class RankManifest(_Record):
     script: list[str] = []
     selected: bool = True
     """False where ``--ranks`` left this rank out: it has a manifest and nothing else."""
+    rehearsal: Rehearsal | None = None
+    """Null where the training ran."""
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))

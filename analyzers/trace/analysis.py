@@ -162,6 +162,7 @@ def merge(
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed=any(manifest.rehearsal is not None for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
@@ -175,6 +176,9 @@ def merge(
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
+    if result.rehearsed:  # whatever depends on how long a collective took
+        groups = [replace(row, busbw_bytes_per_s=None) for row in result.groups]
+        return summarise(replace(result, groups=groups, prefetch=[], bandwidth=[]))
     return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
 
 

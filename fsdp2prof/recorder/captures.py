@@ -145,7 +145,7 @@ class Captures:
             trace.finish()
         memory, self._memory = self._memory, None
         if memory is not None:
-            self._file.describe_tensors()
+            self._file.describe_tensors(memory.address)
             memory.finish()
             self._manifest.allocator_settings |= memory.allocator_settings
             self._manifest.allocator = devices.allocator_stats(self._manifest.device.type)
@@ -215,8 +215,10 @@ class Captures:
             )
             self._manifest.memory_source = self._memory.source
             self._file.describe()
-            self._file.describe_tensors()
-        self._memory.begin_step(self._step)
+            self._memory.begin_step(self._step)
+            self._file.describe_tensors(self._memory.address)
+        else:
+            self._memory.begin_step(self._step)
 
     def _put_off(self, *, begun: bool = False, keep: bool = False) -> None:
         self._schedule.put_off(self._step, begun=begun, keep=keep)

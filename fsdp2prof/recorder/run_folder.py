@@ -14,7 +14,7 @@ import msgspec
 from fsdp2prof import __version__
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import MANIFEST_FILE, RankRecord, RecordOptions, RunInfo, node_file
+from fsdp2prof.manifest import MANIFEST_FILE, RankRecord, RecordOptions, Rehearsal, RunInfo, node_file
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.readers.run_nodes import node_ranks
 from fsdp2prof.recorder.environment_variables import relevant_environment
@@ -24,7 +24,13 @@ __all__ = ["is_alone", "now", "prepare_run", "records_of_node"]
 
 
 def prepare_run(
-    path: Path, options: RecordOptions, command: list[str], *, node_rank: int = 0, force: bool
+    path: Path,
+    options: RecordOptions,
+    command: list[str],
+    *,
+    node_rank: int = 0,
+    force: bool,
+    rehearsal: Rehearsal | None = None,
 ) -> RunInfo:
     """Make the run directory, or join it, and write this node's file.
 
@@ -52,6 +58,7 @@ def prepare_run(
         },
         environment=relevant_environment(),
         options=options,
+        rehearsal=rehearsal,
     )
     try:
         path.mkdir(parents=True, exist_ok=True)

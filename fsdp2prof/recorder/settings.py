@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.manifest import RecordOptions, Rehearsal
 
 __all__ = ["ALIVE_VARIABLE", "VARIABLE", "Settings", "is_selected", "validate"]
 
@@ -28,6 +28,8 @@ class Settings(msgspec.Struct, kw_only=True):
     options: RecordOptions
     node_rank: int = 0
     """Of the launcher: its ranks are told from those of other nodes by it."""
+    rehearsal: Rehearsal | None = None
+    """The rank that the process stands for; null where the training runs."""
 
     @property
     def path(self) -> Path:
