@@ -20,6 +20,7 @@ _VERBS = {
         "fsdp2prof.commands.rehearse:rehearse",
         "Run a training command as one rank of a large world, alone, and record it.",
     ),
+    "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
         "Analyse a run directory, traces, snapshots or a hang.",

@@ -9,6 +9,8 @@
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
     RUN/rank-00000/memory.npz          the exact storage count of a CPU run
     RUN/communication.json             CommEstimate, in an estimate saved as a run only
+    RUN/recording-0001/recording.json  RecordingInfo, in a run that may record several times; beside it
+    RUN/recording-0001/rank-00000/     what a rank recorded then, as above
 
 Written by the recorder, read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
 a reader refuses a schema with a higher number.
@@ -28,11 +30,14 @@ __all__ = [
     "MANIFEST_SCHEMA",
     "NODE_FILES",
     "OOM_SNAPSHOT_FILE",
+    "RECORDING_FILE",
+    "RECORDING_SCHEMA",
     "RUN_FILE",
     "RUN_SCHEMA",
     "SNAPSHOT_FILE",
     "STORAGE_COUNT_FILE",
     "TRACE_FILE",
+    "TRIGGER_FILE",
     "DeviceInfo",
     "MeshInfo",
     "OptimizerInfo",
@@ -42,6 +47,7 @@ __all__ = [
     "RankManifest",
     "RankRecord",
     "RecordOptions",
+    "RecordingInfo",
     "Rehearsal",
     "RunDirectory",
     "RunInfo",
@@ -50,10 +56,13 @@ __all__ = [
     "TensorInfo",
     "node_file",
     "rank_folder",
+    "recording_folder",
+    "recording_number",
 ]
 
 RUN_SCHEMA = "fsdp2prof.run/1"
 MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
+RECORDING_SCHEMA = "fsdp2prof.recording/1"
 
 RUN_FILE = "run.json"
 NODE_FILES = "run-node-*.json"
@@ -63,6 +72,9 @@ SNAPSHOT_FILE = "memory.pickle"
 OOM_SNAPSHOT_FILE = "oom.pickle"
 """Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
+RECORDING_FILE = "recording.json"
+TRIGGER_FILE = "trigger.json"
+"""Asks a running job for a recording; its first rank takes it away."""
 COMMUNICATION_FILE = "communication.json"
 """Of an estimate saved as a run: the predicted collectives of a step."""
 
@@ -70,6 +82,17 @@ COMMUNICATION_FILE = "communication.json"
 def rank_folder(rank: int) -> str:
     """Name of a rank's folder in a run directory."""
     return f"rank-{rank:05d}"
+
+
+def recording_folder(number: int) -> str:
+    """Name of the folder of one of several recordings; they count from 1."""
+    return f"recording-{number:04d}"
+
+
+def recording_number(name: str) -> int | None:
+    """Number of the recording whose folder has a name; None for other names."""
+    number = name.removeprefix("recording-")
+    return int(number) if number != name and number.isdigit() and len(number) >= 4 else None
 
 
 def node_file(node_rank: int) -> str:
@@ -98,7 +121,20 @@ class RecordOptions(_Record):
     wait: Annotated[int, _told("Steps before the warm-up.", ge=0)] = 1
     warmup: Annotated[int, _told("Steps the profiler warms up.", ge=0)] = 1
     active: Annotated[int, _told("Steps to trace.", ge=0)] = 3
-    start_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    at_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    every: Annotated[int | None, _told("Record again every so many steps.")] = None
+    on_slow: Annotated[
+        float | None, _told("Record when a step takes so many times as long as the median of those before.")
+    ] = None
+    on_demand: Annotated[bool, _told("Stay, and record whenever `fsdp2prof trigger RUN` asks for it.")] = (
+        False
+    )
+    signal: Annotated[
+        str | None, _told("Record when this signal, USR1 or USR2, comes to fsdp2prof or to a rank.")
+    ] = None
+    max_size: Annotated[
+        str | None, _told("Begin no further recording once those of the run take so much: 20GB.")
+    ] = None
     memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
     memory_steps: Annotated[int, _told("How many of them.", ge=0)] = 1
     ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
@@ -139,6 +175,20 @@ class RunInfo(_Record):
     """Null where the training ran."""
     messages: list[str] = []
     """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
+
+
+class RecordingInfo(_Record):
+    """``recording.json``: one of several recordings of a run, as its first rank announced it."""
+
+    schema: str = RECORDING_SCHEMA
+    number: int = 0
+    step: int = 0
+    """First traced step, of every rank; the first memory step where none is traced."""
+    reason: str = ""
+    """Why it was made, for a person."""
+    announced_at_step: int = 0
+    attempt: int = 0
+    """How often torchrun had restarted the ranks."""
 
 
 class DeviceInfo(_Record):
@@ -310,6 +360,8 @@ class RankManifest(_Record):
     """Those of them whose backward reduced gradients (``set_requires_gradient_sync``)."""
     traced_steps: list[int] = []
     memory_steps: list[int] = []
+    recordings: list[int] = []
+    """Numbers of those it took part in, in a run that may record several times."""
     memory_source: str | None = None
     """``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []
@@ -350,6 +402,8 @@ class RunDirectory:
     ranks: tuple[RankRecord, ...]
     messages: tuple[str, ...] = ()
     """What a person should know, the ranks' own messages included."""
+    recordings: tuple[int, ...] = ()
+    """Numbers of its recordings, where it may have several."""
 
     def rank(self, rank: int) -> RankRecord | None:
         """Return one rank's record, or None where it left nothing."""

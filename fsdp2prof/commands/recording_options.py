@@ -47,7 +47,26 @@ def _option(field: msgspec.inspect.Field) -> Callable[[Any], Any]:
     }
     if isinstance(field.default, bool):
         return click.option(f"{flag}/{flag.replace('--', '--no-', 1)}", **attributes)
-    return click.option(flag, type=str if isinstance(field.default, str) else int, **attributes)
+    return click.option(flag, type=_click_type(described.type), **attributes)
+
+
+class _Factor(click.ParamType[float]):
+    """``1.3x`` or ``1.3``."""
+
+    name = "factor"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            return float(str(value).removesuffix("x"))
+        except ValueError:
+            self.fail(f"{value!r} is not a factor; write for example 1.3x", parameter, context)
+
+
+def _click_type(kind: msgspec.inspect.Type) -> Any:
+    kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    if any(isinstance(one, msgspec.inspect.StrType) for one in kinds):
+        return str
+    return _Factor() if any(isinstance(one, msgspec.inspect.FloatType) for one in kinds) else int
 
 
 def recording_options(command: Callable[..., int]) -> Callable[..., int]:

@@ -8,11 +8,11 @@ from typing import TypeVar
 import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.manifest import RankManifest, RecordingInfo, RunInfo
 
 __all__ = ["UnreadableError", "read_document"]
 
-_Document = TypeVar("_Document", RunInfo, RankManifest)
+_Document = TypeVar("_Document", RunInfo, RankManifest, RecordingInfo)
 
 
 class UnreadableError(RunDirectoryError):

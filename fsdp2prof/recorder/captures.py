@@ -49,6 +49,11 @@ class Captures:
         return "traced" if self._kind == "plain" and self._profiled else self._kind
 
     @property
+    def is_recording_memory(self) -> bool:
+        """Whether a recording of memory runs, which will be written when it ends."""
+        return self._memory is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to be captured."""
         return self._step >= self.end

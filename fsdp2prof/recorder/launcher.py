@@ -27,6 +27,7 @@ from fsdp2prof.manifest import (
     node_file,
 )
 from fsdp2prof.recorder.host_processes import RankProcesses, end_orphans
+from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
 
@@ -80,7 +81,7 @@ def launch(
     processes = RankProcesses(settings)
     try:
         environment = _child_environment(settings, alive) | _rendezvous(rehearsal)
-        status, interrupted = _run(command, environment, processes)
+        status, interrupted = _run(command, environment, processes, _Trigger(options, path))
         killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
         _mark_dead_ranks(records_of_node(path, node_rank), killed)
         alive_pids = {int(file.name) for file in alive.iterdir()}
@@ -135,7 +136,24 @@ def _rendezvous(rehearsal: Rehearsal | None) -> dict[str, str]:
     return {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-def _run(command: list[str], environment: dict[str, str], processes: RankProcesses) -> tuple[int, bool]:
+@dataclass(frozen=True, slots=True)
+class _Trigger:
+    """The signal that asks for a recording, which the command does not get."""
+
+    options: RecordOptions
+    run: Path
+
+    def takes(self, number: int) -> bool:
+        """Ask the ranks for a recording if the signal is the one that does."""
+        if self.options.signal is None or number != signal.Signals[f"SIG{self.options.signal}"]:
+            return False
+        request_recording(self.run, f"signal {self.options.signal}")
+        return True
+
+
+def _run(
+    command: list[str], environment: dict[str, str], processes: RankProcesses, trigger: _Trigger
+) -> tuple[int, bool]:
     """Start the command and hand on signals until it ends; returns its status and whether any came."""
     watched = _FORWARDED | {signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -152,6 +170,8 @@ def _run(command: list[str], environment: dict[str, str], processes: RankProcess
             ) from error
         while True:
             received = signal.sigtimedwait(watched, processes.look())
+            if received is not None and trigger.takes(received.si_signo):
+                continue
             if received is not None and received.si_signo in _FORWARDED:
                 interrupted = True
                 if received.si_code != _FROM_KERNEL:

@@ -173,18 +173,22 @@ class CudaMemoryCapture:
 class OomDump:
     """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
 
-    ``tell`` is called with the file's name. The recording of the memory steps, if it is there, is kept.
+    ``tell`` is called with the file's name. The recording of the memory steps, if it is there or still to be
+    written (``is_recording``), has a file of its own.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, tell: Callable[[str], None], is_recording: Callable[[], bool] = lambda: False
+    ) -> None:
         self._folder = folder
         self._tell = tell
+        self._is_recording = is_recording
         self.written: Path | None = None
         torch._C._cuda_attach_out_of_memory_observer(self._dump)  # type: ignore[attr-defined]
 
     def _dump(self, *_: Any) -> None:
         path = self._folder / SNAPSHOT_FILE
-        if path.exists() and path != self.written:
+        if self._is_recording() or (path.exists() and path != self.written):
             path = self._folder / OOM_SNAPSHOT_FILE
         dump_snapshot(path)
         self.written = path

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -56,6 +57,7 @@ def _initializes(original: Callable[..., None], rehearsal: Rehearsal) -> Callabl
     def init_process_group(*_: Any, **__: Any) -> None:
         from torch.distributed import HashStore
 
+        import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
         original("fake", store=HashStore(), rank=rehearsal.rank, world_size=rehearsal.world_size)
         if rehearsal.meta:
             from fsdp2prof.recorder.without_data import begin
