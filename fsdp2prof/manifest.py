@@ -8,6 +8,7 @@
     RUN/rank-00000/trace.json.gz       Kineto trace of the recorded steps
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
     RUN/rank-00000/memory.npz          the exact storage count of a CPU run
+    RUN/rank-00000/summary.json        RunAnalysis of the rank, where ``--summary`` keeps no more
     RUN/communication.json             CommEstimate, in an estimate saved as a run only
     RUN/recording-0001/recording.json  RecordingInfo, in a run that may record several times; beside it
     RUN/recording-0001/rank-00000/     what a rank recorded then, as above
@@ -36,6 +37,7 @@ __all__ = [
     "RUN_SCHEMA",
     "SNAPSHOT_FILE",
     "STORAGE_COUNT_FILE",
+    "SUMMARY_FILE",
     "TRACE_FILE",
     "TRIGGER_FILE",
     "DeviceInfo",
@@ -72,6 +74,7 @@ SNAPSHOT_FILE = "memory.pickle"
 OOM_SNAPSHOT_FILE = "oom.pickle"
 """Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
+SUMMARY_FILE = "summary.json"
 RECORDING_FILE = "recording.json"
 TRIGGER_FILE = "trigger.json"
 """Asks a running job for a recording; its first rank takes it away."""
@@ -147,6 +150,9 @@ class RecordOptions(_Record):
     ] = None
     memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
     memory_steps: Annotated[int, _told("How many of them.", ge=0)] = 1
+    summary: Annotated[
+        bool, _told("Keep no trace: each rank analyses its own steps and leaves the result.")
+    ] = False
     ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
@@ -400,6 +406,8 @@ class RankRecord:
     trace: Path | None
     memory: Path | None
     """``memory.pickle`` (CUDA snapshot) or ``memory.npz`` (storage count)."""
+    summary: Path | None = None
+    """Where it stands for both."""
     messages: tuple[str, ...] = ()
 
 

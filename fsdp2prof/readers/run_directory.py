@@ -17,6 +17,7 @@ from fsdp2prof.manifest import (
     RUN_FILE,
     SNAPSHOT_FILE,
     STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
     TRACE_FILE,
     RankManifest,
     RankRecord,
@@ -29,7 +30,7 @@ from fsdp2prof.manifest import (
 from fsdp2prof.readers.run_documents import UnreadableError, read_document
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 
-__all__ = ["is_run_directory", "open_recording", "open_run"]
+__all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
 
 _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
 
@@ -37,6 +38,14 @@ _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
 def is_run_directory(path: Path) -> bool:
     """Whether ``path`` is a folder that a recorder wrote: it has a node's file or ranks with a manifest."""
     return path.is_dir() and (bool(node_ranks(path)) or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
+
+
+def open_rank(folder: Path) -> RunDirectory:
+    """Open one rank's folder as a run of its own."""
+    rank = _rank_of(folder)
+    if rank is None:
+        raise RunDirectoryError(f"{folder}: not a rank's folder")
+    return RunDirectory(path=folder, info=RunInfo(), ranks=(_read_rank(rank, folder, RunInfo()),))
 
 
 def open_recording(run: RunDirectory, number: int) -> RunDirectory:
@@ -135,7 +144,9 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
             messages.append(str(error))
     trace = folder / TRACE_FILE
     memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
-    if manifest is not None and manifest.state == "complete":
+    summary = folder / SUMMARY_FILE
+    summarised = summary.is_file()
+    if manifest is not None and manifest.state == "complete" and not summarised:
         if manifest.traced_steps and not trace.is_file():
             messages.append(f"complete, but {TRACE_FILE} is missing")
         if manifest.memory_steps and memory is None:
@@ -146,6 +157,7 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
         manifest=manifest,
         trace=trace if trace.is_file() else None,
         memory=memory,
+        summary=summary if summarised else None,
         messages=tuple(messages),
     )
 

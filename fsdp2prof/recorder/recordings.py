@@ -26,6 +26,7 @@ from fsdp2prof.recorder.requests import request_recording, take_request
 from fsdp2prof.recorder.roots import Roots
 from fsdp2prof.recorder.settings import Settings, leader, size_limit
 from fsdp2prof.recorder.stepping import OptimizerWatch
+from fsdp2prof.recorder.summaries import Summaries
 
 __all__ = ["Recordings"]
 
@@ -48,9 +49,11 @@ class Recordings:
         roots: Roots,
         watch: OptimizerWatch,
         file: ManifestFile,
+        summaries: Summaries | None = None,
     ) -> None:
         self._settings, self._options = settings, settings.options
         self._identity, self._roots, self._watch, self._file = identity, roots, watch, file
+        self._summaries = summaries
         self._run = settings.path
         self._leads = identity.rank == leader(settings.options.ranks, identity.world_size)
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -114,6 +117,8 @@ class Recordings:
         if not whole:
             own.tell(f"ended before it was whole; complete are {self.current.shortfall()}")
         own.write()
+        if self._summaries is not None:
+            self._summaries.begin(own.folder)
         self.current = self._idle
 
     def _look(self, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, TRACE_FILE, StepInfo
+from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE, StepInfo
 from fsdp2prof.recorder.captures import Captures
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory_history import OomDump
@@ -20,6 +20,7 @@ from fsdp2prof.recorder.recordings import Recordings
 from fsdp2prof.recorder.roots import Roots
 from fsdp2prof.recorder.settings import Settings, records_again
 from fsdp2prof.recorder.stepping import OptimizerWatch, TrainingSteps
+from fsdp2prof.recorder.summaries import Summaries
 from fsdp2prof.recorder.training_profilers import training_profilers
 
 __all__ = ["RankSession"]
@@ -49,9 +50,12 @@ class RankSession:
         self._roots = Roots(self._forward)
         self._file = ManifestFile(settings, identity, self._roots, self._watch)
         self.manifest, self.folder = self._file.manifest, self._file.folder
+        self._summaries = Summaries() if settings.options.summary else None
         self._recordings: Recordings | None = None
         if records_again(settings.options):
-            self._recordings = Recordings(settings, identity, self._roots, self._watch, self._file)
+            self._recordings = Recordings(
+                settings, identity, self._roots, self._watch, self._file, self._summaries
+            )
             self._captures = self._recordings.current
         else:
             self._captures = Captures(self._file, settings.options, self._roots)
@@ -59,7 +63,12 @@ class RankSession:
     def begin(self) -> None:
         """Leave the sign of life and, in a selected rank, start watching."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE):  # of an attempt that was restarted
+        for name in (
+            TRACE_FILE,
+            SNAPSHOT_FILE,
+            STORAGE_COUNT_FILE,
+            SUMMARY_FILE,
+        ):  # of an attempt that was restarted
             (self.folder / name).unlink(missing_ok=True)
         self.write_manifest()
         self._active = self.manifest.selected
@@ -99,6 +108,8 @@ class RankSession:
             self._guard(self._captures.end_step)
             if self._active:
                 self._guard(self._captures.begin_step)
+            if self._recordings is None and self._captures.is_over:
+                self._summarise()
         self._step_start_ns = time.time_ns()
 
     def begin_first_step(self) -> None:
@@ -128,6 +139,7 @@ class RankSession:
         if self._recordings is not None:
             self._recordings.close(whole=over and whole)
             self._finish_manifest(error, crashed)
+            self._wait_for_summaries(error)
             return
         if not over and self._step == 0 and self._automatic and not error:
             self.tell(self._why_no_step())
@@ -135,12 +147,23 @@ class RankSession:
             ran = f"only {self._step} of {self._captures.end} steps ran"
             self.tell(f"schedule cut short: {ran}; complete are {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
+        self._summarise()
+        self._wait_for_summaries(error)
 
     def forget(self) -> None:
         """In a forked child: nothing is watched and nothing counted any more."""
         self._active = False
         self._captures.forget()
         self._stop_watching()
+
+    def _summarise(self) -> None:
+        if self._summaries is not None:
+            self._summaries.begin(self.folder)
+
+    def _wait_for_summaries(self, error: str | None) -> None:
+        if self._summaries is not None and error is None and not self._summaries.wait():
+            self.tell("its summary was not ready when the training ended: what was recorded is kept")
+            self.write_manifest()
 
     def _choose_recording(self) -> None:
         """Take up the recording that begins with this step or soon, if there is one."""

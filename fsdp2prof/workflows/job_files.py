@@ -81,6 +81,13 @@ class JobFiles:
             return Found(absent=f"{self.path}: a trace, not a memory recording")
         return self._chosen(self._one_file())
 
+    @cached_property
+    def summaries(self) -> Found:
+        """What ranks made of their own steps, where they kept no more; raises as :attr:`traces`."""
+        ranks = () if self.run is None else self.run.ranks
+        files = tuple(RankFile(rank=one.rank, path=one.summary) for one in ranks if one.summary is not None)
+        return self._chosen(Found(files=files))
+
     @property
     def recordings(self) -> Found:
         """Files that say what memory was in use: :attr:`memory`, else traces, which may hold its events."""
@@ -148,7 +155,10 @@ def _silent(run: RunDirectory, kind: str, said: str) -> tuple[str, ...]:
     return tuple(
         f"rank {record.rank}: {said}"
         for record in run.ranks
-        if getattr(record, kind) is None and record.manifest is not None and record.manifest.selected
+        if getattr(record, kind) is None
+        and record.summary is None
+        and record.manifest is not None
+        and record.manifest.selected
     )
 
 
