@@ -47,6 +47,7 @@ __all__ = [
     "State",
     "StepInfo",
     "TensorInfo",
+    "UnshardedInfo",
     "node_file",
     "rank_folder",
 ]
@@ -114,6 +115,10 @@ class RecordOptions(_Record):
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
     ] = True
+    verify: Annotated[
+        bool,
+        _told("Keep a checksum of every shard and gradient after the first step, for `check`: equal replicas?"),
+    ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
 
@@ -132,6 +137,8 @@ class RunInfo(_Record):
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    wrappers: list[str] = []
+    """Classes beside ``fully_shard`` that wrapped a model: DistributedDataParallel, FSDP1."""
     messages: list[str] = []
     """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
 
@@ -190,6 +197,12 @@ class ParameterInfo(_Record):
     """Placements on other mesh dimensions, as text; null for pure FSDP."""
     position: Index = -1
     """Index in ``named_parameters()`` of its root; -1 unknown."""
+    optimized: bool | None = None
+    """Whether an optimizer that stepped holds it; null unknown."""
+    checksum: str | None = None
+    """Of this rank's shard after the first step, with ``verify``."""
+    gradient_checksum: str | None = None
+    """Of its gradient then; null where it had none, or was not asked for."""
 
 
 class ParamGroupInfo(_Record):
@@ -223,6 +236,8 @@ class ParamGroupInfo(_Record):
     unshard_async_op: bool
     requires_grad: bool
     parameters: list[ParameterInfo]
+    comm_context: Index = -1
+    """Which set of communication streams it uses, counted from 0 in this process; -1 unknown."""
     forward_prefetch: list[str] = []
     backward_prefetch: list[str] = []
     unshard_in_backward: bool = True
@@ -243,6 +258,23 @@ class OptimizerInfo(_Record):
     param_groups: Index
     parameters: Amount
     defaults: dict[str, str] = {}
+    state_dtypes: dict[str, Amount] = {}
+    """Dtype -> bytes of its state on this rank, step counters left out."""
+
+
+class UnshardedInfo(_Record):
+    """A tensor that every rank holds whole: FSDP neither shards it nor reduces its gradient."""
+
+    kind: str
+    """``parameter`` or ``buffer`` of a root module, or ``optimizer`` for what an optimizer alone holds."""
+    fqn: str
+    """Name under its root; of an optimizer's its class and position: ``AdamW[3]``."""
+    root: Index
+    shape: Shape
+    dtype: str
+    nbytes: Amount
+    requires_grad: bool
+    has_gradient: bool = False
 
 
 class StepInfo(_Record):
@@ -296,6 +328,8 @@ class RankManifest(_Record):
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
+    unsharded: list[UnshardedInfo] | None = None
+    """What every rank holds whole, the largest first and a thousand at most; null unknown."""
     steps: list[StepInfo] = []
     micro_batches: Index | None = None
     """Forwards with gradients of each root in a training step; null if unknown or not always the same."""

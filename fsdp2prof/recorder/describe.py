@@ -19,6 +19,7 @@ from fsdp2prof.manifest import (
     ProcessGroupInfo,
     TensorInfo,
 )
+from fsdp2prof.recorder.ownership import state_dtypes
 from fsdp2prof.recorder.roots import Root, param_groups
 
 __all__ = ["describe_optimizers", "describe_param_groups", "describe_process_groups", "describe_tensors"]
@@ -67,6 +68,7 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
             param_groups=len(optimizer.param_groups),
             parameters=sum(len(group["params"]) for group in optimizer.param_groups),
             defaults={name: repr(value) for name, value in optimizer.defaults.items()},
+            state_dtypes=state_dtypes(tensor for _, _, tensor in _optimizer_state(optimizer)),
         )
         for optimizer in optimizers
     ]

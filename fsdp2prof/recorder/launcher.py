@@ -89,6 +89,7 @@ def launch(
     seen = {process.rank for process in processes.seen.values()}
     expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
     info.state = _state(code, manifests, expected, interrupted)
+    info.wrappers = sorted(wrappers)
     info.messages = _messages(records, code, expected, processes, alive_pids, wrappers)
     write_json(path / node_file(node_rank), info)
     return Outcome(code, info)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
-from fsdp2prof.recorder import compiling, describe, devices
+from fsdp2prof.recorder import compiling, describe, devices, ownership
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.roots import Roots
@@ -36,6 +36,7 @@ class ManifestFile:
             versions=devices.package_versions(),
             environment=relevant_environment(),
         )
+        self._verify = settings.options.verify
         self._roots = roots
         self._watch = watch
 
@@ -66,7 +67,11 @@ class ManifestFile:
         """Fill in FSDP's structures and write; before the first forward there is nothing to tell."""
         groups = describe.describe_param_groups(self._roots)
         if groups:
+            ownership.add_ownership(groups, self._roots, self._watch.optimizers)
+            if self._verify:
+                ownership.add_checksums(groups, self._roots)
             self.manifest.param_groups = groups
+            self.manifest.unsharded = ownership.describe_unsharded(self._roots, self._watch.optimizers)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
         self.manifest.device = devices.device_info(self.device_type)
