@@ -117,7 +117,9 @@ class RecordOptions(_Record):
     ] = True
     verify: Annotated[
         bool,
-        _told("Keep a checksum of every shard and gradient after the first step, for `check`: equal replicas?"),
+        _told(
+            "Keep a checksum of every shard and gradient after the first step, for `check`: equal replicas?"
+        ),
     ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
@@ -198,7 +200,7 @@ class ParameterInfo(_Record):
     position: Index = -1
     """Index in ``named_parameters()`` of its root; -1 unknown."""
     optimized: bool | None = None
-    """Whether an optimizer that stepped holds it; null unknown."""
+    """Whether an optimizer held it that had stepped by the second step; null unknown."""
     checksum: str | None = None
     """Of this rank's shard after the first step, with ``verify``."""
     gradient_checksum: str | None = None

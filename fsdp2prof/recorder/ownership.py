@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
 from fsdp2prof.recorder.roots import Root, param_groups
 
-__all__ = ["add_checksums", "add_ownership", "describe_unsharded", "state_dtypes"]
+__all__ = ["add_checksums", "add_ownership", "describe_unsharded", "keep_checksums", "state_dtypes"]
 
 _MOST = 1000
 """Unsharded tensors that are told."""
@@ -45,6 +45,15 @@ def add_checksums(groups: Iterable[ParamGroupInfo], roots: Iterable[Root]) -> No
             told.gradient_checksum = None if gradient is None else _checksum(gradient)
 
 
+def keep_checksums(groups: Iterable[ParamGroupInfo], before: Iterable[ParamGroupInfo]) -> None:
+    """Take the checksums over from what was described before."""
+    known = {(info.root, told.fqn): told for info in before for told in info.parameters}
+    for info in groups:
+        for told in info.parameters:
+            if (first := known.get((info.root, told.fqn))) is not None:
+                told.checksum, told.gradient_checksum = first.checksum, first.gradient_checksum
+
+
 def describe_unsharded(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[UnshardedInfo]:
     """List parameters and large buffers of no group, and what optimizers hold that no root has."""
     roots = list(roots)
@@ -60,7 +69,9 @@ def describe_unsharded(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -
         for position, tensor in enumerate(_held([optimizer])):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                found.append(_unsharded("optimizer", f"{type(optimizer).__qualname__}[{position}]", tensor, -1))
+                found.append(
+                    _unsharded("optimizer", f"{type(optimizer).__qualname__}[{position}]", tensor, -1)
+                )
     return sorted(found, key=lambda one: -one.nbytes)[:_MOST]
 
 

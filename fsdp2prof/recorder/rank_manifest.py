@@ -37,6 +37,7 @@ class ManifestFile:
             environment=relevant_environment(),
         )
         self._verify = settings.options.verify
+        self._settled = False
         self._roots = roots
         self._watch = watch
 
@@ -67,11 +68,11 @@ class ManifestFile:
         """Fill in FSDP's structures and write; before the first forward there is nothing to tell."""
         groups = describe.describe_param_groups(self._roots)
         if groups:
-            ownership.add_ownership(groups, self._roots, self._watch.optimizers)
-            if self._verify:
-                ownership.add_checksums(groups, self._roots)
+            optimizers = self._watch.optimizers if self._settled else []
+            ownership.add_ownership(groups, self._roots, optimizers)
+            self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
+            ownership.keep_checksums(groups, self.manifest.param_groups)
             self.manifest.param_groups = groups
-            self.manifest.unsharded = ownership.describe_unsharded(self._roots, self._watch.optimizers)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
         self.manifest.device = devices.device_info(self.device_type)
@@ -79,6 +80,18 @@ class ManifestFile:
         self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
         self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
         self.write()
+
+    def describe_first(self) -> None:
+        """As :meth:`describe`, with checksums if asked for: after the first step, on all ranks alike."""
+        self.describe()
+        if self._verify:
+            ownership.add_checksums(self.manifest.param_groups, self._roots)
+            self.write()
+
+    def describe_settled(self) -> None:
+        """As :meth:`describe`, and who updates what: after the second step every optimizer has stepped."""
+        self._settled = True
+        self.describe()
 
     def describe_tensors(self) -> None:
         """Add the storages of known role that are alive now."""

@@ -25,6 +25,7 @@ from fsdp2prof.results.catalog import (
     HardwareCatalog,
     ModelCatalog,
 )
+from fsdp2prof.results.check import CHECK_SCHEMA, CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.checkpoint import (
     CHECKPOINT_SCHEMA,
     CheckpointEntry,
@@ -122,6 +123,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
@@ -157,6 +159,7 @@ __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
+    "CHECK_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
@@ -169,6 +172,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PARITY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "SHARDING_SCHEMA",
@@ -187,6 +191,7 @@ __all__ = [
     "CatalogWord",
     "CategoryBytes",
     "CategoryCatalog",
+    "CheckRow",
     "CheckpointEntry",
     "CheckpointEstimate",
     "CheckpointFile",
@@ -250,6 +255,9 @@ __all__ = [
     "OutOfMemory",
     "OutsideAllocator",
     "ParameterSharding",
+    "ParityCheck",
+    "ParityRow",
+    "ParityStep",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -266,6 +274,7 @@ __all__ = [
     "Redistribution",
     "Remedy",
     "RunAnalysis",
+    "RunCheck",
     "RunComparison",
     "RunRank",
     "RunSummary",
@@ -293,4 +302,5 @@ __all__ = [
     "TraceDiff",
     "TraceTotals",
     "UnrecordedStep",
+    "UnshardedRow",
 ]

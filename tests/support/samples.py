@@ -34,6 +34,7 @@ from support.results import (
     run_comparison,
     trace_analysis,
 )
+from support.run_checks import run_check
 from support.traces import two_kernel_trace
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
@@ -44,6 +45,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "check": (results.RunCheck, "fsdp2prof.check/1", run_check),
     "mesh": (
         results.MeshMap,
         "fsdp2prof.inspect.mesh/1",
