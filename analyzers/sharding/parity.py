@@ -18,8 +18,10 @@ TOLERANCES = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-"""Relative errors that sums in another order leave after a few steps: some thousand units in the last place in
-fp64 and fp32, some ten in half precision, where every intermediate is rounded."""
+"""Relative errors that sums in another order leave after a few steps: some thousand units in the last place
+in fp64 and fp32, some ten in half precision, where every intermediate is rounded."""
+_ALIKE = 1e-3
+"""How far ratios of one scale may lie apart."""
 _LOOSEST = 0.25
 """Of dtypes below half precision: fp8 has 2 or 3 bits."""
 _KINDS = ("parameter", "batch", "loss", "gradient")
@@ -138,13 +140,12 @@ def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurem
         return "gradients agree and parameters do not: something else updates them"
     if all(row.state == "missing" for row in gradients):
         return "no gradient was reduced: set_requires_gradient_sync(False) is still on in the last backward"
-    ratios = [row.ratio for row in gradients if row.ratio is not None and row.relative_error is not None]
-    if ratios and max(ratios) - min(ratios) < 1e-3 * abs(ratios[0]) and abs(ratios[0] - 1) > 1e-3:
-        if all(_is_scaled(row) for row in gradients):
-            return (
-                f"every gradient is {ratios[0]:.4g} times the plain one: look at "
-                "set_gradient_divide_factor, and at the scale of the loss"
-            )
+    ratios = [row.ratio for row in gradients if row.ratio is not None and _is_scaled(row)]
+    if len(ratios) == len(gradients) and max(ratios) - min(ratios) < _ALIKE * abs(ratios[0]):
+        return (
+            f"every gradient is {ratios[0]:.4g} times the plain one: look at set_gradient_divide_factor, and "
+            "at the scale of the loss"
+        )
     compared = sum(1 for one in measured.by_rank[0] if (one.step, one.kind) == (first.step, "gradient"))
     if total < compared:
         names = ", ".join(row.name for row in gradients[:4])
@@ -169,8 +170,8 @@ def _verdict(
     if first is None:
         worst = max((row.relative_error or 0.0 for row in rows), default=0.0)
         return [
-            f"{plural(measured.steps, 'step')} on {how} are those of one plain process: {len(rows):,} losses, "
-            f"gradients and parameters agree, to {worst:.1e} at worst."
+            f"{plural(measured.steps, 'step')} on {how} are those of one plain process: {len(rows):,} "
+            f"losses, gradients and parameters agree, to {worst:.1e} at worst."
         ]
     when = "before the first step" if first.step < 0 else f"in step {first.step}"
     what = f"{first.kind} {first.name}" if first.kind != "loss" else "the loss"
@@ -181,7 +182,8 @@ def _verdict(
     else:
         how_much = f"by {first.relative_error:.2g} of its size, where {first.tolerance:.0e} is rounding"
     said = [
-        f"Training on {how} is not the plain one: {what} differs first, {when}, on rank {first.rank}: {how_much}."
+        f"Training on {how} is not the plain one: {what} differs first, {when}, on rank {first.rank}: "
+        f"{how_much}."
     ]
     return [*said, f"Likely: {hint}."] if hint else said
 

@@ -127,7 +127,7 @@ def run_plain(settings: ParitySettings) -> list[float]:
             index = step * settings.micro_batches + micro
             for rank in range(settings.data_ranks):
                 loss = training.loss(index, rank)
-                (loss / count).backward()
+                (loss / count).backward()  # type: ignore[no-untyped-call]
                 losses[f"{micro}.{rank}"] = loss.detach()
         gradients = {name: one.clone() for name, one in training.gradients().items() if one is not None}
         training.update()
@@ -176,9 +176,8 @@ def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[l
     training.start()
     data_rank = rank // settings.mesh.get("tp", 1)
     precision = _precision(training.module)
-    measured = list(
-        _compare(-1, "parameter", _read(folder / "start.pt")["parameters"], training.parameters(), precision)
-    )
+    start = _read(folder / "start.pt")["parameters"]
+    measured = list(_compare(-1, "parameter", start, training.parameters(), precision))
     means = []
     for step in range(settings.steps):
         losses = {}
@@ -186,7 +185,7 @@ def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[l
             if settings.micro_batches > 1 and isinstance(training.module, FSDPModule):
                 training.module.set_requires_gradient_sync(micro == settings.micro_batches - 1)
             loss = training.loss(step * settings.micro_batches + micro, data_rank)
-            (loss / settings.micro_batches).backward()
+            (loss / settings.micro_batches).backward()  # type: ignore[no-untyped-call]
             losses[f"{micro}.{data_rank}"] = loss.detach()
         plain = _read(folder / f"step{step}.pt")
         digests = {f"{index}.{one}": digest for (index, one), digest in training.digests.items()}
@@ -212,7 +211,7 @@ def _shard_by_default(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _precision(module: nn.Module) -> dict[str, str]:
-    """Parameter -> the lowest precision on its way: its own, that it is gathered in, that it is reduced in."""
+    """Parameter -> the lowest precision on its way: its own, gathered, reduced."""
     lowest = {name: _name(one.dtype) for name, one in module.named_parameters()}
     for prefix, part in module.named_modules():
         if not isinstance(part, FSDPModule):
@@ -259,9 +258,16 @@ def _measure(
     if plain is None or sharded is None or plain.shape != sharded.shape:
         norm = 0.0 if plain is None else float(plain.double().norm())
         return Measured(
-            step=step, kind=kind, name=name, position=position, dtype=dtype, error=norm, norm=norm, product=0.0,
+            step=step,
+            kind=kind,
+            name=name,
+            position=position,
+            dtype=dtype,
+            error=norm,
+            norm=norm,
+            product=0.0,
             missing=True,
-        )  # fmt: skip
+        )
     expected, found = plain.double().flatten(), sharded.detach().to(plain.device).double().flatten()
     return Measured(
         step=step,
@@ -279,9 +285,15 @@ def _compare_batches(step: int, plain: Mapping[str, str], mine: Mapping[str, str
     for position, (name, digest) in enumerate(mine.items()):
         same = plain.get(name) == digest
         yield Measured(
-            step=step, kind="batch", name=f"of rank {name.partition('.')[2]}", position=position, dtype="int64",
-            error=0.0 if same else float("inf"), norm=1.0, product=1.0,
-        )  # fmt: skip
+            step=step,
+            kind="batch",
+            name=f"of rank {name.partition('.')[2]}",
+            position=position,
+            dtype="int64",
+            error=0.0 if same else float("inf"),
+            norm=1.0,
+            product=1.0,
+        )
 
 
 def _compare_losses(

@@ -67,7 +67,7 @@ def other_batch_on_rank_1(index: int, rank: int, world_size: int) -> Tensor:
 def other_weights_on_rank_1() -> tuple[nn.Module, Any]:
     made = Tower()
     if os.environ.get("RANK") == "1":
-        nn.init.zeros_(made.layers[2].up.bias)
+        nn.init.zeros_(made.head.weight)
     return made, loss
 
 
@@ -100,6 +100,7 @@ def parameter_left_out(module: Any, mesh: DeviceMesh) -> None:
 def wrong_divide_factor(module: Any, mesh: DeviceMesh) -> None:
     _shard(module, _data(mesh))
     for part in (*module.layers, module):
+        part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
 
 

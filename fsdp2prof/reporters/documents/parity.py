@@ -1,4 +1,4 @@
-"""Document of a parity check: where the sharded training first differs, and every step beside the plain one."""
+"""Document of a parity check: where the sharded training first differs, and every step of both."""
 
 from __future__ import annotations
 
