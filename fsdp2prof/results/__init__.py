@@ -78,8 +78,10 @@ from fsdp2prof.results.estimate import (
     Fit,
     MemoryEstimate,
     OutsideAllocator,
+    OutsidePart,
     PredictedPeak,
     PredictedStep,
+    Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hang import (
@@ -153,6 +155,7 @@ from fsdp2prof.results.step import (
     UnrecordedStep,
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
+from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -254,6 +257,7 @@ __all__ = [
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
+    "OutsidePart",
     "ParameterSharding",
     "ParityCheck",
     "ParityRow",
@@ -269,6 +273,7 @@ __all__ = [
     "RankMemory",
     "RankPeakChange",
     "RankShare",
+    "RankTimeline",
     "RankTrace",
     "RankWait",
     "Redistribution",
@@ -293,14 +298,18 @@ __all__ = [
     "StepRange",
     "StepSpread",
     "StepTime",
+    "StepTimeline",
     "Straggler",
     "StreamIdle",
     "StreamUse",
     "Throughput",
     "TimeChange",
+    "TimelineLane",
+    "TimelineStall",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "Unknown",
     "UnrecordedStep",
     "UnshardedRow",
 ]
