@@ -238,8 +238,6 @@ class ParamGroupInfo(_Record):
     unshard_async_op: bool
     requires_grad: bool
     parameters: list[ParameterInfo]
-    comm_context: Index = -1
-    """Which set of communication streams it uses, counted from 0 in this process; -1 unknown."""
     forward_prefetch: list[str] = []
     backward_prefetch: list[str] = []
     unshard_in_backward: bool = True
@@ -337,8 +335,6 @@ class RankManifest(_Record):
     preferred one first; empty on CPU."""
     norms: list[str] = []
     """Classes of the models' normalizations, with their modules."""
-    ignored_parameters: list[str] = []
-    """Parameters under a root that FSDP does not shard (``ignored_params``)."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
@@ -361,6 +357,11 @@ class RankManifest(_Record):
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""
+
+    @property
+    def ignored_parameters(self) -> list[str]:
+        """Parameters under a root that FSDP does not shard (``ignored_params``)."""
+        return [one.fqn for one in self.unsharded or () if one.kind == "parameter"]
 
     @property
     def root_count(self) -> int:

@@ -333,7 +333,7 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
 def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
     contexts: dict[int, set[int]] = defaultdict(set)
     for group in evidence.first.param_groups:
-        if group.comm_context >= 0 and group.shard_world_size > 1:
+        if group.shard_world_size > 1:
             contexts[group.comm_context].add(group.root)
     roots = {root for members in contexts.values() for root in members}
     if len(roots) < 2 or len(contexts) < 2:

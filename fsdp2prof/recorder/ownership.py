@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
@@ -27,11 +26,9 @@ _PIECE = 1 << 26
 def add_ownership(
     groups: Iterable[ParamGroupInfo], roots: Iterable[Root], optimizers: Collection[Optimizer]
 ) -> None:
-    """Say of each described group which communication context it uses, of each parameter who updates it."""
+    """Say of each parameter of the described groups whether an optimizer updates it."""
     held = {id(parameter) for parameter in _held(optimizers)}
-    contexts: dict[int, int] = {}
     for info, group in zip(groups, _groups(roots), strict=True):
-        info.comm_context = contexts.setdefault(id(group.comm_ctx), len(contexts))
         for told, parameter in zip(info.parameters, group.fsdp_params, strict=True):
             told.optimized = id(parameter.sharded_param) in held if optimizers else None
 
@@ -61,7 +58,7 @@ def describe_unsharded(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -
     seen = set(sharded)
     found: list[UnshardedInfo] = []
     for root in roots:
-        for kind, name, tensor in _named(root.module):
+        for kind, name, tensor in _named(root):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 found.append(_unsharded(kind, name, tensor, root.index))
@@ -95,12 +92,19 @@ def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
             yield from group["params"]
 
 
-def _named(module: nn.Module | None) -> Iterator[tuple[str, str, torch.Tensor]]:
-    if module is None:
+def _named(root: Root) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Parameters that no group of a root manages, gathered or not, and its large buffers."""
+    if root.module is None:
         return
-    for name, parameter in module.named_parameters():
-        yield "parameter", name, parameter
-    for name, buffer in module.named_buffers():
+    infos = [parameter._module_info for group in _groups([root]) for parameter in group.fsdp_params]
+    managed = {(id(info.module), info.param_name) for info in infos}
+    for info in infos:
+        managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    for fqn, module in root.module.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (id(module), name) not in managed:
+                yield "parameter", f"{fqn}.{name}".lstrip("."), parameter
+    for name, buffer in root.module.named_buffers():
         if buffer.nbytes >= _SMALLEST_BUFFER:
             yield "buffer", name, buffer
 

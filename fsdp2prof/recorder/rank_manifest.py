@@ -73,7 +73,6 @@ class ManifestFile:
             self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
             ownership.keep_checksums(groups, self.manifest.param_groups)
             self.manifest.param_groups = groups
-            self.manifest.ignored_parameters = describe.describe_ignored_parameters(self._roots)
             self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
