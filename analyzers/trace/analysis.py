@@ -25,6 +25,7 @@ from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
 from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
+from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
@@ -66,6 +67,7 @@ class RankAnalysis:
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
     spans: list[RankSpans]
+    kernels: list[KernelSum]
     warnings: list[str]
 
 
@@ -141,6 +143,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         spans=rank_spans(tables),
+        kernels=kernel_sums(tables),
         warnings=tables.warnings,
     )
 
@@ -184,7 +187,10 @@ def merge(
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
         timeline=step_timeline(steps, comparison),
     )
-    return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
+    result = summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
+    windows, step_ns = result.totals.windows, result.totals.step_ns
+    kernels = kernel_rows((one.kernels for one in analyses), windows, step_ns) if windows else []
+    return replace(result, kernels=kernels)
 
 
 def throughput(
