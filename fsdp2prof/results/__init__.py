@@ -157,6 +157,7 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
@@ -184,6 +185,7 @@ __all__ = [
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BandwidthFit",
     "BandwidthRow",
     "BlockBytes",
     "BoundByNs",
@@ -229,6 +231,7 @@ __all__ = [
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
+    "KernelRow",
     "LateCause",
     "LateRank",
     "LateRanks",
@@ -242,6 +245,7 @@ __all__ = [
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
+    "LayerWait",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
