@@ -18,9 +18,7 @@ def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str
     """
     kind = policy.optimizer_kind
     if isinstance(kind, OptimizerFactory):
-        raise ModelError(
-            f"optimizer {kind.source}: its state is known to estimate memory only, which runs it"
-        )
+        raise ModelError(f"optimizer {kind.source}: only estimate memory, which runs it, knows its state")
     return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
 
 

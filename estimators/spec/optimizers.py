@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -82,12 +83,13 @@ class OptimizerFactory:
     source: str
 
     def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
-        """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes no optimizer."""
+        """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes none."""
         from torch.optim import Optimizer
 
         module, _, name = self.source.partition(":")
         try:
-            made = getattr(import_module(module), name)(list(parameters))
+            with current_directory_importable():
+                made = getattr(import_module(module), name)(list(parameters))
         except Exception as error:  # the user's own code may raise anything
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ModelError(f"optimizer {self.source}: {reason}") from error
