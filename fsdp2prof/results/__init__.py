@@ -153,6 +153,7 @@ from fsdp2prof.results.step import (
     UnrecordedStep,
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
+from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 
 __all__ = [
@@ -264,6 +265,7 @@ __all__ = [
     "RankMemory",
     "RankPeakChange",
     "RankShare",
+    "RankTimeline",
     "RankTrace",
     "RankWait",
     "Redistribution",
@@ -287,11 +289,14 @@ __all__ = [
     "StepRange",
     "StepSpread",
     "StepTime",
+    "StepTimeline",
     "Straggler",
     "StreamIdle",
     "StreamUse",
     "Throughput",
     "TimeChange",
+    "TimelineLane",
+    "TimelineStall",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
