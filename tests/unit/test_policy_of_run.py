@@ -234,6 +234,7 @@ def test_what_no_option_says_is_refused_by_its_name(wrap: Any, name: str) -> Non
     ("change", "name"),
     [
         ({"group_count": 2}, "shard_placement_fn"),
+        ({"shard_group": None}, r"replicate\(\)"),
         ({"all_gather_comm": "SymmMemAllGather"}, "communication buffers of emb by SymmMemAllGather"),
         ({"unshard_async_op": True}, "_set_unshard_async_op"),
         ({"cast_forward_inputs": False}, "cast_forward_inputs"),

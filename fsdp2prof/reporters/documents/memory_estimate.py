@@ -83,9 +83,9 @@ def _unknown_table(estimate: MemoryEstimate) -> Table:
             text_column("name", "what"),
             bytes_column("low_bytes", "least", ends),
             bytes_column("high_bytes", "most", ends),
-            text_column("why", "why"),
         ],
-        rows=[[one.name, one.low_bytes, one.high_bytes, one.why] for one in estimate.unknowns],
+        rows=[[one.name, one.low_bytes, one.high_bytes] for one in estimate.unknowns],
+        remarks=[f"{one.name}: {one.why}" for one in estimate.unknowns],
     )
 
 
@@ -98,10 +98,10 @@ def _outside_table(estimate: MemoryEstimate) -> Table:
             text_column("name", "what"),
             bytes_column("low_bytes", "least", [outside.high]),
             bytes_column("high_bytes", "most", [outside.high]),
-            text_column("source", "source"),
         ],
-        rows=[[part.name, part.low, part.high, part.source] for part in outside.parts],
-        totals=[["all", outside.low, outside.high, None]],
+        rows=[[part.name, part.low, part.high] for part in outside.parts],
+        totals=[["all", outside.low, outside.high]],
+        remarks=[f"{part.name}: {part.source}" for part in outside.parts],
     )
 
 
