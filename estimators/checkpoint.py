@@ -29,7 +29,7 @@ def estimate_checkpoint(
     if bandwidth_bytes_per_s is not None and bandwidth_bytes_per_s <= 0:
         raise ModelError("bandwidth: must be more than 0 bytes per second")
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-    freeze(built.module, policy)
+    freeze(built, policy)
     parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     parameter_bytes = sum(p.numel * dtype_bytes(p.dtype) for p in parameters)

@@ -36,7 +36,7 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
 
 def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
     """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
-    freeze(built.module, policy)
+    freeze(built, policy)
     check_parallelism(built, mesh, policy)
     built = stage_of(built, mesh, policy)
     groups = parameter_groups(built, mesh, policy)
@@ -48,7 +48,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
         sync=policy.sync,
         keep_between=mesh.pp > 1,
     )
-    notes = [*_notes(policy), *add_parallel_traffic(ledger, built, groups, mesh, policy)]
+    notes = [*_notes(policy), *built.notes, *add_parallel_traffic(ledger, built, groups, mesh, policy)]
     if policy.extra_model is not None:
         extra_policy = replace(policy, trainable=None, extra_model=None)
         extra = _build(ModelSpec(source=policy.extra_model), extra_policy)

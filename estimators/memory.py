@@ -83,13 +83,13 @@ def predict_memory(
         ],
         memory_source=recording.source,
     )
-    estimate = _estimate(execution, how, recording, manifest, mesh, policy, hardware)
+    estimate = _estimate(execution, [how, *built.notes], recording, manifest, mesh, policy, hardware)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
 def _estimate(
     execution: Execution,
-    how: str,
+    how: Sequence[str],
     recording: MemoryRecording,
     manifest: RankManifest,
     mesh: MeshSpec,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
@@ -42,11 +44,11 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
     return OutsideAllocator(low=low, high=high)
 
 
-def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     """Everything the numbers rest on, one sentence each."""
     workspace = format_bytes(BLAS_WORKSPACE_BYTES)
     notes = [
-        how,
+        *how,
         "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
         f"reserved: the caching allocator with {policy.allocator} segments, replayed over two steps, "
         "the second with optimizer state",

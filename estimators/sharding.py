@@ -118,18 +118,22 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     return (*wrapped, WrapUnit(fqns=("",), reshard_after_forward=_root_reshard(policy)))
 
 
-def freeze(module: nn.Module, policy: PolicySpec) -> None:
-    """Set ``requires_grad`` of every parameter from ``policy.trainable``.
+def freeze(model: Model, policy: PolicySpec) -> None:
+    """Freeze what ``policy.trainable`` does not match, and what the batches do not reach.
 
     Raises ``ModelError`` if no parameter stays trainable.
     """
+    for fqn in model.idle:
+        model.module.get_submodule(fqn).requires_grad_(False)
     if policy.trainable is None:
         return
     pattern = re.compile(policy.trainable)
+    idle = tuple(f"{fqn}." for fqn in model.idle)
     trainable = 0
-    for fqn, parameter in module.named_parameters():
-        parameter.requires_grad_(pattern.search(fqn) is not None)
-        trainable += parameter.requires_grad
+    for fqn, parameter in model.module.named_parameters():
+        trains = pattern.search(fqn) is not None and not fqn.startswith(idle)
+        parameter.requires_grad_(trains)
+        trainable += trains
     if trainable == 0:
         raise ModelError(f"trainable: {policy.trainable!r} matches no parameter of the model")
 
@@ -180,7 +184,7 @@ def _matching_units(item: str, names: dict[str, nn.Module], model: Model) -> Ite
     if item == "block":
         if not model.blocks:
             raise ModelError(f"wrap: {model.name} has no repeated block; name classes or modules to wrap")
-        return [(fqn,) for fqn in model.blocks]
+        return [(fqn,) for fqn in (*model.towers, *model.blocks)]
     if "+" in item:
         unit = tuple(item.split("+"))
         missing = next((fqn for fqn in unit if fqn not in names), None)

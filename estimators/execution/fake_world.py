@@ -24,6 +24,9 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 
 __all__ = ["fake_process_group", "fake_tensors", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
 
+_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+"""Loggers whose warnings are for people who train."""
+
 
 @contextmanager
 def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
@@ -91,9 +94,10 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             gc.disable()
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        redistribution = logging.getLogger("torch.distributed.tensor._redistribute")
-        stack.callback(redistribution.setLevel, redistribution.level)
-        redistribution.setLevel(logging.ERROR)
+        for name in _ADVISERS:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         mode = stack.enter_context(FakeTensorMode())
         stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
         yield mode

@@ -1,9 +1,10 @@
 """Predict a deep model from two shallow executions: what repeats from block to block is repeated on paper.
 
-Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is 1, or K
-under ``every:K`` checkpointing). The shallow one is extended to the depth of the other and compared with it,
-event by event. Only if they agree is it extended to the depth asked for; otherwise the model is executed in
-full. Sizes outside of the blocks that grow with the depth (a stack of all norms) are extended linearly.
+Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is that of
+the model's layers, times K under ``every:K`` checkpointing). The shallow one is extended to the depth of the
+other and compared with it, event by event. Only if they agree is it extended to the depth asked for;
+otherwise the model is executed in full. Sizes outside of the blocks that grow with the depth (a stack of all
+norms) are extended linearly.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
@@ -39,8 +41,9 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks, period = full.blocks, policy.ac_every or 1
-    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
+    blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
+    edge = max(_EDGE_BLOCKS, 2 * full.pattern.start + 2)
+    edge += 2 * max(policy.forward_prefetch, policy.backward_prefetch)
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
     if not repeats or len(blocks) <= 2 * shallow + period:

@@ -46,7 +46,7 @@ def shard(
     installed torch cannot do.
     """
     units = wrap_units(model, policy)
-    freeze(model.module, policy)
+    freeze(model, policy)
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")

@@ -35,10 +35,11 @@ _RANDOM = {
 }
 
 
-class _NoRandomness(TorchFunctionMode):
+class _NoData(TorchFunctionMode):
     """Leave tensors as they are where they would be filled at random: on meta there is nothing to fill.
 
-    torch's meta kernels of these are Python and import the compiler, which takes seconds.
+    torch's meta kernels of these are Python and import the compiler, which takes seconds. ``torch.tensor``
+    gives an empty one of its shape, since fake tensors do not know one that it makes on meta.
     """
 
     def __torch_function__(
@@ -51,6 +52,8 @@ class _NoRandomness(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RANDOM:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if func is torch.tensor and "device" not in kwargs:
+            return torch.empty_like(func(*args, **kwargs, device="cpu"), device="meta")
         return func(*args, **kwargs)
 
 
@@ -60,7 +63,7 @@ def meta_construction(orig_dtype: str) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, orig_dtype))
     try:
-        with torch.device("meta"), _NoRandomness():
+        with torch.device("meta"), _NoData():
             yield
     finally:
         torch.set_default_dtype(before)

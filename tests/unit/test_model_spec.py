@@ -224,7 +224,7 @@ def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch)
 def test_a_configuration_that_transformers_refuses(values, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match="transformers cannot build it") as error:
+    with pytest.raises(ModelError, match=r"transformers .*(cannot build it|has no model_type)") as error:
         build_model(ModelSpec(source=str(tmp_path)), seq_len=16)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
