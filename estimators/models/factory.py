@@ -32,12 +32,12 @@ def build_factory(source: str, orig_dtype: str) -> Model:
     with _current_directory_importable():
         try:
             factory = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:  # the user's own code may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ModelError(f"model {source}: cannot be imported: {one_line(error)}") from None
         try:
             with meta_construction(orig_dtype):
                 made = factory()
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above
             raise ModelError(f"model {source}: the factory failed: {one_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
     module, loss, batch = (*parts, None, None, None)[:3]

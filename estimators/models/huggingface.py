@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,9 +22,11 @@ from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import logits_of_output, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.spec.model import MOST_LAYERS
 
 __all__ = ["build_huggingface"]
 
+_COUNTED = re.compile(r"(?:layers?|blocks?|heads?|experts?|depth)s?$")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 """They would win over the default dtype."""
 
@@ -112,11 +115,20 @@ def _read(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"model {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelError(f"model {path} is not JSON: {one_line(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"model {path} is not JSON: {error}") from None
+    _check_sizes(path, values)
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ModelError(f"model {path}: no architecture: a Hugging Face config.json has a model_type")
     return _without_dtypes(values)
+
+
+def _check_sizes(path: Path, values: Any) -> None:
+    """Refuse more layers, heads or experts than any model has, in whatever part: each is built."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        _check_sizes(path, value)
+        if _COUNTED.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(f"model {path}: {key} {value} is more than {MOST_LAYERS}")
 
 
 def _without_dtypes(values: dict[str, Any]) -> dict[str, Any]:

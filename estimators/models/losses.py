@@ -24,7 +24,7 @@ def logits_of_output(module: nn.Module, batch: Batch, chunks: int | None) -> Ten
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error of another library in one line of bounded length."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
