@@ -17,7 +17,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.torch_rules import clipping_reduces_every_norm
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
+from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, part_of
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["estimate_built", "estimate_comm", "group_traffic"]
@@ -38,7 +38,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
     freeze(built, policy)
     check_parallelism(built, mesh, policy)
-    built = stage_of(built, mesh, policy)
+    built = part_of(built, mesh, policy)
     groups = parameter_groups(built, mesh, policy)
     ledger = Ledger()
     walk_step(
@@ -64,7 +64,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     _add_step_end(ledger, groups, mesh, policy)
     return summarise(
         ledger.to_rows(),
-        model=model_as_built(built, sum(parameter.numel() for parameter in built.module.parameters())),
+        model=model_as_built(built, built.parameters),
         mesh=mesh_as_given(mesh),
         policy=policy_as_given(policy),
         assumptions=notes,
@@ -80,8 +80,9 @@ def group_traffic(
     fqns = sorted((group.fqn for group in groups), key=lambda fqn: fqn == "")  # the root ends last
     trained = [parameter.requires_grad for group in groups for parameter in group.parameters]
     flow = forward_flow(model, fqns, policy) if len(set(trained)) > 1 else dict.fromkeys(fqns, True)
-    traffic = {
-        group.fqn: GroupTraffic(
+    expert_shard = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
+    traffic = [
+        GroupTraffic(
             root=root,
             fqn=group.fqn,
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
@@ -90,14 +91,15 @@ def group_traffic(
             reduce_dtype=policy.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.get(group.fqn, False),
-            shard=shard,
-            reduce=shard,
+            shard=expert_shard if group.is_expert else shard,
+            reduce=expert_shard if group.is_expert else shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
         )
         for group in groups
-    }
-    return _with_explicit_prefetch([traffic[fqn] for fqn in flow], model.blocks, policy.backward_prefetch)
+    ]
+    ended = [group for fqn in flow for group in traffic if group.fqn == fqn]
+    return _with_explicit_prefetch(ended, model.blocks, policy.backward_prefetch)
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
@@ -123,12 +125,16 @@ def _add_step_end(
 ) -> None:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
+    apart = [parameter for group in groups if group.is_expert for parameter in group.parameters]
     reductions: list[tuple[Axis, str, int]] = []
     if policy.clip_grad and policy.optimizer != "none":
-        trained = sum(parameter.requires_grad for parameter in parameters)
+        every, experts = clipping_reduces_every_norm(), Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
+        trained = sum(parameter.requires_grad for parameter in parameters) - len(apart)
         axes = (shard, Axis(size=mesh.tp, mesh_dim="tp"))
-        norms = trained if clipping_reduces_every_norm() else 1
-        reductions += [(axis, policy.orig_dtype, norms) for axis in axes]
+        reductions += [(axis, policy.orig_dtype, trained if every else 1) for axis in axes]
+        if apart:
+            reductions.append((experts, policy.orig_dtype, len(apart) if every else 1))
+            reductions.append((Axis(size=mesh.ep, mesh_dim="ep"), policy.orig_dtype, 1))
     if policy.fp8_all_gather:
         scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
         reductions.append((shard, "float32", scaled))

@@ -35,7 +35,8 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
     The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
     of channels and peers.
     """
-    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp)
+    sizes = [mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep]
+    sizes += [mesh.expert_fsdp_size] if mesh.ep > 1 else []
     communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
     low, high = (
         context + communicators * each
@@ -76,6 +77,11 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         )
     if mesh.tp > 1:
         notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
+    if mesh.ep > 1:
+        notes.append(
+            f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
+            f"{policy.imbalance:g} times the mean; none is dropped"
+        )
     if mesh.cp > 1:
         notes.append(
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from inspect import signature
 
-__all__ = ["clipping_reduces_every_norm", "fsdp_method_refusal", "root_obeys_reshard"]
+__all__ = ["clipping_reduces_every_norm", "expert_mesh_refusal", "fsdp_method_refusal", "root_obeys_reshard"]
 
 
 @cache
@@ -29,6 +29,16 @@ def clipping_reduces_every_norm() -> bool:
 
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
+
+
+def expert_mesh_refusal() -> str | None:
+    """Why parameters of one module cannot be sharded over meshes of their own, ``None`` if they can."""
+    import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    if hasattr(_fsdp_common, "ShardPlacementResult"):
+        return None
+    return f"torch {torch.__version__} shards all parameters of a module over one mesh"
 
 
 def fsdp_method_refusal(name: str) -> str | None:

@@ -53,7 +53,7 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     growth = growth_between(first, second, period)
     if growth is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed: the middle ones differ"
-    parameters = sum(parameter.numel() for parameter in full.module.parameters())
+    parameters = full.parameters
     stitched = replace(extend(first, blocks, period, growth), parameters=parameters)
     return stitched, (
         f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "

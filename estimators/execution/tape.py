@@ -14,6 +14,7 @@ from itertools import zip_longest
 import numpy as np
 
 from fsdp2prof.estimators.execution.engine import Execution
+from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import NEVER, LabelTable
 
 __all__ = ["Event", "Run", "Tape", "read_tape"]
@@ -112,19 +113,23 @@ def _events(execution: Execution) -> Iterator[tuple[int, Event]]:
 
 def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
     """Find every block's forwards and backwards from the labels that begin them."""
-    index_of = {f"({fqn})": index for index, fqn in enumerate(blocks)}
+    index_of = {fqn: index for index, fqn in enumerate(blocks)}
     found: list[_Cell] = []
     last_end = 0
     phase = ""
     for row, name in enumerate(labels.name.to_list()):
-        kind, _, fqn = (name or "").partition(" ")
-        if kind in ("FSDP::root_pre_forward", "FSDP::pre_backward"):
+        label = parse_label(name or "")
+        if label is None:
+            continue
+        kind = label.kind
+        if kind in ("root_pre_forward", "pre_backward"):
             phase = kind.rpartition("pre_")[2]
-        block = index_of.get(fqn)
+        block = None if label.fqn is None or " for " in (name or "") else index_of.get(label.fqn)
         if block is None:
             continue
         start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
-        if kind == f"FSDP::pre_{phase}":  # a forward recomputed in backward begins no cell
+        again = bool(found) and (found[-1].kind, found[-1].block) == (kind, block)  # its experts' group
+        if kind == f"pre_{phase}" and not again:  # a forward recomputed in backward begins no cell
             if found:
                 found[-1] = _closed(found[-1], kind, block, start, last_end)
             found.append(_Cell(kind, block, start, NEVER))
@@ -136,7 +141,7 @@ def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
 
 def _closed(cell: _Cell, kind: str, block: int, start: int, last_end: int) -> _Cell:
     """End a cell where the next one of its ladder starts, else with its own last label."""
-    step = 1 if cell.kind == "FSDP::pre_forward" else -1
+    step = 1 if cell.kind == "pre_forward" else -1
     continues = kind == cell.kind and block == cell.block + step
     return _Cell(cell.kind, cell.block, cell.start, start if continues else last_end)
 

@@ -16,7 +16,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.models.llama import LlamaTransformer
-from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -77,11 +77,14 @@ def build_builtin(config: TransformerConfig, seq_len: int, orig_dtype: str) -> M
         )
     with meta_construction(orig_dtype):
         module = GptTransformer(config) if config.family == "gpt" else LlamaTransformer(config, seq_len)
-    parallel = config.family != "gpt" and not config.tied
+    parallel = config.family != "gpt" and not (config.tied or config.experts or config.latent)
+    sparse = [config.experts is not None and config.experts.is_in(layer) for layer in range(config.layers)]
     return Model(
         name=config.name,
         module=module,
         blocks=tuple(f"layers.{index}" for index in range(config.layers)),
+        experts=tuple(f"layers.{layer}.feed_forward.experts" for layer, has in enumerate(sparse) if has),
+        pattern=LayerPattern.of(sparse),
         config=config,
         make_batch=partial(token_batch, config.vocab_size),
         loss=token_loss,

@@ -91,6 +91,7 @@ def _build(
         blocks=blocks,
         towers=towers,
         idle=idle,
+        experts=_stacked_experts(module),
         pattern=_pattern(module, blocks, text),
         config=None,
         make_batch=partial(token_batch, int(text.vocab_size)),
@@ -254,6 +255,15 @@ def _idle_modules(module: nn.Module, text: Any) -> tuple[str, ...]:
     if module not in texts:
         search("", module)
     return tuple(idle)
+
+
+def _stacked_experts(module: nn.Module) -> tuple[str, ...]:
+    """Modules of several experts that hold their weights in parameters of three dimensions."""
+    return tuple(
+        fqn
+        for fqn, part in module.named_modules()
+        if fqn.endswith("experts") and any(p.ndim == 3 for p in part.parameters(recurse=False))
+    )
 
 
 def _pattern(module: nn.Module, blocks: tuple[str, ...], text: Any) -> LayerPattern:

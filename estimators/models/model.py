@@ -59,6 +59,10 @@ class Model:
     """FQNs of repeated layers beside them (a vision tower's); ``block`` wraps these too."""
     idle: tuple[str, ...] = ()
     """Modules that the batches do not pass through: their parameters get no gradient."""
+    experts: tuple[str, ...] = ()
+    """Modules whose parameters are experts, stacked along dimension 0."""
+    expert_ranks: int = 1
+    """Ranks that these experts are divided among; the module holds this rank's."""
     pattern: LayerPattern = LayerPattern()
     config: TransformerConfig | None
     """Shape of the transformer, if known."""
@@ -74,3 +78,13 @@ class Model:
     """Parameter FQN -> tensor dimension that plan shards, ``None`` for replicated."""
     notes: tuple[str, ...] = ()
     """What an estimate of it rests on, one sentence each."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters, those of experts on other ranks among them."""
+        here = sum(parameter.numel() for parameter in self.module.parameters())
+        if self.expert_ranks == 1:
+            return here
+        modules = [self.module.get_submodule(fqn) for fqn in self.experts]
+        local = sum(parameter.numel() for module in modules for parameter in module.parameters())
+        return here + (self.expert_ranks - 1) * local

@@ -16,6 +16,7 @@ from fsdp2prof.estimators.spec.option import (
     Flag,
     Integer,
     Names,
+    Number,
     Regex,
     Text,
     Words,
@@ -30,6 +31,7 @@ __all__ = [
     "Allocator",
     "Chunked",
     "Every",
+    "ExpertShards",
     "Float8",
     "Loss",
     "PolicySpec",
@@ -43,6 +45,7 @@ Reshard = ReshardRule | int
 """``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: the last
 block keeps them too. An integer reshards to that many ranks."""
 
+ExpertShards = Literal["auto", "experts", "hidden"]
 Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Float8 = Literal["tensorwise", "rowwise"]
@@ -172,6 +175,17 @@ class PolicySpec:
         Words(words=get_args(Allocator)),
         "The CUDA caching allocator's segments.",
         memory_only=True,
+    )
+    expert_shards: ExpertShards = option(
+        "auto",
+        Words(words=get_args(ExpertShards)),
+        "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
+        "expert parallelism leaves more ranks than experts, as in torchtitan.",
+    )
+    imbalance: float = option(
+        1.0,
+        Number(1.0),
+        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
     )
     pp_stage: int = option(
         0,

@@ -22,23 +22,29 @@ from hypothesis import strategies as st
 from support.present import manifest_of, present
 from support.recordings import RECORDED, STEPS
 from support.torch_versions import TENSOR_PARALLEL_SHARDS_UNEVENLY
-from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
 from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
+from fsdp2prof.estimators.execution.expert_parallel import clip_gradients, exchange_tokens
+from fsdp2prof.estimators.execution.fake_world import (
+    expert_mesh,
+    fake_process_group,
+    fsdp_mesh,
+    tensor_parallel_mesh,
+)
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.catalog import ExpertShape, LatentShape, TransformerConfig
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.readers.run_directory import open_run
 
 from .conftest import SCRIPTS
@@ -117,7 +123,9 @@ def executed(config, mesh, policy):
     model = build_builtin(config, policy.seq_len, policy.orig_dtype)
     mode = Interception()
     with fake_process_group(mesh) as device_mesh:
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        model, experts = part_of(model, mesh, policy), expert_mesh(mesh)
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)
+        exchange_tokens(model, policy, experts)
         model.module.to_empty(device="cpu")
         for _ in range(2):
             mode.counts.clear()
@@ -136,7 +144,7 @@ def train_step(model, policy, mode):
         loss.backward()
     mode.phase = "optimizer"
     if policy.clip_grad:
-        nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
+        clip_gradients(model)
     model.module.zero_grad()
 
 
@@ -150,6 +158,24 @@ def predicted(config, mesh, policy):
         assert row.payload_bytes % row.count == 0
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
     return counts
+
+
+def summed(counts):
+    """Sum intercepted collectives of several sizes: count and bytes by phase, op and dtype."""
+    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for (phase, op, dtype, payload), count in counts.items():
+        known = sums.get((phase, op, dtype), (0, 0))
+        sums[phase, op, dtype] = known[0] + count, known[1] + count * payload
+    return sums
+
+
+def summed_rows(result):
+    """The same of an estimate."""
+    rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for row in result.groups:
+        known = rows.get((row.phase, row.op, row.dtype), (0, 0))
+        rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
+    return rows
 
 
 SIZES: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
@@ -233,15 +259,31 @@ def test_tensor_parallelism(config, options):
     mesh = MeshSpec(dp_replicate=options.get("dp_replicate", 1), dp_shard=2, tp=2)
     options = {name: value for name, value in options.items() if name != "dp_replicate"}
     policy = PolicySpec(**SIZES | options)
-    sums: dict[tuple[str, ...], tuple[int, int]] = {}
-    for (phase, op, dtype, payload), count in executed(config, mesh, policy).items():
-        known = sums.get((phase, op, dtype), (0, 0))
-        sums[phase, op, dtype] = known[0] + count, known[1] + count * payload
-    rows: dict[tuple[str, ...], tuple[int, int]] = {}
-    for row in estimate(config, mesh, policy).groups:
-        known = rows.get((row.phase, row.op, row.dtype), (0, 0))
-        rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
-    assert rows == sums
+    assert summed_rows(estimate(config, mesh, policy)) == summed(executed(config, mesh, policy))
+
+
+EXPERTS = ExpertShape(count=8, top_k=2, ffn_dim=24, shared_ffn_dim=16, first=1, normalised=True)
+LATENT = LatentShape(q_rank=16, kv_rank=12, nope_dim=4, rope_dim=4, value_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "latent"),
+    [
+        ({"dp_shard": 4, "ep": 4}, {"imbalance": 1.5, "wrap": ("block", "GroupedExperts")}, None),
+        ({"dp_shard": 4, "ep": 2}, {"ac": "op"}, LATENT),
+        ({"dp_shard": 4, "ep": 2, "dp_replicate": 2}, {"ac": "full", "grad_accum": 2}, None),
+        ({"dp_shard": 8, "ep": 2}, {"expert_shards": "hidden", "reshard": "never"}, LATENT),
+        ({"dp_shard": 4}, {"expert_shards": "hidden"}, None),
+    ],
+)
+def test_expert_parallelism(sizes, options, latent):
+    if sizes.get("ep") and expert_mesh_refusal():
+        pytest.skip("this torch has one mesh for a module")
+    config = tiny(experts=EXPERTS, latent=latent)
+    mesh, policy = MeshSpec(**sizes), PolicySpec(**SIZES | options)
+    sums = summed(executed(config, mesh, policy))
+    assert summed_rows(estimate(config, mesh, policy)) == sums
+    assert any(op == "all_to_all" for _, op, _ in sums) == (mesh.ep > 1)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
