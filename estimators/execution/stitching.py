@@ -42,7 +42,7 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
     blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
-    edge = max(_EDGE_BLOCKS, 2 * full.pattern.start + 2)
+    edge = _EDGE_BLOCKS + 2 * full.pattern.start
     edge += 2 * max(policy.forward_prefetch, policy.backward_prefetch)
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
@@ -178,10 +178,11 @@ class _Unrolling:
 
     def _climb(self, rungs: list[Run]) -> None:
         by_block = {rung.block: rung for rung in rungs}
-        upwards = rungs[0].block == 0
+        upwards = (rungs[0].block or 0) <= (rungs[-1].block or 0)
         for block in range(self._deeper) if upwards else range(self._deeper - 1, -1, -1):
             template = self._template(block)
-            self._replay(by_block[template], block, block - template)
+            if template in by_block:  # else of another kind than this ladder's
+                self._replay(by_block[template], block, block - template)
 
     def _template(self, block: int) -> int:
         """Block of the shallow execution that a block of the deeper one copies."""

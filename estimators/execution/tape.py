@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import NEVER, LabelTable
 
 __all__ = ["Event", "Run", "Tape", "read_tape"]
+
+_FEWEST_RUNGS = 3
+"""Of a ladder through the blocks of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ def _runs(execution: Execution) -> list[Run]:
         if inside and event.birth:
             block_of[event.thing] = cells[at].block
         block = cells[at].block if inside else block_of.get(event.thing)
-        key = at if inside else ("own", block)
+        key = at if inside else ("own", block, event.birth)
         if not runs or runs[-1].key != key:
             runs.append(Run(key, block, []))
         runs[-1].events.append(event)
@@ -174,16 +177,31 @@ def _continues(before: Run, run: Run, following: Run | None) -> bool:
 
 
 def _mark_ladders(runs: list[Run], blocks: int, ladders: int) -> int:
-    """Number, from ``ladders`` on, every sequence of runs that goes through all blocks up or down."""
-    sequences = (list(range(blocks)), list(range(blocks - 1, -1, -1)))
+    """Number, from ``ladders`` on, every sequence of runs that goes through the blocks up or down.
+
+    Through all of them, or through those of one kind: every d-th block from one of the first on.
+    """
     index = 0
     while index < len(runs):
-        window = [run.block for run in runs[index : index + blocks] if run.ladder is None]
-        if window in sequences:
-            for run in runs[index : index + blocks]:
-                run.ladder = ladders
-            ladders += 1
-            index += blocks
-        else:
-            index += 1
+        length = _ladder_length(runs, index, blocks)
+        for run in runs[index : index + length]:
+            run.ladder = ladders
+        ladders += length > 0
+        index += max(length, 1)
     return ladders
+
+
+def _ladder_length(runs: list[Run], index: int, blocks: int) -> int:
+    """Rungs of the ladder that begins with a run, 0 if none does."""
+    free = [run.block for run in runs[index : index + blocks] if run.ladder is None]
+    if free in (list(range(blocks)), list(range(blocks - 1, -1, -1))):
+        return blocks
+    climbed = [block for block in takewhile(lambda block: block is not None, free) if block is not None]
+    if len(climbed) < _FEWEST_RUNGS:
+        return 0
+    step = climbed[1] - climbed[0]
+    pairs = zip(climbed, climbed[1:], strict=False)
+    length = 1 + sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == step, pairs))
+    low, high = sorted((climbed[0], climbed[length - 1]))
+    reaches_both = step != 0 and low < max(abs(step), _FEWEST_RUNGS) and high + abs(step) >= blocks
+    return length if reaches_both and length >= _FEWEST_RUNGS else 0
