@@ -32,6 +32,10 @@ _VERBS = {
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",
     ),
+    "export": (
+        "fsdp2prof.commands.export:export",
+        "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.",
+    ),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

@@ -233,6 +233,11 @@ class ParamGroupInfo(_Record):
     all_gather_comm: str | None = None
     """Class that allocates and runs its all-gathers if it is not FSDP's default; null: the default."""
     reduce_scatter_comm: str | None = None
+    cast_forward_inputs: bool = True
+    gradient_divide_factor: float | None = None
+    """What gradients are divided by, if not by the number of ranks."""
+    comm_context: int = 0
+    """Index of the root whose streams and buffers it uses; another's after ``share_comm_ctx``."""
 
 
 class OptimizerInfo(_Record):
@@ -293,6 +298,13 @@ class RankManifest(_Record):
     compiled_modules: list[str] | None = None
     """Modules that run compiled, by their names under their root, which is the empty string itself; null if
     nothing was given to ``torch.compile``, empty if only something else was, a function say."""
+    attention_backends: list[str] = []
+    """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
+    preferred one first; empty on CPU."""
+    norms: list[str] = []
+    """Classes of the models' normalizations, with their modules."""
+    ignored_parameters: list[str] = []
+    """Parameters under a root that FSDP does not shard (``ignored_params``)."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []

@@ -27,7 +27,9 @@ from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
 from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.timeline import RankSteps, step_timeline
 from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import (
@@ -63,6 +65,7 @@ class RankAnalysis:
     summary: RankSummary
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
+    spans: list[RankSpans]
     warnings: list[str]
 
 
@@ -137,6 +140,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         summary=_summary(tables, rank, world_size),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
+        spans=rank_spans(tables),
         warnings=tables.warnings,
     )
 
@@ -159,6 +163,14 @@ def merge(
         (summary.collectives, comparison.wait_ns[summary.rank], comparison.waits_known[summary.rank])
         for summary in (analysis.summary for analysis in analyses)
     ]
+    prefetch = [
+        verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns, known)
+        for analysis, (table, wait_ns, known) in zip(analyses, collectives, strict=True)
+    ]
+    steps = [
+        RankSteps(summary=one.summary, steps=one.spans, awaited=one.awaited, verdicts=rows)
+        for one, rows in zip(analyses, prefetch, strict=True)
+    ]
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
@@ -167,13 +179,10 @@ def merge(
         cross_rank=comparison.result,
         findings=[],
         warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
-        prefetch=[
-            row
-            for analysis, (table, wait_ns, known) in zip(analyses, collectives, strict=True)
-            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns, known)
-        ],
+        prefetch=[row for rows in prefetch for row in rows],
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
+        timeline=step_timeline(steps, comparison),
     )
     return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
 

@@ -30,6 +30,7 @@ from fsdp2prof.estimators.execution.fake_world import (
     tensor_parallel_mesh,
 )
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.kernels import attention_kernel, choose_norm
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.provenance import BlockProvenance
 from fsdp2prof.estimators.execution.training import (
@@ -81,6 +82,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
+        stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
@@ -152,6 +154,7 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
 def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
     """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
     model = part_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    choose_norm(model, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
         shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)

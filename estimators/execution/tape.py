@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import pairwise, takewhile, zip_longest
 
 import numpy as np
 
@@ -200,7 +200,7 @@ def _ladder_length(runs: list[Run], index: int, blocks: int) -> int:
     if len(climbed) < _FEWEST_RUNGS:
         return 0
     step = climbed[1] - climbed[0]
-    pairs = zip(climbed, climbed[1:], strict=False)
+    pairs = pairwise(climbed)
     length = 1 + sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == step, pairs))
     low, high = sorted((climbed[0], climbed[length - 1]))
     reaches_both = step != 0 and low < max(abs(step), _FEWEST_RUNGS) and high + abs(step) >= blocks

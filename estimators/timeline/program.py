@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -29,6 +30,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())
+        stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         materialize(model.module, stand_in_device(), host)

@@ -21,22 +21,57 @@ from fsdp2prof.manifest import (
 )
 from fsdp2prof.recorder.roots import Root, param_groups
 
-__all__ = ["describe_optimizers", "describe_param_groups", "describe_process_groups", "describe_tensors"]
+__all__ = [
+    "describe_ignored_parameters",
+    "describe_norms",
+    "describe_optimizers",
+    "describe_param_groups",
+    "describe_process_groups",
+    "describe_tensors",
+]
 
 
 def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
     """Describe every parameter group of every root, in module order. Lazy initialization must be over."""
     groups: list[ParamGroupInfo] = []
+    contexts: dict[int, int] = {}
     for root in roots:
         module = root.module
         names = () if module is None else (name for name, _ in module.named_parameters())
         positions = {name: position for position, name in enumerate(names)}
         groups += [
-            _param_group(root, state, index, group, positions)
+            _param_group(root, state, index, group, positions, contexts)
             for state in root.states
             for index, group in enumerate(param_groups(state))
         ]
     return groups
+
+
+def describe_ignored_parameters(roots: Iterable[Root]) -> list[str]:
+    """Name the parameters under every root that FSDP does not shard."""
+    ignored: dict[str, None] = {}
+    for root in roots:
+        infos = [
+            parameter._module_info
+            for state in root.states
+            for group in param_groups(state)
+            for parameter in group.fsdp_params
+        ]
+        managed = {(id(info.module), info.param_name) for info in infos}
+        for info in infos:
+            managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+        for fqn, module in root.module.named_modules() if root.module is not None and infos else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (id(module), name) not in managed:
+                    ignored[f"{fqn}.{name}".lstrip(".")] = None
+    return list(ignored)
+
+
+def describe_norms(roots: Iterable[Root]) -> list[str]:
+    """Name the classes of normalizations in the models, with the modules that define them."""
+    modules = (module for root in roots if root.module is not None for module in root.module.modules())
+    classes = {type(module) for module in modules if type(module).__name__.endswith("Norm")}
+    return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in classes)
 
 
 def describe_process_groups(groups: Iterable[ParamGroupInfo]) -> list[ProcessGroupInfo]:
@@ -95,7 +130,9 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
     return [tensor for tensor in tensors if tensor.nbytes]
 
 
-def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict[str, int]) -> ParamGroupInfo:
+def _param_group(
+    root: Root, state: Any, index: int, group: Any, positions: dict[str, int], contexts: dict[int, int]
+) -> ParamGroupInfo:
     mesh_info = group.mesh_info
     after_forward = group.post_forward_mesh_info
     policy = group.mp_policy
@@ -134,6 +171,9 @@ def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict
         reduce_scatter_max_input_buffers=getattr(group, "reduce_scatter_max_input_buffers", 1),
         all_gather_comm=_custom(getattr(group, "_all_gather_comm", None)),
         reduce_scatter_comm=_custom(getattr(group, "_reduce_scatter_comm", None)),
+        cast_forward_inputs=policy.cast_forward_inputs,
+        gradient_divide_factor=getattr(group, "gradient_divide_factor", None),
+        comm_context=contexts.setdefault(id(group.comm_ctx), root.index),
     )
 
 

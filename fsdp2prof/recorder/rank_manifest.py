@@ -67,11 +67,14 @@ class ManifestFile:
         groups = describe.describe_param_groups(self._roots)
         if groups:
             self.manifest.param_groups = groups
+            self.manifest.ignored_parameters = describe.describe_ignored_parameters(self._roots)
+            self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
         self.manifest.device = devices.device_info(self.device_type)
         self.manifest.allocator = devices.allocator_stats(self.device_type)
         self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
+        self.manifest.attention_backends = devices.attention_backends(self.device_type)
         self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
         self.write()
 

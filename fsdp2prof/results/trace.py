@@ -18,6 +18,7 @@ from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
+from fsdp2prof.results.timeline import StepTimeline
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
 
@@ -110,3 +111,5 @@ class TraceAnalysis(Shown):
     """The longest blocked first."""
     host_sync_places: list[HostSyncPlace] = field(default_factory=list)
     """The longest blocked first."""
+    timeline: StepTimeline | None = None
+    """One typical step; null where no step was analysed."""

@@ -6,7 +6,7 @@ processes of their own, one rank each; the result is the same. Every file is dec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -20,7 +20,7 @@ from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
 from fsdp2prof.analyzers.steps import Window, host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
-from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
@@ -41,9 +41,11 @@ __all__ = [
     "TraceOptions",
     "analyze_any",
     "analyze_memory",
+    "analyze_ranks",
     "analyze_run",
     "analyze_trace",
     "read_recordings",
+    "read_tables",
 ]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
@@ -68,8 +70,27 @@ def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalys
 
     Raises ``TraceError`` when no trace can be read, and ``InputError`` for steps that are not in them.
     """
-    result, _ = _analyze_traces(job, None, options)
-    return replace(result, warnings=[*job.messages, *result.warnings])
+    result, _ = analyze_ranks(job, **options)
+    return result
+
+
+def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[TraceAnalysis, list[RankAnalysis]]:
+    """Analyse the traces of a job as :func:`analyze_trace` does; return what was kept of each rank, too."""
+    part = _analyze_traces(job, None, options)
+    return replace(part.result, warnings=[*job.messages, *part.result.warnings]), part.ranks
+
+
+def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tuple[RankFile, RankTables]]:
+    """Read the ranks of a job one after the other, each with its tables joined up; unreadable ones not."""
+    manifests = job.manifests
+    read = read_trace_cached if options.get("cache") else read_trace
+    for file in job.traces.files:
+        try:
+            trace = read(file.path, rank=file.rank, workers=options.get("workers"))
+        except TraceError:
+            continue
+        window, chosen = options.get("window", "steps"), options.get("steps")
+        yield file, rank_tables(trace, manifests.get(file.rank), window, chosen)
 
 
 def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
@@ -110,7 +131,8 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     if job.traces.files:
         try:
             fullest = None if memory is None else memory.fullest
-            trace, at_peak = _analyze_traces(job, fullest, options)
+            part = _analyze_traces(job, fullest, options)
+            trace, at_peak = part.result, part.at_peak
         except TraceError as error:
             warnings.append(str(error))
     result = None if memory is None else memory.with_peak(at_peak)
@@ -237,9 +259,14 @@ class _RankOutcome:
     at_peak: AtPeak | None
 
 
-def _analyze_traces(
-    job: JobFiles, fullest: _Fullest | None, options: TraceOptions
-) -> tuple[TraceAnalysis, AtPeak | None]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TracePart:
+    result: TraceAnalysis
+    ranks: list[RankAnalysis]
+    at_peak: AtPeak | None
+
+
+def _analyze_traces(job: JobFiles, fullest: _Fullest | None, options: TraceOptions) -> _TracePart:
     """Analyse the traces, and look the highest peak of memory up in its rank's."""
     files = job.traces.files
     if not files:
@@ -269,7 +296,7 @@ def _analyze_traces(
     result = merge(analyses, references, list(manifests.values()))
     warnings = [*job.traces.warnings, *unreadable, *result.warnings]
     at_peak = next((outcome.at_peak for outcome in analysed if outcome.at_peak is not None), None)
-    return replace(result, warnings=warnings), at_peak
+    return _TracePart(result=replace(result, warnings=warnings), ranks=analyses, at_peak=at_peak)
 
 
 def _analyze_file(job: _TraceJob) -> _RankOutcome | str:

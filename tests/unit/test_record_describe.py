@@ -49,7 +49,7 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
             roots.watch(module)
         model[0].set_unshard_in_backward(False)
         model.set_reshard_after_backward(False, recurse=False)
-        buffers = None
+        buffers = 1
         if fsdp_method_refusal("set_reduce_scatter_max_input_buffers") is None:
             buffers = 3
             model.set_reduce_scatter_max_input_buffers(buffers)
