@@ -111,6 +111,8 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         )
     if mesh.tp > 1:
         notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
+    if policy.loss == "fused":
+        notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
     if mesh.ep > 1:
         notes.append(
             f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "

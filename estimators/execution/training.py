@@ -153,13 +153,13 @@ class TrainingLoop:
             batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
             if self.extra is not None:
                 with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
-                    self.extra.loss(self.extra.module, batch, policy.loss_chunks)
+                    self.extra.loss(self.extra.module, batch, policy.loss)
             with ExitStack() as stack:
                 if self.loss_is_parallel:
                     stack.enter_context(loss_parallel())
                 if self.extra is not None:
                     stack.enter_context(record_function(root_label(MODEL_ROOT)))
-                loss = self.model.loss(root, batch, policy.loss_chunks)
+                loss = self.model.loss(root, batch, policy.loss)
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:

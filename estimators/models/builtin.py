@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -16,12 +15,14 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.models.llama import LlamaTransformer
+from fsdp2prof.estimators.models.losses import loss_of_model
 from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
+from fsdp2prof.estimators.spec.policy import Chunked, Loss
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["build_builtin", "logits_loss", "meta_construction", "token_batch", "token_loss"]
+__all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
 
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 _ROWS = ("wo", "w2")
@@ -100,19 +101,12 @@ def token_batch(vocab_size: int, batch_size: int, seq_len: int, device: torch.de
     return Batch(args=(tokens,), targets=targets)
 
 
-def token_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
-    """Mean cross-entropy of the next token over fp32 logits, whole or in ``chunks`` recomputed pieces."""
-    if chunks is not None:
-        loss: Tensor = module(*batch.args, batch.targets, chunks)
+def token_loss(module: nn.Module, batch: Batch, how: Loss) -> Tensor:
+    """Loss of the next token; what is chunked runs the head inside of the model's own forward."""
+    if isinstance(how, Chunked):
+        loss: Tensor = module(*batch.args, batch.targets, how.count)
         return loss
-    logits = module(*batch.args)
-    assert batch.targets is not None
-    return logits_loss(logits, batch.targets)
-
-
-def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over fp32 logits (B, S, V) of the targets (B, S)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss_of_model("output", module, batch, how)
 
 
 def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dict[str, ParallelStyle]:

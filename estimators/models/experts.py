@@ -83,6 +83,10 @@ class Router(nn.Module):
 class GroupedExperts(nn.Module):
     """The routed experts' projections, stacked: those of this rank under expert parallelism."""
 
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+    b3: nn.Parameter | None
+
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
         count, dim, ffn = shape.count, config.dim, shape.ffn_dim
@@ -178,7 +182,7 @@ class MixtureOfExperts(nn.Module):
         assert self.exchange is not None
         group, local = self.exchange.group, self.shape.count // self.exchange.ranks
         with torch.no_grad():
-            counts_there = wait_tensor(all_to_all_single(counts, None, None, group))
+            counts_there = wait_tensor(all_to_all_single(counts, None, None, group))  # type: ignore[no-untyped-call]
         sent, received = self.exchange.sent(rows.shape[0]), self.exchange.received(rows.shape[0])
         arrived = all_to_all_single_autograd(rows, received, sent, group)
         padded, places = _by_expert(arrived, local, self.exchange.ranks)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
-from fsdp2prof.estimators.models.losses import logits_of_output, one_line
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.spec.policy import Loss
 
 __all__ = ["build_factory"]
 
@@ -57,7 +58,7 @@ def build_factory(source: str, orig_dtype: str) -> Model:
         blocks=no_split_blocks(module) or repeated_blocks(module),
         config=None,
         make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
-        loss=partial(_own_loss, loss) if loss else logits_of_output,
+        loss=partial(_own_loss, loss) if loss else partial(loss_of_model, head_of(module)),
     )
 
 
@@ -83,11 +84,11 @@ def _own_batch(
     return Batch(args=(made,))
 
 
-def _own_loss(
-    loss: Callable[[nn.Module, Any], Tensor], module: nn.Module, batch: Batch, chunks: int | None
-) -> Tensor:
-    if chunks is not None:
-        raise ModelError("loss=chunked:K is modelled for built-ins only: chunk inside your own loss function")
+def _own_loss(loss: Callable[[nn.Module, Any], Tensor], module: nn.Module, batch: Batch, how: Loss) -> Tensor:
+    if how != "full":
+        raise ModelError(
+            f"loss={how} is of the models whose loss is ours: compute it in your own loss function"
+        )
     return loss(module, batch.args[0])
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
-from fsdp2prof.estimators.models.losses import logits_of_output, one_line
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
@@ -95,7 +95,7 @@ def _build(
         pattern=_pattern(module, blocks, text),
         config=None,
         make_batch=partial(token_batch, int(text.vocab_size)),
-        loss=logits_of_output,
+        loss=partial(loss_of_model, head_of(module)),
         notes=tuple(notes),
     )
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
+from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["LlamaTransformer", "TransformerBlock"]
 
@@ -261,14 +261,3 @@ class LlamaTransformer(nn.Module):
             logits: Tensor = self.output(hidden)
             return logits
         return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
-
-
-def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
-    """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
-
-    def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-    pieces = zip(hidden_bsd.chunk(chunks, dim=1), targets_bs.chunk(chunks, dim=1), strict=True)
-    losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in pieces]
-    return torch.stack(losses).sum() / targets_bs.numel()

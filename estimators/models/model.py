@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from fsdp2prof.estimators.spec.policy import Loss
+
 __all__ = ["Batch", "LayerPattern", "Model"]
 
 
@@ -68,10 +70,10 @@ class Model:
     """Shape of the transformer, if known."""
     make_batch: Callable[[int, int, torch.device], Batch]
     """(batch size, sequence length, device) -> one micro-batch."""
-    loss: Callable[[nn.Module, Batch, int | None], Tensor]
-    """(module, batch, chunks or None) -> scalar loss; runs the forward. Chunks: ``PolicySpec.loss_chunks``.
+    loss: Callable[[nn.Module, Batch, Loss], Tensor]
+    """(module, batch, ``PolicySpec.loss``) -> scalar loss; runs the forward.
 
-    Raises ``ModelError`` if the model cannot chunk its loss."""
+    Raises ``ModelError`` for a loss that the model cannot have."""
     tensor_parallel: Callable[[bool], dict[str, ParallelStyle]] | None = None
     """(loss parallel) -> plan of ``parallelize_module`` for the whole model; ``None`` without one."""
     tensor_parallel_dim: Callable[[str], int | None] | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
 __all__ = ["IMPLEMENTATIONS", "OPTIMIZERS", "Implementation", "OptimizerImpl", "OptimizerKind"]
@@ -48,8 +47,8 @@ class OptimizerKind:
     missing: tuple[OptimizerImpl, ...] = ()
     """Implementations that torch does not have."""
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
-        """Make it over ``parameters``."""
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
+        """Make it over ``parameters``, or groups of them."""
         import torch
 
         make: Any = getattr(torch.optim, self.class_name)

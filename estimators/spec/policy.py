@@ -81,7 +81,7 @@ class Chunked(Counted):
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full"]
+LossMode = Literal["full", "compiled", "fused", "logprobs"]
 Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
@@ -178,7 +178,10 @@ class PolicySpec:
     )
     clip_grad: bool = option(True, Flag(), "Clip the global gradient norm each step (foreach).")
     loss: Loss = option(
-        "full", Words(words=get_args(LossMode), counted=Chunked), "Over all logits at once, or in K pieces."
+        "full",
+        Words(words=get_args(LossMode), counted=Chunked),
+        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
+        "logprobs is that of reinforcement learning.",
     )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."

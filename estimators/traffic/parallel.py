@@ -44,6 +44,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             raise ModelError(
                 f"mesh: tp={mesh.tp} does not divide the {getattr(config, name)} {name} of {model.name}"
             )
+    if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs"):
+        raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if mesh.tp > 1 and model.tensor_parallel is None:
         raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
     pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * mesh.tp
@@ -129,7 +131,7 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
 
     kept = stage_blocks(model.config, mesh, policy.pp_stage)
     module = model.module
-    layers = dict(module.layers.named_children())
+    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
     module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
     absent: set[str] = set()
     if policy.pp_stage > 0:

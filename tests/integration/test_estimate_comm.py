@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interception import Interception, summed
 from support.present import manifest_of, present
 from support.recordings import RECORDED, STEPS
+from support.scripts import load_script
 from support.torch_versions import TENSOR_PARALLEL_SHARDS_UNEVENLY
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
 from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
@@ -48,58 +49,7 @@ from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.readers.run_directory import open_run
 
-from .conftest import SCRIPTS
-
-
-class Interception(TorchDispatchMode):
-    """Counts collectives by (phase, op, dtype, payload bytes) below DTensor and FSDP.
-
-    Those of one rank, which torch still calls before 2.10, move nothing and do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = "forward"
-        self.counts: Counter[tuple[str, str, str, int]] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any("DTensor" in kind.__name__ for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")
-        if name[0] in ("c10d", "_c10d_functional"):
-            op, payload = self._payload(name[2], args, result)
-            if op is not None and self._ranks(args) > 1:
-                dtype = str(payload.dtype).removeprefix("torch.")
-                self.counts[self.phase, op, dtype, payload.numel() * payload.element_size()] += 1
-        return result
-
-    @staticmethod
-    def _ranks(args):
-        """Size of the group: the first boxed object of a c10d operator, else the name at the end."""
-        boxed = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
-        if boxed is None:
-            return dist.distributed_c10d._resolve_process_group(args[-1]).size()
-        return dist.ProcessGroup.unbox(boxed).size()
-
-    @staticmethod
-    def _payload(name, args, result):
-        match name.rstrip("_"):
-            case "_allgather_base":
-                return "all_gather", args[0]
-            case "all_gather_into_tensor":
-                return "all_gather", result
-            case "_reduce_scatter_base":
-                return "reduce_scatter", args[1]
-            case "reduce_scatter_tensor":
-                return "reduce_scatter", args[0]
-            case "all_to_all_single":
-                return "all_to_all", args[0]
-            case "allreduce":
-                return "all_reduce", args[0][0]
-            case "all_reduce":
-                return "all_reduce", args[0]
-        return None, None
+from .conftest import SCRIPTS, script_path, torchrun, training_environment
 
 
 def tiny(family="llama", **changes):
@@ -140,7 +90,7 @@ def train_step(model, policy, mode):
         last = micro_batch == policy.grad_accum - 1
         model.module.set_requires_gradient_sync(last or policy.sync == "each")
         mode.phase = "forward"
-        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), None)
+        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), "full")
         mode.phase = "backward"
         loss.backward()
     mode.phase = "optimizer"
@@ -159,15 +109,6 @@ def predicted(config, mesh, policy):
         assert row.payload_bytes % row.count == 0
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
     return counts
-
-
-def summed(counts):
-    """Sum intercepted collectives of several sizes: count and bytes by phase, op and dtype."""
-    sums: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for (phase, op, dtype, payload), count in counts.items():
-        known = sums.get((phase, op, dtype), (0, 0))
-        sums[phase, op, dtype] = known[0] + count, known[1] + count * payload
-    return sums
 
 
 def summed_rows(result):
@@ -454,3 +395,22 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         rows = [row for row in analysis["groups"] if (row["rank"], row["step"]) == (0, step)]
         measured = {tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in rows}
         assert measured == predicted_rows
+
+
+def test_expert_parallelism_of_real_ranks(tmp_path):
+    """A mixture written apart, with real routing and split sizes, under torchrun: to the byte."""
+    if expert_mesh_refusal():
+        pytest.skip("this torch has one mesh for a module")
+    script = load_script(script_path("experts"), "experts_script")
+    output = tmp_path / "counts.json"
+    command = torchrun(script_path("experts"), script.RANKS, str(output))
+    done = subprocess.run(
+        command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert output.exists(), done.stderr[-4000:]
+    counted = {
+        (phase, op, dtype, size): count for phase, op, dtype, size, count in json.loads(output.read_text())
+    }
+    mesh = MeshSpec(dp_shard=script.RANKS, ep=script.EP)
+    policy = PolicySpec(seq_len=script.SEQ_LEN, batch_size=script.BATCH, clip_grad=False)
+    assert summed_rows(estimate(script.CONFIG, mesh, policy)) == summed(counted)

@@ -15,6 +15,7 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import Chunked
 
 # As the model cards and papers publish them; Qwen's tied models without the duplicate head.
 PUBLISHED = {
@@ -108,9 +109,9 @@ def test_chunked_loss_equals_the_full_loss_and_its_gradients(family):
     model = materialise(build_builtin(config, 16, "float32"))
     batch = model.make_batch(2, 16, torch.device("cpu"))
     gradients = []
-    for chunks in (None, 4):
+    for how in ("full", Chunked(4)):
         model.module.zero_grad()
-        loss = model.loss(model.module, batch, chunks)
+        loss = model.loss(model.module, batch, how)
         loss.backward()
         gradients.append((loss, [parameter.grad.clone() for parameter in model.module.parameters()]))
     (full, full_gradients), (chunked, chunked_gradients) = gradients
