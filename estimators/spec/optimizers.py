@@ -59,8 +59,8 @@ class OptimizerKind:
     missing: tuple[OptimizerImpl, ...] = ()
     """Implementations that torch does not have."""
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
-        """Make it over ``parameters``."""
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
+        """Make it over ``parameters``, or groups of them."""
         import torch
 
         make: Any = getattr(torch.optim, self.class_name)
