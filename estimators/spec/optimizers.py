@@ -11,7 +11,6 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
 __all__ = [
@@ -82,7 +81,7 @@ class OptimizerFactory:
 
     source: str
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
         """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes none."""
         from torch.optim import Optimizer
 
