@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.profile import measure, probes
@@ -86,6 +86,10 @@ class Planning:
         """Execute a few blocks for every way to divide one. Raises ``ModelError``."""
         request = self.request
         model = self.model()
+        if model.pattern != LayerPattern():
+            raise ModelError(
+                f"plan: the blocks of {model.name} are not all alike, and the search takes them so"
+            )
         found = list(meshes(request, model))
         if not found:
             raise ModelError(_no_mesh(request))

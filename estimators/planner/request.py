@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp2prof.errors import ModelError
@@ -29,7 +29,7 @@ _SEARCHED = (
     "forward_prefetch",
     "reduce_dtype",
 )
-_DIMS = tuple(field.name for field in fields(MeshSpec))
+_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, slots=True)

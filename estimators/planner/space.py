@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -20,7 +20,6 @@ __all__ = ["candidates", "meshes"]
 _MAX_CP = 16
 _MAX_BATCH = 32
 _EVERY = (2, 4)
-_DIMS = tuple(field.name for field in fields(MeshSpec))
 
 
 def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:

@@ -25,6 +25,7 @@ from fsdp2prof.results.catalog import (
     HardwareCatalog,
     ModelCatalog,
 )
+from fsdp2prof.results.check import CHECK_SCHEMA, CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.checkpoint import (
     CHECKPOINT_SCHEMA,
     CheckpointEntry,
@@ -125,6 +126,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.plan import (
     PLAN_SCHEMA,
@@ -167,11 +169,13 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
+    "CHECK_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
@@ -184,6 +188,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PARITY_SCHEMA",
     "PLAN_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
@@ -193,6 +198,7 @@ __all__ = [
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BandwidthFit",
     "BandwidthRow",
     "BlockBytes",
     "BoundByNs",
@@ -203,6 +209,7 @@ __all__ = [
     "CatalogWord",
     "CategoryBytes",
     "CategoryCatalog",
+    "CheckRow",
     "CheckpointEntry",
     "CheckpointEstimate",
     "CheckpointFile",
@@ -238,6 +245,7 @@ __all__ = [
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
+    "KernelRow",
     "LateCause",
     "LateRank",
     "LateRanks",
@@ -251,6 +259,7 @@ __all__ = [
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
+    "LayerWait",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
@@ -268,6 +277,9 @@ __all__ = [
     "OutsideAllocator",
     "OutsidePart",
     "ParameterSharding",
+    "ParityCheck",
+    "ParityRow",
+    "ParityStep",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -292,6 +304,7 @@ __all__ = [
     "Redistribution",
     "Remedy",
     "RunAnalysis",
+    "RunCheck",
     "RunComparison",
     "RunRank",
     "RunSummary",
@@ -324,4 +337,5 @@ __all__ = [
     "TriedChange",
     "Unknown",
     "UnrecordedStep",
+    "UnshardedRow",
 ]
