@@ -151,6 +151,7 @@ REMEDIES = {
     "cpu_offload": Word("CPU offload"),
     "low_precision_states": Word("low-precision states"),
     "fused_optimizer": Word("fused optimizer"),
+    "even_expert_shards": Word("even shards of experts"),
 }
 """What may bring a peak down."""
 
