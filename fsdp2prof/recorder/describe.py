@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -19,10 +20,10 @@ from fsdp2prof.manifest import (
     ProcessGroupInfo,
     TensorInfo,
 )
+from fsdp2prof.recorder.ownership import state_dtypes
 from fsdp2prof.recorder.roots import Root, param_groups
 
 __all__ = [
-    "describe_ignored_parameters",
     "describe_norms",
     "describe_optimizers",
     "describe_param_groups",
@@ -45,26 +46,6 @@ def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
             for index, group in enumerate(param_groups(state))
         ]
     return groups
-
-
-def describe_ignored_parameters(roots: Iterable[Root]) -> list[str]:
-    """Name the parameters under every root that FSDP does not shard."""
-    ignored: dict[str, None] = {}
-    for root in roots:
-        infos = [
-            parameter._module_info
-            for state in root.states
-            for group in param_groups(state)
-            for parameter in group.fsdp_params
-        ]
-        managed = {(id(info.module), info.param_name) for info in infos}
-        for info in infos:
-            managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-        for fqn, module in root.module.named_modules() if root.module is not None and infos else ():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (id(module), name) not in managed:
-                    ignored[f"{fqn}.{name}".lstrip(".")] = None
-    return list(ignored)
 
 
 def describe_norms(roots: Iterable[Root]) -> list[str]:
@@ -102,13 +83,19 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
             param_groups=len(optimizer.param_groups),
             parameters=sum(len(group["params"]) for group in optimizer.param_groups),
             defaults={name: repr(value) for name, value in optimizer.defaults.items()},
+            state_dtypes=state_dtypes(tensor for _, _, tensor in _optimizer_state(optimizer)),
         )
         for optimizer in optimizers
     ]
 
 
-def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[TensorInfo]:
-    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now."""
+def describe_tensors(
+    roots: Iterable[Root], optimizers: Iterable[Optimizer], address: Callable[[torch.Tensor], int]
+) -> list[TensorInfo]:
+    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now.
+
+    ``address`` gives that of a tensor's storage in the memory recording.
+    """
     tensors: list[TensorInfo] = []
     owners: dict[int, tuple[int, str, str]] = {}
     for root in roots:
@@ -119,14 +106,15 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
                     owners[id(parameter.sharded_param)] = owner
                     # Not resharded yet: a root after a forward without backward (frozen, or evaluated).
                     gathered = parameter.all_gather_outputs
-                    tensors += [_tensor("unsharded_parameter", owner, output) for output in gathered]
-                    tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
+                    tensors += [_tensor("unsharded_parameter", owner, one, address) for one in gathered]
+                    data = parameter._sharded_param_data
+                    tensors.append(_tensor("sharded_parameter", owner, data, address))
                     if (gradient := parameter.sharded_param.grad) is not None:
-                        tensors.append(_tensor("sharded_gradient", owner, gradient))
+                        tensors.append(_tensor("sharded_gradient", owner, gradient, address))
     for optimizer in optimizers:
         for parameter, key, tensor in _optimizer_state(optimizer):
             index, fqn, name = owners.get(id(parameter), (0, "", "not sharded"))
-            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor))
+            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor, address))
     return [tensor for tensor in tensors if tensor.nbytes]
 
 
@@ -196,10 +184,14 @@ def _parameter(parameter: Any, mesh_info: Any, positions: dict[str, int]) -> Par
         requires_grad=parameter.sharded_param.requires_grad,
         all_gather_dtypes=dtypes,
         all_gather_numels=numels,
-        address=parameter._sharded_param_data.untyped_storage().data_ptr(),
+        address=_data_pointer(parameter._sharded_param_data),
         tensor_parallel=_other_placements(parameter) if parameter.is_dtensor else None,
         position=positions.get(name, -1),
     )
+
+
+def _data_pointer(tensor: torch.Tensor) -> int | None:
+    return None if isinstance(tensor, FakeTensor) else tensor.untyped_storage().data_ptr()
 
 
 def _custom(comm: Any) -> str | None:
@@ -235,16 +227,21 @@ def _optimizer_state(optimizer: Optimizer) -> Iterable[tuple[Any, str, torch.Ten
                 yield parameter, str(key), value
 
 
-def _tensor(category: str, owner: tuple[int, str, str], tensor: torch.Tensor) -> TensorInfo:
+def _tensor(
+    category: str,
+    owner: tuple[int, str, str],
+    tensor: torch.Tensor,
+    address: Callable[[torch.Tensor], int],
+) -> TensorInfo:
     root, fqn, name = owner
-    storage = _local(tensor).untyped_storage()
+    local = _local(tensor)
     return TensorInfo(
         category=category,
         root=root,
         fqn=fqn,
         name=name,
-        address=storage.data_ptr(),
-        nbytes=storage.nbytes(),
+        address=address(local),
+        nbytes=local.untyped_storage().nbytes(),
     )
 
 

@@ -83,6 +83,8 @@ class TraceAnalysis(Shown):
     """At most three sentences: what bounds the step, the most expensive layer and operation, what to try."""
     unrecorded_step: UnrecordedStep | None = None
     """Over all ranks of the run; null for foreign traces and runs without such steps."""
+    rehearsed: bool = False
+    """Recorded by ``rehearse``: collectives moved nothing, and how long they took means nothing."""
     totals: TraceTotals = field(default_factory=TraceTotals)
     ranks: list[RankTrace]
     by_rank: list[RankMeans] = field(default_factory=list)
