@@ -87,6 +87,7 @@ class EstimatedPolicy:
     output_dtype: str | None = None
     orig_dtype: str | None = None
     offload: bool | None = None
+    lora: str | None = None
     trainable: str | None = None
     ac: str | None = None
     optimizer: str | None = None
