@@ -18,7 +18,12 @@ from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.memory_advice import advice, expert_padding, remedies
 from fsdp2prof.estimators.memory_fit import depends_on, room_on, verdict
-from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_notes import (
+    EXECUTED_MICRO_BATCHES,
+    assumptions,
+    check_modelled,
+    outside_allocator_bytes,
+)
 from fsdp2prof.estimators.memory_range import unknowns
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
@@ -65,7 +70,7 @@ def predict_memory(
     check_parallelism(built, mesh, policy)
     groups = parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
-    execution, how = execute_stitched(model, mesh, local)
+    execution, how = execute_stitched(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
@@ -150,6 +155,13 @@ def _estimate(
         unknowns=unknown,
         depends_on=depends_on(room, outside, unknown),
     )
+
+
+def _with_fewer_micro_batches(mesh: MeshSpec, policy: PolicySpec) -> PolicySpec:
+    """Execute the first, one in the middle and the last: those in the middle allocate the same."""
+    if mesh.pp > 1 or policy.grad_accum <= EXECUTED_MICRO_BATCHES:
+        return policy
+    return replace(policy, grad_accum=EXECUTED_MICRO_BATCHES)
 
 
 def _host_bytes(execution: Execution) -> int:

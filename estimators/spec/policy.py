@@ -41,6 +41,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Allocator",
     "Attention",
+    "CheckpointingMode",
     "Chunked",
     "Every",
     "ExpertShards",

@@ -88,11 +88,15 @@ def estimate_memory(
     spec = described.spec(hardware=hardware)
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
+    from fsdp2prof.estimators.memory_trials import with_tried_changes
 
     prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
-    return _noted(prediction.estimate, spec)
+    estimate = prediction.estimate
+    if spec.hardware is not None:
+        estimate = with_tried_changes(estimate, spec.model, spec.mesh, spec.policy, spec.hardware)
+    return _noted(estimate, spec)
 
 
 def estimate_communication(described: Described) -> CommEstimate:

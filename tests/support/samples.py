@@ -30,6 +30,7 @@ from fsdp2prof.estimators.step import estimate_step
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.parity_measurements import doubled_gradient
+from support.plans import small_plan
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -94,6 +95,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.estimate.packing/1",
         lambda: estimate_packing([3, 5, 2, 9], seq_len=8, batch_size=2),
     ),
+    "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (
         results.CheckpointEstimate,
         "fsdp2prof.estimate.checkpoint/1",

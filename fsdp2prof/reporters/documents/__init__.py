@@ -29,6 +29,7 @@ from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_docume
 from fsdp2prof.reporters.documents.mesh import mesh_document
 from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
 from fsdp2prof.reporters.documents.parity import parity_document
+from fsdp2prof.reporters.documents.plan import plan_document
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
@@ -50,6 +51,7 @@ from fsdp2prof.results import (
     ModelCatalog,
     PackingEstimate,
     ParityCheck,
+    Plan,
     RunAnalysis,
     RunCheck,
     RunComparison,
@@ -71,6 +73,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    Plan: plan_document,
     CategoryCatalog: category_catalog_document,
     CheckpointMap: checkpoint_document,
     HardwareCatalog: hardware_catalog_document,
