@@ -84,6 +84,7 @@ class ParameterGroup:
     """Of its reduce-scatter."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
+    unshard_in_backward: bool = True
 
 
 def freeze(module: nn.Module, policy: PolicySpec) -> None:
@@ -139,6 +140,7 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
             reduce_dtype=unit.reduce_dtype,
             gradient_dtype=unit.reduce_dtype or unit.param_dtype or members[unit][0].dtype,
             backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            unshard_in_backward=unit.unshard_in_backward,
         )
         for unit in sorted(units, key=lambda unit: order[unit])
         if members[unit]

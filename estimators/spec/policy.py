@@ -28,6 +28,7 @@ from fsdp2prof.estimators.spec.option import (
     Regex,
     Text,
     Words,
+    YesNo,
     option,
     options_of,
     plain,
@@ -194,6 +195,12 @@ class PolicySpec:
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
+    )
+    unshard_in_backward: bool | ByUnit = option(
+        True,
+        PerUnit(YesNo(), True),
+        "Whether parameters are gathered for backward; no for units whose backward needs none, as "
+        "tok_embeddings=no.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
