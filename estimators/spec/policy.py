@@ -10,8 +10,10 @@ from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
+    EIGHT_BIT,
     IMPLEMENTATIONS,
     OPTIMIZERS,
+    EightBitOptimizer,
     OptimizerFactory,
     OptimizerImpl,
     OptimizerKind,
@@ -174,7 +176,7 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        Words(words=(*OPTIMIZERS, *EIGHT_BIT, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
     )
@@ -294,13 +296,11 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+    def optimizer_kind(self) -> OptimizerKind | EightBitOptimizer | OptimizerFactory | None:
         """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
-        return (
-            OptimizerFactory(source=self.optimizer)
-            if ":" in self.optimizer
-            else OPTIMIZERS.get(self.optimizer)
-        )
+        if ":" in self.optimizer:
+            return OptimizerFactory(source=self.optimizer)
+        return OPTIMIZERS.get(self.optimizer) or EIGHT_BIT.get(self.optimizer)
 
     @property
     def ac_every(self) -> int | None:
