@@ -11,7 +11,6 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
 __all__ = [
@@ -61,8 +60,8 @@ class OptimizerKind:
     missing: tuple[OptimizerImpl, ...] = ()
     """Implementations that torch does not have."""
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
-        """Make it over ``parameters``."""
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
+        """Make it over ``parameters``, or groups of them."""
         import torch
 
         make: Any = getattr(torch.optim, self.class_name)
@@ -84,7 +83,7 @@ class EightBitOptimizer:
 
     source: str
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
         """Make one that keeps the same states over ``parameters``."""
         from fsdp2prof.estimators.spec.eight_bit import EightBitAdam
 
@@ -103,7 +102,7 @@ class OptimizerFactory:
 
     source: str
 
-    def build(self, parameters: Iterable[Parameter], implementation: OptimizerImpl) -> Optimizer:
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
         """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes none."""
         from torch.optim import Optimizer
 

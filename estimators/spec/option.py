@@ -21,6 +21,7 @@ __all__ = [
     "Integer",
     "Kind",
     "Names",
+    "Number",
     "Option",
     "PerUnit",
     "Prefetched",
@@ -165,6 +166,28 @@ class Integer:
         if value > self.most:
             raise ValueError(f"{value!r} is more than {self.most}")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number, whole or not."""
+
+    least: float
+
+    @property
+    def values(self) -> str:
+        """A number."""
+        return "X"
+
+    def read(self, value: Any) -> float:
+        """Return the number; text may hold it."""
+        try:
+            number = float("nan") if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not self.least <= number < float("inf"):
+            raise ValueError(f"{value!r} must be a number of at least {self.least:g}")
+        return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

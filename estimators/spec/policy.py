@@ -25,6 +25,7 @@ from fsdp2prof.estimators.spec.option import (
     Flag,
     Integer,
     Names,
+    Number,
     PerUnit,
     Prefetched,
     Regex,
@@ -44,6 +45,7 @@ __all__ = [
     "Attention",
     "Chunked",
     "Every",
+    "ExpertShards",
     "Float8",
     "Loss",
     "PolicySpec",
@@ -63,6 +65,7 @@ that many ranks."""
 Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
 
+ExpertShards = Literal["auto", "experts", "hidden"]
 Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
@@ -87,7 +90,7 @@ class Chunked(Counted):
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full"]
+LossMode = Literal["full", "compiled", "fused", "logprobs"]
 Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
@@ -185,7 +188,10 @@ class PolicySpec:
     )
     clip_grad: bool = option(True, Flag(), "Clip the global gradient norm each step (foreach).")
     loss: Loss = option(
-        "full", Words(words=get_args(LossMode), counted=Chunked), "Over all logits at once, or in K pieces."
+        "full",
+        Words(words=get_args(LossMode), counted=Chunked),
+        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
+        "logprobs is that of reinforcement learning.",
     )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
@@ -247,6 +253,17 @@ class PolicySpec:
         Flag(unset=True),
         "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
+    )
+    expert_shards: ExpertShards = option(
+        "auto",
+        Words(words=get_args(ExpertShards)),
+        "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
+        "expert parallelism leaves more ranks than experts, as in torchtitan.",
+    )
+    imbalance: float = option(
+        1.0,
+        Number(1.0),
+        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
     )
     pp_stage: int = option(
         0,

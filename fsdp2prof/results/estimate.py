@@ -61,6 +61,8 @@ class EstimatedMesh:
     dp_shard: int | None = None
     cp: int | None = None
     tp: int | None = None
+    ep: int | None = None
+    """Expert-parallel ranks, out of those of dp_shard x cp."""
     world_size: int
     dims: dict[str, int] = field(default_factory=dict)
     """A recorded run's own dimensions of FSDP, by the names that it gave them."""
@@ -105,6 +107,8 @@ class EstimatedPolicy:
     attention_is_saved: bool | None = None
     norm: str | None = None
     allocator: str | None = None
+    expert_shards: str | None = None
+    imbalance: float | None = None
     record_streams: bool | None = None
     pp_stage: int | None = None
     extra_model: str | None = None

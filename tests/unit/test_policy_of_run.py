@@ -23,7 +23,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import DeviceInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.recorder.describe import describe_ignored_parameters, describe_param_groups
+from fsdp2prof.recorder.describe import describe_param_groups
+from fsdp2prof.recorder.ownership import describe_unsharded
 from fsdp2prof.recorder.roots import Roots
 
 MESH = MeshSpec(dp_shard=4)
@@ -89,7 +90,7 @@ def recorded(wrap: Callable[[Any, Any], None]) -> RankManifest:
             world_size=4,
             device=DeviceInfo(type="cpu"),
             param_groups=groups,
-            ignored_parameters=describe_ignored_parameters(roots),
+            unsharded=describe_unsharded(roots, []),
             versions={"torch": torch.__version__},
         )
 

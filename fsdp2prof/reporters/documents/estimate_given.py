@@ -66,7 +66,7 @@ def _by_topic(policy: EstimatedPolicy) -> dict[str, str]:
 
 
 def _dimensions(mesh: EstimatedMesh) -> dict[str, int]:
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     sizes = {name: size for name in names if (size := getattr(mesh, name)) is not None}
     return mesh.dims or sizes
 
