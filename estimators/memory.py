@@ -16,7 +16,7 @@ from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
-from fsdp2prof.estimators.memory_advice import advice, remedies
+from fsdp2prof.estimators.memory_advice import advice, expert_padding, remedies
 from fsdp2prof.estimators.memory_fit import depends_on, room_on, verdict
 from fsdp2prof.estimators.memory_notes import (
     EXECUTED_MICRO_BATCHES,
@@ -33,7 +33,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Remedy, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
 __all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
@@ -68,7 +68,7 @@ def predict_memory(
     check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
+    groups = parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how = execute_stitched(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
@@ -92,8 +92,9 @@ def predict_memory(
     )
     reserved = int(recording.segments.size.sum())
     unknown = unknowns(on_device, reserved, execution.blocks, mesh, policy)
-    told = [how, *built.notes]
-    estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown)
+    padding = expert_padding(groups, policy)
+    told = [how, *built.notes, *([] if padding is None else [padding.how])]
+    estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
@@ -106,6 +107,7 @@ def _estimate(
     policy: PolicySpec,
     hardware: HardwareSpec | None,
     unknown: list[Unknown],
+    padding: Remedy | None,
 ) -> MemoryEstimate:
     rank = analyze_memory([(0, recording, manifest)]).ranks[0]
     peak = rank.peak
@@ -126,7 +128,7 @@ def _estimate(
     outside = outside_allocator_bytes(mesh, policy)
     room = room_on(hardware, predicted, outside, unknown)
     missing = None if room is None else max(0, -room.most_bytes)
-    options = remedies(rank.remedies, predicted, mesh, policy, missing)
+    options = remedies(rank.remedies, predicted, mesh, policy, missing, padding)
     return MemoryEstimate(
         model=EstimatedModel(
             name=execution.name, parameters=execution.parameters, blocks=len(execution.blocks)

@@ -23,6 +23,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.estimators.wrapping import fold_blocks, names_a_block
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
@@ -40,6 +41,8 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    if mesh.pp == 1:
+        full = part_of(full, mesh, policy)
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"

@@ -126,6 +126,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
 from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.plan import (
@@ -188,6 +189,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PACKING_ESTIMATE_SCHEMA",
     "PARITY_SCHEMA",
     "PLAN_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
@@ -276,6 +278,8 @@ __all__ = [
     "OutOfMemory",
     "OutsideAllocator",
     "OutsidePart",
+    "PackingEstimate",
+    "PackingMethod",
     "ParameterSharding",
     "ParityCheck",
     "ParityRow",

@@ -88,6 +88,7 @@ class EstimatedPolicy:
     output_dtype: str | None = None
     orig_dtype: str | None = None
     offload: bool | None = None
+    lora: str | None = None
     trainable: str | None = None
     ac: str | None = None
     optimizer: str | None = None
@@ -97,6 +98,7 @@ class EstimatedPolicy:
     loss_parallel: bool | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
+    unshard_in_backward: bool | str | None = None
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None

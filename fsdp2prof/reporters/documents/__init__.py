@@ -27,6 +27,7 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
 from fsdp2prof.reporters.documents.parity import parity_document
 from fsdp2prof.reporters.documents.plan import plan_document
 from fsdp2prof.reporters.documents.run import run_document
@@ -48,6 +49,7 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    PackingEstimate,
     ParityCheck,
     Plan,
     RunAnalysis,
@@ -80,6 +82,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MeshMap: mesh_document,
     ParityCheck: parity_document,
     RunCheck: check_document,
+    PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,
