@@ -1,17 +1,14 @@
 """Which parameters FSDP gathers together, and how many bytes each shard holds.
 
-:func:`wrap_units` decides the ``fully_shard`` calls (bottom-up, the root last) that the execution engine
-makes; :func:`parameter_groups` derives from them, without executing anything, the groups FSDP would form.
+:func:`parameter_groups` derives from the ``fully_shard`` calls of a policy, which the execution engine makes,
+the groups FSDP would form, without executing anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
@@ -19,31 +16,21 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import root_obeys_reshard
+from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ParameterGroup", "ShardedParameter", "WrapUnit", "freeze", "parameter_groups", "wrap_units"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrapUnit:
-    """One ``fully_shard`` call."""
-
-    fqns: tuple[str, ...]
-    """Modules sharded together; ``("",)`` is the root."""
-    reshard_after_forward: bool | int
-    """Argument of the same name, what ``None`` stands for written out: torch 2.7 does not know it."""
+__all__ = ["ParameterGroup", "ShardedParameter", "freeze", "parameter_groups", "shard_dim"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameter:
-    """One parameter as FSDP shards it on dimension 0."""
+    """One parameter as FSDP shards it."""
 
     fqn: str
     shape: tuple[int, ...]
-    """Shape FSDP sees: whole, or this rank's part under tensor parallelism."""
+    """Shape FSDP sees: whole, or this rank's part under tensor or expert parallelism."""
     dtype: str
     """Original dtype, of the shard."""
     requires_grad: bool
@@ -55,6 +42,9 @@ class ShardedParameter:
     """Index in the model's ``named_parameters()``."""
     replicated: bool = False
     """Whole on every tensor-parallel rank."""
+    dim: int = 0
+    """Dimension that is sharded; only dimension 0 is padded."""
+    is_expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,6 +54,8 @@ class ShardedParameter:
     @property
     def padded_shard_numel(self) -> int:
         """Elements of one shard with dimension 0 padded: ``ceil(d0 / N) * rest``."""
+        if self.dim:
+            return self.numel // self.shards
         return chunk_rows(self.shape[0], self.shards) * _product(self.shape[1:])
 
     @property
@@ -73,10 +65,14 @@ class ShardedParameter:
 
     def shard_rows(self, rank: int) -> int:
         """Rows of dimension 0 that shard ``rank`` holds: short or zero at the end when uneven."""
+        if self.dim:
+            return self.shape[0]
         return rows_of_shard(self.shape[0], self.shards, rank)[1]
 
     def shard_numel(self, rank: int) -> int:
         """Elements shard ``rank`` holds, padding left out."""
+        if self.dim:
+            return self.padded_shard_numel
         return self.shard_rows(rank) * _product(self.shape[1:])
 
 
@@ -91,45 +87,32 @@ class ParameterGroup:
     """Resolved: False keeps, True reshards, an integer reshards to that many ranks."""
     shards: int
     replicas: int
+    reduce_dtype: str | None
+    """As it is set; None is the gradients' own."""
+    gradient_dtype: str
+    """Of its reduce-scatter."""
+    backward_prefetch: tuple[str, ...] = ()
+    """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
+    is_expert: bool = False
+    """Its parameters are experts with a mesh of their own."""
 
 
-def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
-    """The ``fully_shard`` calls of a policy, bottom-up, the root last.
-
-    Raises ``ModelError`` if a wrap item names nothing in the model, a module twice, or a chunked head.
-    """
-    names = dict(model.module.named_modules())
-    units: dict[tuple[str, ...], None] = {}
-    for item in policy.wrap:
-        for unit in _matching_units(item, names, model):
-            units[unit] = None
-    repeated = [fqn for fqn, count in Counter(chain.from_iterable(units)).items() if count > 1]
-    if repeated:
-        raise ModelError(f"wrap: {repeated[0]} would be sharded twice")
-    if policy.loss_chunks is not None and any("output" in unit for unit in units):
-        raise ModelError("loss=chunked:K runs the head K times: leave it to the root group, do not wrap it")
-    position = {fqn: index for index, fqn in enumerate(names)}
-    ordered = sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]]))
-    last_block = model.blocks[-1] if model.blocks else None
-    wrapped = [
-        WrapUnit(fqns=unit, reshard_after_forward=_unit_reshard(policy, unit == (last_block,)))
-        for unit in ordered
-    ]
-    return (*wrapped, WrapUnit(fqns=("",), reshard_after_forward=_root_reshard(policy)))
-
-
-def freeze(module: nn.Module, policy: PolicySpec) -> None:
-    """Set ``requires_grad`` of every parameter from ``policy.trainable``.
+def freeze(model: Model, policy: PolicySpec) -> None:
+    """Freeze what ``policy.trainable`` does not match, and what the batches do not reach.
 
     Raises ``ModelError`` if no parameter stays trainable.
     """
+    for fqn in model.idle:
+        model.module.get_submodule(fqn).requires_grad_(False)
     if policy.trainable is None:
         return
     pattern = re.compile(policy.trainable)
+    idle = tuple(f"{fqn}." for fqn in model.idle)
     trainable = 0
-    for fqn, parameter in module.named_parameters():
-        parameter.requires_grad_(pattern.search(fqn) is not None)
-        trainable += parameter.requires_grad
+    for fqn, parameter in model.module.named_parameters():
+        trains = pattern.search(fqn) is not None and not fqn.startswith(idle)
+        parameter.requires_grad_(trains)
+        trainable += trains
     if trainable == 0:
         raise ModelError(f"trainable: {policy.trainable!r} matches no parameter of the model")
 
@@ -138,8 +121,9 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
     """FSDP's parameter groups in the order of the wrapped modules in the model, the root first.
 
     A parameter belongs to its nearest wrapped ancestor; one shared by several modules of a group counts
-    once. Groups without parameters do not exist. Raises ``ModelError`` for what ``fully_shard`` would
-    refuse: a parameter shared between groups, a scalar parameter, a reshard size that does not divide.
+    once. Under expert parallelism a module's experts form a group of their own beside it. Groups without
+    parameters do not exist. Raises ``ModelError`` for what ``fully_shard`` would refuse: a parameter shared
+    between groups, a scalar parameter, a size that does not divide.
     """
     units = wrap_units(model, policy)
     owner_of = {fqn: unit for unit in units for fqn in unit.fqns}
@@ -158,59 +142,40 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
                     "wrap their modules together (a+b) or leave both to the root"
                 )
             if first == fqn:
-                members[unit].append(_sharded(model, mesh, policy, fqn, module, parameter, len(seen) - 1))
+                sharded = _sharded(model, mesh, policy, unit, fqn, module, parameter, len(seen) - 1)
+                members[unit].append(sharded)
     order = {unit: index for index, unit in enumerate(dict.fromkeys(owners.values()))}
     groups = [
         ParameterGroup(
-            fqn=", ".join(unit.fqns),
-            parameters=tuple(members[unit]),
-            reshard_after_forward=_resolve_reshard(unit, mesh.fsdp_size),
-            shards=mesh.fsdp_size,
+            fqn=unit.label,
+            parameters=tuple(same),
+            reshard_after_forward=_resolve_reshard(unit, same[0].shards),
+            shards=same[0].shards,
             replicas=mesh.dp_replicate,
+            reduce_dtype=unit.reduce_dtype,
+            gradient_dtype=unit.reduce_dtype or unit.param_dtype or same[0].dtype,
+            backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            is_expert=mesh.ep > 1 and same[0].is_expert,
         )
         for unit in sorted(units, key=lambda unit: order[unit])
-        if members[unit]
+        for same in _of_one_mesh(members[unit], mesh)
     ]
     return tuple(groups)
 
 
-def _matching_units(item: str, names: dict[str, nn.Module], model: Model) -> Iterable[tuple[str, ...]]:
-    if item == "root":
-        return ()
-    if item == "block":
-        if not model.blocks:
-            raise ModelError(f"wrap: {model.name} has no repeated block; name classes or modules to wrap")
-        return [(fqn,) for fqn in model.blocks]
-    if "+" in item:
-        unit = tuple(item.split("+"))
-        missing = next((fqn for fqn in unit if fqn not in names), None)
-        if missing is not None:
-            raise ModelError(f"wrap: no module {missing!r} in {model.name}")
-        return [unit]
-    found = [(fqn,) for fqn, module in names.items() if fqn and _matches(item, fqn, type(module).__name__)]
-    if not found:
-        raise ModelError(f"wrap: no class or module {item!r} in {model.name}")
-    return found
+def shard_dim(shape: Sequence[int], mesh: MeshSpec, policy: PolicySpec) -> int:
+    """Dimension on which FSDP shards an expert parameter, of which this rank has ``shape``."""
+    if policy.expert_shards == "auto":
+        return int(mesh.ep > 1 and mesh.expert_fsdp_size > shape[0])
+    return int(policy.expert_shards == "hidden")
 
 
-def _matches(item: str, fqn: str, class_name: str) -> bool:
-    return item == class_name or (fqn.count(".") == item.count(".") and fnmatchcase(fqn, item))
-
-
-def _unit_reshard(policy: PolicySpec, is_last_block: bool) -> bool | int:
-    if policy.reshard == "default":
-        return True
-    if policy.reshard == "torchtitan":
-        return not is_last_block
-    return policy.reshard == "always" if isinstance(policy.reshard, str) else policy.reshard
-
-
-def _root_reshard(policy: PolicySpec) -> bool | int:
-    if not root_obeys_reshard():
-        return False
-    if policy.reshard_root is not None:
-        return policy.reshard_root
-    return False if policy.reshard in ("default", "torchtitan") else _unit_reshard(policy, False)
+def _of_one_mesh(parameters: Sequence[ShardedParameter], mesh: MeshSpec) -> list[list[ShardedParameter]]:
+    """Divide a unit's parameters by the mesh they are sharded over, in the order of their first."""
+    parts: dict[bool, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        parts.setdefault(mesh.ep > 1 and parameter.is_expert, []).append(parameter)
+    return list(parts.values())
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
@@ -226,6 +191,7 @@ def _sharded(
     model: Model,
     mesh: MeshSpec,
     policy: PolicySpec,
+    unit: WrapUnit,
     fqn: str,
     module: nn.Module,
     parameter: nn.Parameter,
@@ -237,21 +203,32 @@ def _sharded(
         raise ModelError(f"{fqn} is a scalar: fully_shard needs at least one dimension; make it shape (1,)")
     whole = tuple(parameter.shape)
     shape = _tensor_parallel_shape(model, fqn, whole, mesh.tp) if mesh.tp > 1 else whole
+    dtype = str(parameter.dtype).removeprefix("torch.")
     is_float8 = (
         policy.fp8_all_gather
         and isinstance(module, nn.Linear)
         and parameter.ndim == 2
         and any(fqn.startswith(f"{block}.") for block in model.blocks)
     )
+    is_expert = fqn.rpartition(".")[0] in model.experts
+    shards = mesh.expert_fsdp_size if is_expert else mesh.fsdp_size
+    dim = shard_dim(shape, mesh, policy) if is_expert else 0
+    if dim and shape[dim] % shards:
+        raise ModelError(
+            f"{fqn}: FSDP shards dimension {dim} evenly only, and {shards} ranks do not divide its "
+            f"{shape[dim]}: set expert_shards=experts"
+        )
     return ShardedParameter(
         fqn=fqn,
         shape=shape,
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=dtype,
         requires_grad=parameter.requires_grad,
-        shards=mesh.fsdp_size,
-        gather_dtype="float8_e4m3fn" if is_float8 else policy.compute_dtype,
+        shards=shards,
+        gather_dtype="float8_e4m3fn" if is_float8 else unit.param_dtype or dtype,
         position=position,
         replicated=mesh.tp > 1 and shape == whole,
+        dim=dim,
+        is_expert=is_expert,
     )
 
 

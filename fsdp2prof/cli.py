@@ -16,6 +16,11 @@ __all__ = ["cli", "main"]
 
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
+    "rehearse": (
+        "fsdp2prof.commands.rehearse:rehearse",
+        "Run a training command as one rank of a large world, alone, and record it.",
+    ),
+    "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
         "Analyse a run directory, traces, snapshots or a hang.",
@@ -23,6 +28,10 @@ _VERBS = {
     "estimate": (
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
+    ),
+    "check": (
+        "fsdp2prof.commands.check:check",
+        "Check that a run is sharded as its mesh says, and for known mistakes.",
     ),
     "inspect": (
         "fsdp2prof.commands.inspect:inspect",

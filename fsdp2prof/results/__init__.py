@@ -25,6 +25,7 @@ from fsdp2prof.results.catalog import (
     HardwareCatalog,
     ModelCatalog,
 )
+from fsdp2prof.results.check import CHECK_SCHEMA, CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.checkpoint import (
     CHECKPOINT_SCHEMA,
     CheckpointEntry,
@@ -77,8 +78,10 @@ from fsdp2prof.results.estimate import (
     Fit,
     MemoryEstimate,
     OutsideAllocator,
+    OutsidePart,
     PredictedPeak,
     PredictedStep,
+    Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hang import (
@@ -122,6 +125,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
@@ -153,11 +157,13 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
+    "CHECK_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
@@ -170,6 +176,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PARITY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "SHARDING_SCHEMA",
@@ -178,6 +185,7 @@ __all__ = [
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BandwidthFit",
     "BandwidthRow",
     "BlockBytes",
     "BoundByNs",
@@ -188,6 +196,7 @@ __all__ = [
     "CatalogWord",
     "CategoryBytes",
     "CategoryCatalog",
+    "CheckRow",
     "CheckpointEntry",
     "CheckpointEstimate",
     "CheckpointFile",
@@ -222,6 +231,7 @@ __all__ = [
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
+    "KernelRow",
     "LateCause",
     "LateRank",
     "LateRanks",
@@ -235,6 +245,7 @@ __all__ = [
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
+    "LayerWait",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",
@@ -250,7 +261,11 @@ __all__ = [
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
+    "OutsidePart",
     "ParameterSharding",
+    "ParityCheck",
+    "ParityRow",
+    "ParityStep",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -268,6 +283,7 @@ __all__ = [
     "Redistribution",
     "Remedy",
     "RunAnalysis",
+    "RunCheck",
     "RunComparison",
     "RunRank",
     "RunSummary",
@@ -297,5 +313,7 @@ __all__ = [
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "Unknown",
     "UnrecordedStep",
+    "UnshardedRow",
 ]

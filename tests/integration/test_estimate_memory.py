@@ -15,7 +15,8 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
+from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
