@@ -20,6 +20,7 @@ def test_memory_by_hand(name: str | None) -> None:
         assert category_shares(peak.categories.items()) == peak.by_category
         assert layer_rows(peak.by_layer) == peak.layers
         assert fold_layers(peak.layers) == peak.layers_folded
+    assert analysis.key_figures is not None
     assert memory_verdict(analysis.ranks, analysis.key_figures) == analysis.verdict
     assert memory_advice(analysis.ranks) == analysis.advice
 
