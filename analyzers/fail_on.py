@@ -34,7 +34,7 @@ Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis | RunComparison
 Kind: TypeAlias = Literal["trace", "memory", "run", "comparison"]
 """Of results that a condition may test."""
 _PerRank = Mapping[int | None, float | None]
-"""Rank -> value; null is the key of a value of all ranks together."""
+"""Rank -> value; None is the key of a value of all ranks together."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -92,7 +92,7 @@ class Failure:
 
     condition: Condition
     rank: int | None
-    """Null for a value of all ranks together."""
+    """None for a value of all ranks together."""
     value: float
     ranks: int
     """Ranks on which it held."""
@@ -108,11 +108,14 @@ def parse(text: str, of: Kind | None = None) -> Condition:
 
     Raises ``UsageError`` for a bad form and for a metric that such a result does not have.
     """
+    known = [name for name, one in METRICS.items() if of is None or one.source in _SOURCES[of]]
     match = _CONDITION.fullmatch(text)
     if match is None:
-        raise UsageError(f"not a condition: {text!r}; write for example 'exposed_frac>0.2'")
+        example = "exposed_frac" if "exposed_frac" in known else known[0]
+        raise UsageError(
+            f"not a condition: {text!r}; write for example '{example}>0.2'; here are {', '.join(known)}"
+        )
     metric, symbol, number = match.groups()
-    known = [name for name, one in METRICS.items() if of is None or one.source in _SOURCES[of]]
     if metric not in known:
         of_others = f", which needs {_NEEDED[METRICS[metric].source]}" if metric in METRICS else ""
         raise UsageError(f"no metric {metric!r} here (in {text!r}){of_others}; here are {', '.join(known)}")
