@@ -19,7 +19,7 @@ __all__ = ["Window", "host_steps", "step_windows", "trained_steps", "window_coun
 Window: TypeAlias = Literal["steps", "trace"]
 """What is analysed: every labelled step, or everything from the first to the last activity as one step."""
 
-_STEP = re.compile(r"ProfilerStep#(\d+)")
+_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
 
 
 def host_steps(labels: LabelTable) -> StepTable:

@@ -36,8 +36,9 @@ def estimate_checkpoint(
     counters = len(trained) * step_counter_bytes(policy)
     state_bytes = sum(optimizer_state_bytes(policy, p.shape, p.dtype) for p in trained)
     full_bytes = parameter_bytes + state_bytes + counters
-    shards = [_shard_bytes(parameters, policy, rank) for rank in range(mesh.fsdp_size)]
-    largest = -(-max(shards) // mesh.dp_replicate)
+    # Rows go to the first ranks first: no rank has more than the first or less than the last.
+    first, last = (_shard_bytes(parameters, policy, rank) for rank in (0, mesh.fsdp_size - 1))
+    largest = -(-first // mesh.dp_replicate)
     bandwidth = bandwidth_bytes_per_s
     seconds = None if bandwidth is None else (largest / bandwidth, full_bytes / bandwidth)
     return CheckpointEstimate(
@@ -50,7 +51,7 @@ def estimate_checkpoint(
         optimizer_bytes=state_bytes + counters,
         sharded_bytes=full_bytes,
         rank_bytes_max=largest,
-        rank_bytes_min=min(shards) // mesh.dp_replicate,
+        rank_bytes_min=last // mesh.dp_replicate,
         full_parameter_bytes=parameter_bytes,
         full_bytes=full_bytes,
         sharded_seconds=seconds and seconds[0],

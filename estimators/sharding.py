@@ -237,8 +237,12 @@ def _sharded(
         raise ModelError(f"{fqn} is a scalar: fully_shard needs at least one dimension; make it shape (1,)")
     whole = tuple(parameter.shape)
     shape = _tensor_parallel_shape(model, fqn, whole, mesh.tp) if mesh.tp > 1 else whole
-    in_block = any(fqn.startswith(f"{block}.") for block in model.blocks)
-    is_float8 = policy.fp8_all_gather and in_block and isinstance(module, nn.Linear) and parameter.ndim == 2
+    is_float8 = (
+        policy.fp8_all_gather
+        and isinstance(module, nn.Linear)
+        and parameter.ndim == 2
+        and any(fqn.startswith(f"{block}.") for block in model.blocks)
+    )
     return ShardedParameter(
         fqn=fqn,
         shape=shape,

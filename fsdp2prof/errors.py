@@ -12,11 +12,13 @@
     ├── UsageError            exit 2   options that contradict each other
     └── ThresholdError      exit 3   ``--fail-on`` held
 
-The message is one or two lines: what is wrong, where, and what to do. ``cli.main`` catches the tree
+The message is one line: what is wrong, where, and what to do. ``cli.main`` catches the tree
 once and prints ``error: MESSAGE`` on stderr.
 """
 
 from __future__ import annotations
+
+import re
 
 __all__ = [
     "FlightRecorderError",
@@ -31,10 +33,21 @@ __all__ = [
 ]
 
 
+_LINE_BREAKS = re.compile(r"\s*[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
+_LONG_WORD = re.compile(r"\S{400,}")
+_LONGEST = 4000
+"""Characters of a message; what it quotes of a file may be of any length."""
+
+
 class Fsdp2ProfError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose; its message is one line, whatever it quotes."""
 
     exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        line = _LINE_BREAKS.sub(" ", str(message))
+        line = _LONG_WORD.sub(lambda word: f"{word[0][:200]}...{word[0][-40:]}", line)
+        super().__init__(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...")
 
 
 class InputError(Fsdp2ProfError):

@@ -24,7 +24,7 @@ AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
 
 _FSDP = re.compile(r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
-_ROOT = re.compile(r"fsdp2prof::root \((\d+)\)")
+_ROOT = re.compile(r"fsdp2prof::root \((\d{1,9})\)")
 _ROOT_NAME = re.compile(r"(root\d+:)?")
 
 _ACTIVITY = {

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -76,6 +76,16 @@ def node_file(node_rank: int) -> str:
     return f"run-node-{node_rank:05d}.json" if node_rank else RUN_FILE
 
 
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 17)]
+"""A rank, or how many there are: more than the largest cluster has, few enough to list."""
+Index: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
+"""A position among parameters, groups, roots, steps, devices; -1 where it is unknown."""
+Amount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Bytes, nanoseconds or elements: what fits 64 bits when it is added up."""
+Shape: TypeAlias = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]], msgspec.Meta(max_length=64)
+]
+
 State = Literal["running", "complete", "partial", "crashed"]
 """``running``: not ended, or killed unheard; ``partial``: less was captured than asked for."""
 
@@ -118,7 +128,7 @@ class RunInfo(_Record):
     """ISO 8601 with time zone."""
     finished_at: str | None = None
     hosts: list[str] = []
-    world_size: int | None = None
+    world_size: Rank | None = None
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
@@ -131,9 +141,9 @@ class DeviceInfo(_Record):
 
     type: str
     """torch's: ``cuda`` (which ROCm builds say, too), ``xpu``, ... or ``cpu``."""
-    index: int | None = None
+    index: Index | None = None
     name: str = ""
-    total_bytes: int | None = None
+    total_bytes: Amount | None = None
     capability: str | None = None
 
 
@@ -143,7 +153,7 @@ class ProcessGroupInfo(_Record):
     name: str
     desc: str
     backend: str
-    ranks: list[int]
+    ranks: list[Rank]
     mesh_dim: str | None = None
 
 
@@ -151,7 +161,7 @@ class MeshInfo(_Record):
     """A device mesh some parameter group is sharded on."""
 
     device_type: str
-    shape: list[int]
+    shape: Shape
     dim_names: list[str] | None = None
     dim_groups: list[str] = []
     """Process group name of each dimension."""
@@ -161,10 +171,10 @@ class ParameterInfo(_Record):
     """One parameter of a group."""
 
     fqn: str
-    global_shape: list[int]
-    local_shape: list[int]
+    global_shape: Shape
+    local_shape: Shape
     """This rank's shard, without padding."""
-    padded_local_shape: list[int]
+    padded_local_shape: Shape
     """What the all-gather sends: equal on all ranks."""
     dtype: str
     """Original (optimizer's) dtype, without ``torch.``."""
@@ -172,26 +182,26 @@ class ParameterInfo(_Record):
     requires_grad: bool
     all_gather_dtypes: list[str] = []
     """Dtypes of its all-gather inputs; several with tensor extensions (fp8)."""
-    all_gather_numels: list[int] = []
+    all_gather_numels: list[Amount] = []
     """Elements of each all-gather input on this rank, padding included."""
     address: int | None = None
     """Data pointer of the sharded storage when the memory recording began."""
     tensor_parallel: str | None = None
     """Placements on other mesh dimensions, as text; null for pure FSDP."""
-    position: int = -1
+    position: Index = -1
     """Index in ``named_parameters()`` of its root; -1 unknown."""
 
 
 class ParamGroupInfo(_Record):
     """One FSDP parameter group: parameters gathered in one all-gather, reduced in one reduce-scatter."""
 
-    root: int
+    root: Index
     """Index of its root module among the roots of the process, in order of first forward."""
     fqn: str
     """Module name relative to the root in FSDP's labels: ``a, b`` if grouped, empty for the root."""
-    index: int
+    index: Index
     """Position among the groups of one module."""
-    group_count: int
+    group_count: Index
     """Groups of that module."""
     mesh: MeshInfo
     shard_group: str | None
@@ -201,12 +211,12 @@ class ParamGroupInfo(_Record):
     """Process group name of the HSDP all-reduce."""
     post_forward_group: str | None
     """Process group of the backward all-gather under ``reshard_after_forward=int``."""
-    shard_world_size: int
-    replicate_world_size: int
+    shard_world_size: Rank
+    replicate_world_size: Rank
     param_dtype: str | None
     reduce_dtype: str | None
     output_dtype: str | None
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool | Rank
     """False, True, or the world size resharded to."""
     offload: bool
     offload_pin_memory: bool
@@ -229,19 +239,19 @@ class OptimizerInfo(_Record):
     """One optimizer and the bytes of its state on this rank."""
 
     class_name: str
-    state_bytes: int
-    param_groups: int
-    parameters: int
+    state_bytes: Amount
+    param_groups: Index
+    parameters: Amount
     defaults: dict[str, str] = {}
 
 
 class StepInfo(_Record):
     """Wall time of one training step as the recorder saw it."""
 
-    step: int
-    start_ns: int
+    step: Index
+    start_ns: Amount
     """``time.time_ns`` at the step's start."""
-    duration_ns: int
+    duration_ns: Amount
     kind: Literal["plain", "warmup", "traced", "memory"] = "plain"
     """How it was captured; ``traced``, too, where a profiler of the training's own was in it."""
 
@@ -255,10 +265,10 @@ class TensorInfo(_Record):
     """Parameter group's fqn."""
     address: int
     """Data pointer of the storage."""
-    nbytes: int
+    nbytes: Amount
     """Bytes of the storage, padding included."""
     name: str = ""
-    root: int = 0
+    root: Index = 0
     """Index of its root, as in :class:`ParamGroupInfo`."""
 
 
@@ -267,9 +277,9 @@ class RankManifest(_Record):
 
     schema: str = MANIFEST_SCHEMA
     state: State = "running"
-    rank: int = 0
+    rank: Rank = 0
     local_rank: int = 0
-    world_size: int = 1
+    world_size: Rank = 1
     node_rank: int = 0
     """``--node-rank`` of the launcher above it; the launchers of several nodes may share a run."""
     host: str = ""
@@ -287,12 +297,12 @@ class RankManifest(_Record):
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
     steps: list[StepInfo] = []
-    micro_batches: int | None = None
+    micro_batches: Index | None = None
     """Forwards with gradients of each root in a training step; null if unknown or not always the same."""
-    gradient_syncs: int | None = None
+    gradient_syncs: Index | None = None
     """Those of them whose backward reduced gradients (``set_requires_gradient_sync``)."""
-    traced_steps: list[int] = []
-    memory_steps: list[int] = []
+    traced_steps: list[Index] = []
+    memory_steps: list[Index] = []
     memory_source: str | None = None
     """``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []

@@ -28,6 +28,8 @@ _PRODUCTS = {
 }
 """Matrix products -> position of their first factor."""
 _ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_backward)?")
+_MOST = 1 << 56
+"""A minute of the fastest accelerator; and a step's sum fits 64 bits."""
 _UNSIZED = ("aten::convolution", "aten::convolution_backward")
 """Operators whose output size their recorded inputs do not give."""
 
@@ -68,8 +70,13 @@ def operations(name: str, dims: str) -> int:
         return 0
     shapes = msgspec.json.decode(dims)
     if attention:
-        return _attention(shapes, backward=attention[1] is not None)
-    first = _PRODUCTS[name]
+        count = _attention(shapes, backward=attention[1] is not None)
+    else:
+        count = _product(shapes, _PRODUCTS[name])
+    return count if count <= _MOST else -1
+
+
+def _product(shapes: list[Any], first: int) -> int:
     if len(shapes) < first + 2 or not all(_is_shape(shape, 2) for shape in shapes[first : first + 2]):
         return -1
     left, right = shapes[first], shapes[first + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.spec.model import MOST_LAYERS
 
 __all__ = ["build_factory", "build_huggingface"]
 
 
+_COUNTED = re.compile(r"(?:layers?|blocks?|heads?|experts?|depth)s?$")
 _LONGEST = 300
 """Characters of another library's message that are shown."""
 
@@ -37,8 +40,9 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"model {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"model {path} is not JSON: {error}") from None
+    _check_sizes(path, values)
     if not isinstance(values, dict) or "model_type" not in values:
         raise ModelError(f"model {path}: no architecture: a Hugging Face config.json has a model_type")
     try:
@@ -66,6 +70,14 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
     )
 
 
+def _check_sizes(path: Path, values: Any) -> None:
+    """Refuse more layers, heads or experts than any model has, in whatever part: each is built."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        _check_sizes(path, value)
+        if _COUNTED.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(f"model {path}: {key} {value} is more than {MOST_LAYERS}")
+
+
 def build_factory(source: str, orig_dtype: str) -> Model:
     """Call ``package.module:factory`` under the meta device and describe what it returns.
 
@@ -76,12 +88,12 @@ def build_factory(source: str, orig_dtype: str) -> Model:
     with _current_directory_importable():
         try:
             factory = getattr(importlib.import_module(module_name), attribute)
-        except Exception as error:  # the user's own code may raise anything
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ModelError(f"model {source}: cannot be imported: {_one_line(error)}") from None
         try:
             with meta_construction(orig_dtype):
                 made = factory()
-        except Exception as error:  # as above
+        except (Exception, SystemExit) as error:  # as above
             raise ModelError(f"model {source}: the factory failed: {_one_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
     module, loss, batch = (*parts, None, None, None)[:3]
@@ -173,7 +185,7 @@ def _logits_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fsdp2prof.errors import ModelError, UsageError
+from fsdp2prof.estimators.spec.documents import parse_yaml, read_text
 from fsdp2prof.units import parse_bytes
 
 __all__ = ["HardwareSpec", "NetworkSpec", "known_hardware", "known_networks"]
@@ -233,9 +234,9 @@ def known_networks() -> dict[str, NetworkSpec]:
 
 def _of_file(path: Path) -> HardwareSpec:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"hardware {path}: cannot be read ({error})") from None
+        text = read_text(path)
+    except ValueError as error:
+        raise ModelError(f"hardware {path}: {error}") from None
     found = list(_parsed(text, str(path)).accelerators.items())
     if len(found) != 1:
         raise ModelError(
@@ -245,12 +246,10 @@ def _of_file(path: Path) -> HardwareSpec:
 
 
 def _parsed(text: str, where: str) -> _File:
-    import yaml
-
     try:
-        return msgspec.convert(yaml.safe_load(text), _File)
-    except (yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ModelError(f"hardware {where}: {' '.join(str(error).split())}") from None
+        return msgspec.convert(parse_yaml(text), _File)
+    except ValueError as error:
+        raise ModelError(f"hardware {where}: {error}") from None
 
 
 def _hardware(name: str, entry: Any, where: str) -> HardwareSpec:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fsdp2prof.errors import InputError, ModelError
+from fsdp2prof.estimators.spec.documents import parse_toml, parse_yaml, read_text
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -35,11 +35,11 @@ def load_config(path: Path) -> dict[str, Any]:
 
     Raises ``InputError`` if it cannot be read or parsed, or has other keys.
     """
+    parse = parse_toml if path.suffix == ".toml" else parse_yaml
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    values = _parse_toml(path, text) if path.suffix == ".toml" else _parse_yaml(path, text)
+        values = parse(read_text(path))
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: not a table of {', '.join(_KEYS)}")
     unknown = [str(key) for key in values if key not in _KEYS]
@@ -97,26 +97,6 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
         policy["optimizer"] = _optimizer_of(manifest)
     mesh = {"dp_replicate": first.replicate_world_size, "dp_shard": first.shard_world_size}
     return {"mesh": mesh, "policy": policy}
-
-
-def _parse_toml(path: Path, text: str) -> Any:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: not TOML: {error}") from None
-
-
-def _parse_yaml(path: Path, text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
 
 
 def _mesh_of_table(table: Mapping[str, Any]) -> MeshSpec:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 from fsdp2prof.errors import ModelError
 
 __all__ = ["MeshSpec"]
+
+_SIZE = re.compile(r"[0-9]{1,9}")
+_MOST_RANKS = 1 << 20
+"""Ten times the largest cluster there is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +37,8 @@ class MeshSpec:
             size = getattr(self, field.name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ModelError(f"mesh: {field.name}={size!r} must be a positive integer")
+        if self.world_size > _MOST_RANKS:
+            raise ModelError(f"mesh: {self.world_size} ranks are more than {_MOST_RANKS}")
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
@@ -40,7 +47,7 @@ class MeshSpec:
         sizes: dict[str, int] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = (part.strip() for part in item.partition("="))
-            if not equals or not size.isdecimal():
+            if not equals or not _SIZE.fullmatch(size):
                 raise ModelError(
                     f"mesh: {item!r} is not NAME=SIZE; write for example dp_replicate=4,dp_shard=8"
                 )

@@ -6,8 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.option import Integer
 
-__all__ = ["ModelSpec"]
+__all__ = ["MOST_LAYERS", "ModelSpec"]
+
+MOST_LAYERS = 4096
+"""Blocks of a model: published ones have up to a thousand, and each is built."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,16 +31,26 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.source:
             raise ModelError("model: empty; name a built-in, a config.json or package.module:factory")
-        if self.layers is not None and self.layers < 1:
-            raise ModelError(f"model: layers={self.layers} must be at least 1")
+        if self.layers is not None:
+            try:
+                Integer(1, MOST_LAYERS).read(self.layers)
+            except ValueError as error:
+                raise ModelError(f"layers: {error}") from None
 
     @property
     def kind(self) -> str:
         """``huggingface``, ``factory`` or ``builtin``, from the look of ``source``."""
-        if self.source.endswith(".json") or Path(self.source).is_dir():
+        if self.source.endswith(".json") or _is_folder(self.source):
             return "huggingface"
         return "factory" if ":" in self.source else "builtin"
 
     def with_layers(self, layers: int) -> ModelSpec:
         """The same model with another number of blocks."""
         return replace(self, layers=layers)
+
+
+def _is_folder(source: str) -> bool:
+    try:
+        return Path(source).is_dir()
+    except (OSError, ValueError):  # no path at all: too long, or with a null character
+        return False

@@ -38,6 +38,9 @@ _SHORT_DTYPES = {
     "half": "float16",
     "fp64": "float64",
 }
+_COUNT = re.compile(r"[0-9]{1,6}")
+_LONGEST = 4096
+"""Characters of a text; a path is no longer."""
 _KEY = "option"
 
 
@@ -118,9 +121,10 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Integer:
-    """A whole number."""
+    """A whole number within bounds."""
 
     least: int
+    most: int
 
     @property
     def values(self) -> str:
@@ -131,6 +135,8 @@ class Integer:
         """Return the number."""
         if not isinstance(value, int) or isinstance(value, bool) or value < self.least:
             raise ValueError(f"{value!r} must be an integer of at least {self.least}")
+        if value > self.most:
+            raise ValueError(f"{value!r} is more than {self.most}")
         return value
 
 
@@ -177,16 +183,21 @@ class Words:
         if self.none and value in (None, "none"):
             return None
         text = str(value)
-        if self.number is not None and not isinstance(value, bool) and text.isdecimal() and int(text) > 0:
-            return int(text)
+        if self.number is not None and not isinstance(value, bool) and (number := _count(text)):
+            return number
         if self.counted is not None:
             word, _, count = text.partition(":")
-            if word == self.counted.word and count.isdecimal() and int(count) > 0:
-                return self.counted(int(count))
+            if word == self.counted.word and (number := _count(count)):
+                return self.counted(number)
         last = [f"{self.counted.word}:K with K >= 1"] if self.counted is not None else []
         last += [self.number] if self.number is not None else []
         listed = " or ".join([", ".join(self.words), *["none"] * self.none, *last])
         raise ValueError(f"unknown value {value!r}; one of {listed}")
+
+
+def _count(text: str) -> int | None:
+    """A number from 1 on of at most six digits; None for any other text."""
+    return int(text) or None if _COUNT.fullmatch(text) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,6 +253,8 @@ class Text:
         """Return the text."""
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{value!r} must be text")
+        if value is not None and len(value) > _LONGEST:
+            raise ValueError(f"longer than {_LONGEST} characters")
         return value
 
 
@@ -256,6 +269,6 @@ class Regex(Text):
         text = Text.read(self, value)
         try:
             re.compile(text or "")
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{value!r} is not a regular expression: {error}") from None
         return text

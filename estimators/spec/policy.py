@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
 from fsdp2prof.estimators.spec.option import (
     Counted,
@@ -69,6 +70,12 @@ Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
 
+_MOST_TOKENS = 1 << 28
+"""Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
+_MOST_REPEATS = 4096
+"""Micro-batches of a step: each is executed."""
+
+
 def dtype_bytes(name: str) -> int:
     """Bytes of one element of a torch dtype name. Raises ``ModelError`` for an unknown one."""
     size = units.dtype_bytes(name)
@@ -85,9 +92,11 @@ class PolicySpec:
     value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
-    batch_size: int = option(1, Integer(1), "Sequences per rank and micro-batch.")
-    seq_len: int = option(4096, Integer(1), "Tokens of a sequence, before context parallelism divides it.")
-    grad_accum: int = option(1, Integer(1), "Micro-batches per optimizer step.")
+    batch_size: int = option(1, Integer(1, _MOST_TOKENS), "Sequences per rank and micro-batch.")
+    seq_len: int = option(
+        4096, Integer(1, _MOST_TOKENS), "Tokens of a sequence, before context parallelism divides it."
+    )
+    grad_accum: int = option(1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.")
     sync: Sync = option(
         "last",
         Words(words=get_args(Sync)),
@@ -141,14 +150,14 @@ class PolicySpec:
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
     )
-    forward_prefetch: int = option(0, Integer(0), "Blocks prefetched explicitly in forward.")
+    forward_prefetch: int = option(0, Integer(0, MOST_LAYERS), "Blocks prefetched explicitly in forward.")
     backward_prefetch: int = option(
-        0, Integer(0), "Blocks prefetched explicitly in backward; 0 is FSDP's own single one."
+        0, Integer(0, MOST_LAYERS), "Blocks prefetched explicitly in backward; 0 is FSDP's own single one."
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
     )
-    reduce_scatter_buffers: int = option(1, Integer(1), "Reduce-scatter inputs kept in flight.")
+    reduce_scatter_buffers: int = option(1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight.")
     compile: bool = option(False, Flag(), "torch.compile of each block.")
     float8: Float8 | None = option(
         None,
@@ -165,7 +174,9 @@ class PolicySpec:
         memory_only=True,
     )
     pp_stage: int = option(
-        0, Integer(0), "Pipeline stage to estimate; the first holds the embedding, the last norm and head."
+        0,
+        Integer(0, MOST_LAYERS),
+        "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
     )
     extra_model: str | None = option(
         None, Text("MODEL"), "A second, frozen model run forward without gradients beside the first."
@@ -173,6 +184,10 @@ class PolicySpec:
 
     def __post_init__(self) -> None:
         read_options(self)
+        if self.batch_size * self.seq_len > _MOST_TOKENS:
+            raise ModelError(
+                f"{self.batch_size} sequences of {self.seq_len} tokens are more than {_MOST_TOKENS} tokens"
+            )
         if self.fp8_all_gather and self.float8 != "tensorwise":
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"
@@ -188,7 +203,7 @@ class PolicySpec:
         Raises ``ModelError`` for an unknown key.
         """
         known = options_of(cls)
-        unknown = sorted(set(values) - set(known))
+        unknown = sorted(map(str, set(values) - set(known)))
         if unknown:
             raise ModelError(f"policy: unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}")
         return cls(**values)

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from fsdp2prof.manifest import RankManifest
+    from fsdp2prof.workflows.estimate import Described
 
 __all__ = ["estimate"]
 
@@ -88,10 +88,10 @@ _INPUT_OPTIONS = (
 
 
 def _input_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that describe model, mesh and policy; the command gets ``values`` and ``manifest``."""
+    """Add the options that describe model, mesh and policy; the command gets one ``described``."""
 
     @wraps(command)
-    def with_values(
+    def with_description(
         *,
         model: str | None,
         layers: int | None,
@@ -100,25 +100,22 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
         from_run: Path | None,
         **options: Any,
     ) -> None:
-        from fsdp2prof.estimators.spec.inputs import load_config, values_of_run
-        from fsdp2prof.workflows.estimate import describe_run
+        from fsdp2prof.workflows.estimate import describe
 
-        manifest = None if from_run is None else describe_run(from_run)
-        values: dict[str, Any] = {} if manifest is None else values_of_run(manifest)
-        policy = dict(values.pop("policy", {}))
-        if config is not None:
-            values |= load_config(config)
-            policy |= values.pop("policy", {})
         given = {"model": model, "layers": layers, "mesh": mesh}
-        values |= {key: value for key, value in given.items() if value is not None}
-        for name in [name for name in options if name.startswith(_POLICY)]:
-            value = options.pop(name)
-            if value is not None:
-                policy[name.removeprefix(_POLICY)] = value
-        command(values={**values, "policy": policy}, manifest=manifest, **options)
+        names = [name for name in options if name.startswith(_POLICY)]
+        policy = {name.removeprefix(_POLICY): options.pop(name) for name in names}
+        described = describe(
+            config=config, from_run=from_run, given=_not_none(given), policy=_not_none(policy)
+        )
+        command(described=described, **options)
 
-    decorated: Callable[..., None] = _with_options(_INPUT_OPTIONS)(with_values)
+    decorated: Callable[..., None] = _with_options(_INPUT_OPTIONS)(with_description)
     return decorated
+
+
+def _not_none(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
@@ -146,56 +143,30 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
     help="Also write the predicted allocations and collectives as a run for analyze, report and compare.",
 )
 @output_options()
-def memory(
-    values: dict[str, Any],
-    manifest: RankManifest | None,
-    hardware: str | None,
-    save_run: Path | None,
-    output: Output,
-) -> None:
+def memory(described: Described, hardware: str | None, save_run: Path | None, output: Output) -> None:
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
-    from fsdp2prof.estimators.communication import estimate_comm
-    from fsdp2prof.estimators.memory import predict_memory
-    from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.workflows import estimate as runs
+    with output.progress("executing the model on fake tensors"):
+        from fsdp2prof.workflows.estimate import estimate_memory
 
-    if save_run is not None:
-        runs.refuse_existing_run(save_run)
-    if manifest is not None and "model" not in values:
-        raise UsageError("estimate memory --from-run needs the model too: add --model")
-    if hardware is not None:
-        values = {**values, "hardware": hardware}
-    spec = make_spec(values)
-    with output.progress(f"executing {spec.model.source} on fake tensors"):
-        prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
-    if save_run is not None:
-        communication = estimate_comm(spec.model, spec.mesh, spec.policy)
-        runs.save_run(save_run, prediction, communication)
-    output.render(prediction.estimate)
+        result = estimate_memory(described, hardware=hardware, save=save_run)
+    output.render(result)
 
 
 @estimate.command()
 @_input_options
 @output_options()
-def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) -> None:
+def comm(described: Described, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
     With --from-run and no --model the recorded parameter groups are used as they are.
     """
-    from fsdp2prof.estimators.communication import estimate_comm
-    from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
-    from fsdp2prof.estimators.spec.inputs import make_spec
+    from fsdp2prof.workflows.estimate import estimate_communication
 
-    if manifest is not None and "model" not in values:
+    if described.is_recorded_only:
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
         because = "without --model the recorded parameter groups are used as they are"
         refuse_given("--layers", "--mesh", "--config", *others, because=because)
-        policy = values["policy"]
-        result = estimate_comm_of_run(manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync"))
-    else:
-        spec = make_spec(values)
-        result = estimate_comm(spec.model, spec.mesh, spec.policy)
-    output.render(result)
+    output.render(estimate_communication(described))
 
 
 @estimate.command()
@@ -215,8 +186,7 @@ def comm(values: dict[str, Any], manifest: RankManifest | None, output: Output) 
 )
 @output_options()
 def step(
-    values: dict[str, Any],
-    manifest: RankManifest | None,
+    described: Described,
     hardware: str | None,
     gpus_per_node: int,
     network: str | None,
@@ -230,15 +200,9 @@ def step(
     """
     from fsdp2prof.estimators.spec.cluster import Cluster
     from fsdp2prof.estimators.spec.hardware import NetworkSpec
-    from fsdp2prof.estimators.spec.inputs import make_spec
-    from fsdp2prof.estimators.step import predict_step
-    from fsdp2prof.workflows import estimate as runs
+    from fsdp2prof.workflows.estimate import estimate_step
 
-    if save_run is not None:
-        runs.refuse_existing_run(save_run)
-    if manifest is not None and "model" not in values:
-        raise UsageError("estimate step --from-run needs the model too: add --model")
-    spec = make_spec(values if hardware is None else {**values, "hardware": hardware})
+    spec = described.spec(hardware=hardware)
     if spec.hardware is None:
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
     cluster = Cluster(
@@ -248,26 +212,18 @@ def step(
         nics_per_node=nics_per_node,
     )
     with output.progress(f"executing {spec.model.source} on fake tensors"):
-        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster)
-    if save_run is not None:
-        runs.save_step_run(save_run, prediction)
-    output.render(prediction.estimate)
+        result = estimate_step(described, cluster, save=save_run)
+    output.render(result)
 
 
 @estimate.command()
 @_input_options
 @click.option("--bandwidth", help="What one writing rank sustains per second, for example 2GB.")
 @output_options()
-def checkpoint(
-    values: dict[str, Any], manifest: RankManifest | None, bandwidth: str | None, output: Output
-) -> None:
+def checkpoint(described: Described, bandwidth: str | None, output: Output) -> None:
     """Estimate the size of a distributed checkpoint and the time to write it."""
-    from fsdp2prof.estimators.checkpoint import estimate_checkpoint
-    from fsdp2prof.estimators.spec.inputs import make_spec
     from fsdp2prof.units import parse_bytes
+    from fsdp2prof.workflows.estimate import estimate_checkpoint
 
-    if manifest is not None and "model" not in values:
-        raise UsageError("estimate checkpoint --from-run needs the model too: add --model")
-    spec = make_spec(values)
     rate = None if bandwidth is None else parse_bytes(bandwidth.removesuffix("/s"))
-    output.render(estimate_checkpoint(spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=rate))
+    output.render(estimate_checkpoint(described, bandwidth_bytes_per_s=rate))

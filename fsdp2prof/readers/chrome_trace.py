@@ -56,7 +56,7 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
     """
     try:
         distributed = schema.FLOAT_TIMES.document.decode(read_head(Path(path))).distributed_info
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     return header_integer(distributed, "rank"), header_integer(distributed, "world_size")
 

@@ -42,6 +42,10 @@ Sync: TypeAlias = tuple[int, Any, Any]
 """Event row, then the columns of :class:`SyncTable` after ``event``, as in the JSON."""
 
 _FIELDS = len(fields(CollectiveArgs))
+_MOST_DIMS = 64
+"""Dimensions of a torch tensor."""
+_MOST_ELEMENTS = 1 << 48
+"""More than any memory holds."""
 
 _SHAPED_PREFIXES = (
     "c10d::",
@@ -102,7 +106,10 @@ def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
     """Recorded inputs of the events whose operator is of interest, by row."""
     rows = _rows_with([a.input_dims for a in args], NO_TEXT)
     rows = [row for row in rows if _has_shapes(events[row].name)]
-    return [(i, events[i].name, _compact(args[i].input_dims), _compact(args[i].input_types)) for i in rows]
+    return [
+        (i, events[i].name, _shapes(_compact(args[i].input_dims)), _compact(args[i].input_types))
+        for i in rows
+    ]
 
 
 def _rows_with(values: list[Any], absent: Any) -> list[int]:
@@ -198,13 +205,35 @@ def _compact(raw: msgspec.Raw) -> str:
     return sys.intern(bytes(raw).decode(errors="replace").replace(" ", ""))
 
 
+@lru_cache(maxsize=4096)
+def _shapes(dims: str) -> str:
+    """Recorded shapes with null for what is none: a shape lists sizes, that of a list of tensors theirs."""
+    try:
+        shapes = msgspec.json.decode(dims, type=list[Any])
+    except (msgspec.DecodeError, RecursionError):
+        return "[]"
+    clean = [shape if _is_shape(shape) or _are_shapes(shape) else None for shape in shapes]
+    return dims if clean == shapes else msgspec.json.encode(clean).decode()
+
+
+def _are_shapes(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_shape, value))
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether a value lists sizes of a tensor that can be."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+        return False
+    return all(type(size) is int and size >= 0 for size in value) and prod(value) <= _MOST_ELEMENTS
+
+
 def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | None:
     """(dtype, input elements, output elements) of a collective from its recorded inputs; None if unknown."""
     in_place = _is_in_place(name)
     if not in_place and name not in _OUTPUT_FIRST and name not in _INPUT_ONLY:
         return None
     shapes = msgspec.json.decode(dims)
-    dtypes = msgspec.json.decode(types) if types else []
+    dtypes = _dtypes(types)
     # Old traces write a list of tensors as an empty shape, which would read as one element.
     if not shapes or (shapes[0] == [] and dtypes[:1] == ["TensorList"]):
         return None
@@ -215,10 +244,17 @@ def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | No
     return dtype, first, first if in_place else -1
 
 
+def _dtypes(types: str) -> list[Any]:
+    try:
+        return msgspec.json.decode(types, type=list[Any]) if types else []
+    except (msgspec.DecodeError, RecursionError):
+        return []
+
+
 def _elements(shape: Any) -> int:
     """Elements of a tensor, or of all tensors of a list; -1 if it is no shape."""
-    if not isinstance(shape, list):
+    if shape is None:
         return -1
-    if shape and all(isinstance(item, list) for item in shape):
-        return sum(_elements(item) for item in shape)
-    return prod(shape) if all(isinstance(item, int) for item in shape) else -1
+    if shape and isinstance(shape[0], list):
+        return sum(map(prod, shape))
+    return prod(shape)

@@ -21,7 +21,7 @@ from fsdp2prof.readers.event_args import (
     recorded_shapes,
     sync_waits,
 )
-from fsdp2prof.readers.json_values import Interner, int_column, narrow, to_ns
+from fsdp2prof.readers.json_values import LONGEST_US, Interner, int_column, narrow, to_ns
 from fsdp2prof.readers.kineto_schema import Args, Complete, EventKinds, Instant
 
 __all__ = ["Columns", "Piece", "Share"]
@@ -83,7 +83,7 @@ class Share:
     def _event_columns(self, events: list[Complete], args: list[Args]) -> Columns:
         count = len(events)
         start = to_ns([e.ts for e in events])
-        duration = to_ns([e.dur for e in events])
+        duration = to_ns([e.dur for e in events], most_us=LONGEST_US)
         category = self.categories.codes([e.cat for e in events], count)
         pid = self.pids.codes([e.pid for e in events], count)
         is_device = np.asarray([*map(backends.is_on_device, self.categories)], dtype=np.bool_)[category]

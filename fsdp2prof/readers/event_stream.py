@@ -27,12 +27,18 @@ PIECE_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _GZIP_WBITS = 31
+_MOST_EXPANSION, _EXPANDS_FREELY_BYTES = 100, 32 << 20
+"""Traces compress ten- to thirtyfold: a file that grows more is made to fill the memory."""
+_LONGEST_BYTES = 64 << 20
+"""Of an event, and of what precedes the events: a trace is never held whole."""
 _SPACE = b" \t\r\n"
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
 _NAN = re.compile(rb'(":\s*)-?(?:nan|inf(?:inity)?)(?=\s*[,}])', re.IGNORECASE)
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
-_MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError)
+_LONE_SURROGATE = re.compile(r"(\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w)|\\u[dD][89a-fA-F]\w\w")
+"""An escape that is no character, and the pairs of them that are."""
+_MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Parse: TypeAlias = Callable[[bytes, int, bool], None]
 """Takes a piece's text, its number, and whether it is the last; raises ``DecodeError`` if it is none."""
@@ -72,6 +78,8 @@ def decode_pieces(
                 number += 1
                 buffer = buffer[cut:].lstrip(b", \t\r\n")
             buffer += chunk
+            if len(buffer) > _LONGEST_BYTES + piece_bytes:
+                raise TraceError(f"{path}: not a readable Kineto trace: no event ends in {_LONGEST_BYTES} B")
         if index == 0:
             _parse(parse, head + buffer + tail, number, True)
     except _MALFORMED as error:
@@ -122,12 +130,16 @@ def _chunks(path: Path, size: int, ends_early: list[str]) -> Iterator[bytes]:
             return
         member = isal_zlib.decompressobj(wbits=_GZIP_WBITS)
         pending = stream.read(_READ_BYTES)
+        expanded = 0
         while pending:
             try:
                 chunk = member.decompress(pending, size)
             except isal_zlib.error as error:  # type: ignore[misc]  # its stub declares an instance
                 ends_early.append(f"the compressed data is damaged ({error})")
                 return
+            expanded += len(chunk)
+            if expanded > _MOST_EXPANSION * stream.tell() + _EXPANDS_FREELY_BYTES:
+                raise TraceError(f"{path}: grows more than {_MOST_EXPANSION}-fold when it is decompressed")
             if chunk:
                 yield chunk
             pending = member.unused_data if member.eof else member.unconsumed_tail
@@ -150,10 +162,11 @@ def _first(path: Path, chunks: Iterator[bytes], ends_early: list[str]) -> bytes:
 def _until_events(buffer: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the chunks up to the one in which the events begin: keys before them may be long."""
     start = buffer.lstrip(_SPACE)[:1]
-    keep = len(b'"traceEvents" : [') + 64
+    keep, pending = len(b'"traceEvents" : [') + 64, 0
     while start == b"{" and not _EVENTS_KEY.search(buffer):
         chunk = next(chunks, b"")
-        if not chunk:
+        pending += len(chunk)
+        if not chunk or pending > _LONGEST_BYTES:
             return
         yield chunk
         buffer = buffer[-keep:] + chunk
@@ -223,9 +236,8 @@ def _parse(parse: Parse, text: bytes, number: int, is_last: bool) -> None:
         except _MALFORMED:
             pass
     try:
-        lenient = json.loads(
-            text.decode(errors="replace"), strict=False, parse_float=Decimal, parse_constant=lambda _: None
-        )
-    except ValueError:
+        readable = _LONE_SURROGATE.sub(lambda pair: pair[1] or r"\ufffd", text.decode(errors="replace"))
+        lenient = json.loads(readable, strict=False, parse_float=Decimal, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
         raise strict from None
     parse(_ENCODER.encode(lenient), number, is_last)

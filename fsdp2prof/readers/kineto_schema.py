@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import string
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,8 @@ __all__ = [
     "MemoryArgs",
 ]
 
+Identifier: TypeAlias = int | float | str | None
+"""Of a process or thread; torch writes numbers and, for its own tracks, names."""
 NO_TEXT = msgspec.Raw(b"")
 """The value of a ``Raw`` field the event does not have."""
 
@@ -74,8 +76,8 @@ class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
 
     cat: str = ""
     name: str = ""
-    pid: Any = -1
-    tid: Any = -1
+    pid: Identifier = -1
+    tid: Identifier = -1
     ts: int | float = 0
     dur: int | float = 0
     args: Args = _NO_ARGS
@@ -85,8 +87,8 @@ class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
     """An instant event."""
 
     name: str = ""
-    pid: Any = -1
-    tid: Any = -1
+    pid: Identifier = -1
+    tid: Identifier = -1
     ts: int | float = 0
     args: MemoryArgs = _NO_MEMORY
 

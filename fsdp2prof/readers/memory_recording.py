@@ -7,8 +7,6 @@ JSON header. Neither needs an object to be unpickled.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +16,8 @@ import numpy as np
 
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory_snapshot import read_snapshot
+from fsdp2prof.readers.npz import Arrays, read_npz
+from fsdp2prof.readers.recording_checks import check_recording
 from fsdp2prof.tables import (
     AllocationTable,
     BlockTable,
@@ -82,41 +82,38 @@ def read_memory(path: Path) -> list[MemoryRecording]:
 def read_recording(path: Path) -> MemoryRecording:
     """Read ``memory.npz``. Raises ``SnapshotError``."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            header = msgspec.json.decode(archive[HEADER].tobytes(), type=RecordingHeader)
-            if header.schema != RECORDING_SCHEMA:
-                raise SnapshotError(
-                    f"{path}: schema {header.schema!r} is not {RECORDING_SCHEMA!r}; "
-                    "read it with the fsdp2prof that wrote it"
-                )
-            tables = {
-                name: kind(
-                    **{
-                        field.name: _get(archive, header, f"{name}.{field.name}", str(field.type))
-                        for field in fields(kind)  # type: ignore[arg-type]
-                    }
-                )
-                for name, kind in RECORDING_TABLES.items()
-            }
-            stacks = Stacks(
-                _get(archive, header, "stacks.offsets", "IntArray"),
-                _get(archive, header, "stacks.frames", "Strings"),
+        arrays = read_npz(path)
+        header = msgspec.json.decode(arrays[HEADER].tobytes(), type=RecordingHeader)
+        if header.schema != RECORDING_SCHEMA:
+            raise SnapshotError(
+                f"{path}: schema {header.schema!r} is not {RECORDING_SCHEMA!r}; "
+                "read it with the fsdp2prof that wrote it"
             )
-    except (
-        OSError,
-        EOFError,
-        KeyError,
-        ValueError,
-        zipfile.BadZipFile,
-        zlib.error,
-        msgspec.MsgspecError,
-    ) as error:
+        recording = _recording(arrays, header)
+        check_recording(recording)
+    except (OSError, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise SnapshotError(f"{path}: not a memory recording of fsdp2prof ({error})") from error
+    return recording
+
+
+def _recording(arrays: Arrays, header: RecordingHeader) -> MemoryRecording:
+    tables = {
+        name: kind(
+            **{
+                field.name: _get(arrays, header, f"{name}.{field.name}", str(field.type))
+                for field in fields(kind)  # type: ignore[arg-type]
+            }
+        )
+        for name, kind in RECORDING_TABLES.items()
+    }
     return MemoryRecording(
         source=header.source,
         device=header.device,
         **tables,  # type: ignore[arg-type]
-        stacks=stacks,
+        stacks=Stacks(
+            _get(arrays, header, "stacks.offsets", "IntArray"),
+            _get(arrays, header, "stacks.frames", "Strings"),
+        ),
         events=header.events,
         end_ns=header.end_ns,
         truncated=header.truncated,
@@ -125,12 +122,12 @@ def read_recording(path: Path) -> MemoryRecording:
     )
 
 
-def _get(archive: Any, header: RecordingHeader, name: str, kind: str) -> Any:
-    """Read one column and refuse one whose shape, type or string codes are not what the table says."""
-    array = archive[name]
+def _get(arrays: Arrays, header: RecordingHeader, name: str, kind: str) -> Any:
+    """Return one column; raises ``ValueError`` if its type or string codes are not what the table says."""
+    array = arrays[name]
     wanted = {"Strings": np.int32, "BoolArray": np.bool_}.get(kind, np.int64)
-    if array.ndim != 1 or array.dtype != wanted:
-        raise ValueError(f"column {name} is {array.dtype} of {array.ndim} dimensions")
+    if array.dtype != wanted:
+        raise ValueError(f"column {name} is {array.dtype}")
     if kind != "Strings":
         return array
     values = tuple(header.strings[name])

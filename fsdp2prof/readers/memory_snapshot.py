@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.errors import SnapshotError
+from fsdp2prof.readers.limits import MOST_DEVICES
+from fsdp2prof.readers.recording_checks import check_recording
 from fsdp2prof.readers.safe_pickle import load_containers, text
 from fsdp2prof.readers.snapshot_events import build_allocations, build_blocks, build_segments, read_events
 from fsdp2prof.readers.snapshot_stacks import StackInterner
@@ -31,12 +33,15 @@ def read_snapshot(path: Path) -> list[MemoryRecording]:
     """Read a snapshot: one recording per device with a history or memory. Raises ``SnapshotError``."""
     try:
         with _no_garbage_collection():
-            return _recordings(load_containers(path), path)
+            recordings = _recordings(load_containers(path), path)
+        for recording in recordings:
+            check_recording(recording)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
         raise SnapshotError(
             f"{path}: not an allocator snapshot: {type(error).__name__} {error}; "
             "expected what torch.cuda.memory._dump_snapshot writes"
         ) from error
+    return recordings
 
 
 @contextmanager
@@ -65,6 +70,8 @@ def _recordings(snapshot: Any, path: Path) -> list[MemoryRecording]:
             f"{path}: the snapshot holds no memory and no history; "
             "call torch.cuda.memory._record_memory_history() before the training"
         )
+    if len(devices) > MOST_DEVICES:
+        raise SnapshotError(f"{path}: not the snapshot of one process: it has {len(devices)} devices")
     settings = _settings(snapshot.get("allocator_settings") or {})
     annotations = snapshot.get("external_annotations") or []
     return [

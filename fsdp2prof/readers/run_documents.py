@@ -9,6 +9,7 @@ import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.readers.run_checks import check_document
 
 __all__ = ["UnreadableError", "read_document"]
 
@@ -31,9 +32,11 @@ def read_document(file: Path, kind: type[_Document], known_schema: str) -> _Docu
     content = file.read_bytes()
     try:
         _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        document = msgspec.json.decode(content, type=kind)
+        check_document(document)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UnreadableError(f"{file}: cannot be read ({error}); record the run again") from error
+    return document
 
 
 def _check_schema(file: Path, schema: str, known_schema: str) -> None:

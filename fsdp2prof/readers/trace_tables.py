@@ -16,11 +16,25 @@ from fsdp2prof.readers.event_args import collective_args, shape_table, sync_tabl
 from fsdp2prof.readers.event_columns import Columns, Share
 from fsdp2prof.readers.json_values import Interner, compact, int_column
 from fsdp2prof.readers.kineto_schema import Header
-from fsdp2prof.tables import CompactArray, EventTable, IntArray, LabelTable, MemoryEventTable, Strings, Trace
+from fsdp2prof.readers.limits import MOST_DEVICES, MOST_RANKS, too_many_labels
+from fsdp2prof.tables import (
+    CompactArray,
+    EventTable,
+    IntArray,
+    LabelTable,
+    MemoryEventTable,
+    Strings,
+    Trace,
+)
 
 __all__ = ["assemble", "header_integer"]
 
 _WORTH_RETURNING_BYTES = 8 << 20
+_MOST_PAIRS = 1 << 20
+"""Processes times threads up to which a table of all their pairs is looked up in; sorting takes longer."""
+_MOST_BYTES = 1 << 60
+_BASE_NS = 1 << 62
+"""The year 2116: what a trace's epoch and its times may sum to fits 64 bits."""
 _UNCALLED = "cuda"
 """Type of a device whose work was launched by no call in the file."""
 
@@ -52,6 +66,16 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
     end = end[order]
     events = _event_table(columns, start, end, order, share, threads)
     is_label = events.category.equals("user_annotation") & (events.thread >= 0)
+    labels = LabelTable(
+        thread=events.thread[is_label].astype(np.int64),
+        start_ns=events.start_ns[is_label],
+        end_ns=events.end_ns[is_label],
+        name=events.name.take(is_label),
+    )
+    devices = len(np.unique(memory.device))
+    too_many = f"{devices} devices with memory" if devices > MOST_DEVICES else too_many_labels(labels)
+    if too_many:
+        raise TraceError(f"{source}: not the trace of one process: it has {too_many}")
     distributed = header.distributed_info
     return Trace(
         source=source,
@@ -59,15 +83,10 @@ def assemble(source: str, header: Header, share: Share, warnings: list[str]) -> 
         world_size=header_integer(distributed, "world_size"),
         device=_device(events, header.device_properties),
         process_groups=_process_groups(distributed),
-        base_time_ns=int(int_column([header.base_time_ns])[0]),
+        base_time_ns=_base_time_ns(header),
         events=events,
         collective_args=collectives,
-        labels=LabelTable(
-            thread=events.thread[is_label].astype(np.int64),
-            start_ns=events.start_ns[is_label],
-            end_ns=events.end_ns[is_label],
-            name=events.name.take(is_label),
-        ),
+        labels=labels,
         shapes=shaped,
         memory=memory,
         threads=tuple(threads.names),
@@ -145,25 +164,40 @@ class _Threads:
 
     def __init__(self, pids: Interner, tids: Interner) -> None:
         self._pids, self._tids = list(pids), list(tids)
-        self._numbers = np.full(len(pids) * len(tids), -1, dtype=np.int32)
+        self._numbers: dict[int, int] = {}
         self.names: list[str] = []
 
     def number(self, pid: npt.NDArray[Any], tid: npt.NDArray[Any]) -> CompactArray:
         """Thread numbers of pairs of interned pids and tids."""
-        pair = pid.astype(np.int64) * len(self._tids) + tid
-        host = pid >= 0
-        seen = np.zeros(len(self._numbers), dtype=np.bool_)
-        seen[pair[host]] = True
-        for code in np.flatnonzero(seen & (self._numbers < 0)).tolist():
-            self._numbers[code] = len(self.names)
-            self.names.append(f"{self._pids[code // len(self._tids)]}/{self._tids[code % len(self._tids)]}")
-        return np.where(host, self._numbers[np.where(host, pair, 0)], -1)
+        nowhere = len(self._pids) * len(self._tids)
+        pair = np.where(pid >= 0, pid.astype(np.int64) * len(self._tids) + tid, nowhere)
+        if nowhere > _MOST_PAIRS:
+            distinct, code = np.unique(pair, return_inverse=True)
+            numbers = [-1 if one == nowhere else self._number(one) for one in distinct.tolist()]
+            return np.asarray(numbers, dtype=np.int32)[code]
+        seen = np.zeros(nowhere + 1, dtype=np.bool_)
+        seen[pair] = True
+        lookup = np.full(nowhere + 1, -1, dtype=np.int32)
+        for one in np.flatnonzero(seen[:-1]).tolist():
+            lookup[one] = self._number(one)
+        return lookup[pair]
+
+    def _number(self, pair: int) -> int:
+        if pair not in self._numbers:
+            self._numbers[pair] = len(self.names)
+            self.names.append(f"{self._pids[pair // len(self._tids)]}/{self._tids[pair % len(self._tids)]}")
+        return self._numbers[pair]
 
 
-def header_integer(info: Any, key: str) -> int | None:
-    """An integer of a JSON object; None if it is no object or the value no integer."""
+def header_integer(info: Any, key: str, most: int = MOST_RANKS) -> int | None:
+    """A count of a JSON object; None if it is no object, or the value no integer from 0 to ``most``."""
     value = info.get(key) if isinstance(info, dict) else None
-    return value if isinstance(value, int) else None
+    return value if type(value) is int and 0 <= value <= most else None
+
+
+def _base_time_ns(header: Header) -> int:
+    base = int(int_column([header.base_time_ns])[0])
+    return base if 0 <= base < _BASE_NS else 0
 
 
 def _process_groups(info: Any) -> tuple[ProcessGroupInfo, ...]:
@@ -172,17 +206,21 @@ def _process_groups(info: Any) -> tuple[ProcessGroupInfo, ...]:
     if isinstance(configs, str):
         try:
             configs = msgspec.json.decode(configs)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             configs = None
     groups = []
     for config in configs if isinstance(configs, list) else []:
+        if not isinstance(config, dict):
+            continue
         ranks = config.get("ranks", [])
         groups.append(
             ProcessGroupInfo(
                 name=str(config.get("pg_name", "")),
                 desc=str(config.get("pg_desc", "")),
                 backend=str(config.get("backend_config", config.get("backend", ""))),
-                ranks=[r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else [],
+                ranks=[r for r in ranks if type(r) is int and 0 <= r <= MOST_RANKS]
+                if isinstance(ranks, list)
+                else [],
             )
         )
     return tuple(groups)
@@ -198,7 +236,7 @@ def _device(events: EventTable, properties: Any) -> DeviceInfo:
     index = int(indices[counts.argmax()])
     known = [p for p in properties if isinstance(p, dict)] if isinstance(properties, list) else []
     match = [p for p in known if p.get("id") == index]
-    if not match and len({p.get("name") for p in known}) == 1:
+    if not match and len({str(p.get("name")) for p in known}) == 1:
         match = known
     if not match:
         return DeviceInfo(type=called or _UNCALLED, index=index)
@@ -207,6 +245,6 @@ def _device(events: EventTable, properties: Any) -> DeviceInfo:
         type=called or _UNCALLED,
         index=index,
         name=str(match[0].get("name", "")),
-        total_bytes=header_integer(match[0], "totalGlobalMem"),
+        total_bytes=header_integer(match[0], "totalGlobalMem", _MOST_BYTES),
         capability=None if major is None else f"{major}.{minor}",
     )

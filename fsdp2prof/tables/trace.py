@@ -76,7 +76,7 @@ class ShapeTable(Table):
     event: IntArray
     """Row of the event in its :class:`EventTable`, ascending."""
     dims: Strings
-    """``Input Dims`` as JSON text without spaces: ``[[128,64],[64,32],[]]``."""
+    """``Input Dims`` as JSON text without spaces: ``[[128,64],[64,32],[]]``; null for what is no shape."""
     types: Strings
     """``Input type`` as JSON text without spaces: ``["c10::BFloat16","Scalar"]``."""
 

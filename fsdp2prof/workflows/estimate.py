@@ -1,102 +1,148 @@
-"""What an estimate takes from a recorded run, and an estimate as a run that every view reads."""
+"""From a description of a run that has not happened to its estimates.
+
+What is described is checked before torch is imported: a wrong option is told at once.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.estimators.memory import MemoryPrediction
-from fsdp2prof.estimators.step import StepPrediction
-from fsdp2prof.files import write_json
-from fsdp2prof.manifest import (
-    COMMUNICATION_FILE,
-    MANIFEST_FILE,
-    RUN_FILE,
-    STORAGE_COUNT_FILE,
-    TRACE_FILE,
-    RankManifest,
-    RecordOptions,
-    RunInfo,
-    rank_folder,
-)
+from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec, values_of_run
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run_directory import open_run
-from fsdp2prof.recorder.recording_file import write_recording
-from fsdp2prof.results import CommEstimate
-from fsdp2prof.workflows.trace_file import write_trace
+from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, StepEstimate
+from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
-__all__ = ["describe_run", "refuse_existing_run", "save_run", "save_step_run"]
+if TYPE_CHECKING:
+    from fsdp2prof.estimators.spec.cluster import Cluster
+
+__all__ = [
+    "Described",
+    "describe",
+    "estimate_checkpoint",
+    "estimate_communication",
+    "estimate_memory",
+    "estimate_step",
+]
 
 
-def describe_run(path: Path) -> RankManifest:
-    """Return what the lowest rank with parameter groups says of itself.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """A run as it was described: by options, a file, a recorded run."""
 
-    Raises ``RunDirectoryError`` for what is no run, and for a run in which no rank has any.
+    values: Mapping[str, Any]
+    """As :func:`~fsdp2prof.estimators.spec.inputs.make_spec` takes them."""
+    manifest: RankManifest | None
+    """Of the recorded run, if there is one."""
+
+    @property
+    def is_recorded_only(self) -> bool:
+        """Whether nothing but the recorded run says what the model is."""
+        return self.manifest is not None and "model" not in self.values
+
+    def spec(self, **more: Any) -> EstimateSpec:
+        """Build and check it; ``more`` overrides values. Raises ``ModelError`` and ``UsageError``."""
+        if self.is_recorded_only:
+            raise UsageError("--from-run needs the model too: a recorded run does not hold it; add --model")
+        return make_spec({**self.values, **{key: value for key, value in more.items() if value is not None}})
+
+
+def describe(
+    *,
+    config: Path | None = None,
+    from_run: Path | None = None,
+    given: Mapping[str, Any],
+    policy: Mapping[str, Any],
+) -> Described:
+    """Put together what a recorded run, a file and options say; the later wins.
+
+    ``given`` are values of ``make_spec``, ``policy`` options of ``PolicySpec``. Raises ``RunDirectoryError``,
+    ``InputError`` and ``ModelError`` for what cannot be read.
     """
-    manifests = [record.manifest for record in open_run(path).ranks if record.manifest is not None]
-    described = [manifest for manifest in manifests if manifest.param_groups]
-    if not described:
-        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
-    return described[0]
+    manifest = None if from_run is None else _manifest(from_run)
+    recorded = {} if manifest is None else values_of_run(manifest)
+    of_file = {} if config is None else load_config(config)
+    policies = [recorded.get("policy", {}), of_file.get("policy", {}), policy]
+    merged = {name: value for one in policies for name, value in one.items()}
+    return Described(values={**recorded, **of_file, **given, "policy": merged}, manifest=manifest)
 
 
-def refuse_existing_run(path: Path) -> None:
-    """Raise ``RunDirectoryError`` if something is at ``path`` already, before any work is done."""
-    if path.exists():
-        raise RunDirectoryError(f"{path}: exists already; name a new folder for the estimated run")
+def estimate_memory(
+    described: Described, *, hardware: str | None = None, save: Path | None = None
+) -> MemoryEstimate:
+    """Estimate peak memory; ``save`` writes memory and collectives as a run.
 
-
-def save_run(path: Path, prediction: MemoryPrediction, communication: CommEstimate) -> None:
-    """Write predicted memory and collectives as a run directory of one rank, which stands for all.
-
-    Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
+    Raises ``ModelError`` for what cannot be estimated, ``RunDirectoryError`` for a run that is there already.
     """
-    estimate = prediction.estimate
-    fit = [] if estimate.fit is None else estimate.verdict[1:2]
-    with _new_run(path, prediction.manifest, fit) as folder:
-        write_json(path / COMMUNICATION_FILE, communication)
-        write_recording(folder / STORAGE_COUNT_FILE, prediction.recording)
+    if save is not None:
+        refuse_existing_run(save)
+    spec = described.spec(hardware=hardware)
+    from fsdp2prof.estimators.communication import estimate_comm
+    from fsdp2prof.estimators.memory import predict_memory
+
+    prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
+    if save is not None:
+        save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
+    return prediction.estimate
 
 
-def save_step_run(path: Path, prediction: StepPrediction) -> None:
-    """Write a predicted step as a run directory of one rank, which stands for all.
+def estimate_communication(described: Described) -> CommEstimate:
+    """Estimate the collectives of a step; without a model those of the recorded parameter groups.
 
-    Raises ``RunDirectoryError`` if ``path`` exists or cannot be written.
+    Raises ``ModelError`` for what cannot be estimated.
     """
-    trace = prediction.trace
-    manifest = RankManifest(
-        state="complete",
-        world_size=trace.world_size or 1,
-        device=trace.device,
-        process_groups=list(trace.process_groups),
-        traced_steps=[step.step for rank in prediction.estimate.trace.ranks for step in rank.steps],
+    if described.manifest is not None and described.is_recorded_only:
+        from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
+
+        policy = described.values["policy"]
+        return estimate_comm_of_run(
+            described.manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync")
+        )
+    spec = described.spec()
+    from fsdp2prof.estimators.communication import estimate_comm
+
+    return estimate_comm(spec.model, spec.mesh, spec.policy)
+
+
+def estimate_step(described: Described, cluster: Cluster, *, save: Path | None = None) -> StepEstimate:
+    """Estimate the time of a step; ``save`` writes it as a run.
+
+    Raises ``ModelError`` for what cannot be estimated, ``RunDirectoryError`` for a run that is there already.
+    """
+    if save is not None:
+        refuse_existing_run(save)
+    spec = described.spec()
+    from fsdp2prof.estimators.step import predict_step
+
+    prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster)
+    if save is not None:
+        save_step_run(save, prediction)
+    return prediction.estimate
+
+
+def estimate_checkpoint(
+    described: Described, *, bandwidth_bytes_per_s: int | None = None
+) -> CheckpointEstimate:
+    """Estimate the size of a distributed checkpoint, and its time at what one writing rank sustains.
+
+    Raises ``ModelError`` for what cannot be estimated.
+    """
+    spec = described.spec()
+    from fsdp2prof.estimators import checkpoint
+
+    return checkpoint.estimate_checkpoint(
+        spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=bandwidth_bytes_per_s
     )
-    with _new_run(path, manifest, prediction.estimate.verdict[:2], active=1) as folder:
-        write_trace(folder / TRACE_FILE, trace)
 
 
-@contextmanager
-def _new_run(path: Path, manifest: RankManifest, said: Sequence[str], *, active: int = 0) -> Iterator[Path]:
-    """Make a run directory of rank 0 and give the rank's folder to write into."""
-    refuse_existing_run(path)
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    info = RunInfo(
-        command=list(sys.argv),
-        state="complete",
-        started_at=now,
-        finished_at=now,
-        world_size=1,
-        options=RecordOptions(active=active, ranks="0", memory=not active),
-        messages=[f"an estimate: rank 0 of {manifest.world_size} stands for all", *said],
-    )
-    folder = path / rank_folder(0)
-    try:
-        folder.mkdir(parents=True)
-        write_json(path / RUN_FILE, info)
-        write_json(folder / MANIFEST_FILE, manifest)
-        yield folder
-    except OSError as error:
-        raise RunDirectoryError(f"{path}: cannot be written ({error.strerror})") from error
+def _manifest(run: Path) -> RankManifest:
+    """What the lowest rank with parameter groups says of itself."""
+    manifests = [record.manifest for record in open_run(run).ranks if record.manifest is not None]
+    described = next((manifest for manifest in manifests if manifest.param_groups), None)
+    if described is None:
+        raise RunDirectoryError(f"{run}: no rank recorded an FSDP parameter group")
+    return described

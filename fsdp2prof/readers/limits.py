@@ -1,0 +1,30 @@
+"""What no training has. Analyses go through labels, devices and events in nested loops: these bound them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdp2prof.labels import parse_label
+from fsdp2prof.tables import LabelTable
+
+__all__ = ["MOST_DEVICES", "MOST_RANKS", "too_many_labels"]
+
+MOST_RANKS = 1 << 24
+"""A header that says more says nothing."""
+MOST_DEVICES = 256
+"""Of one process, with memory in use."""
+_MOST_THREADS = 256
+"""Of one process, with FSDP's labels: the program's own, autograd's, those of collectives."""
+_MOST_OPEN = 4096
+"""Labels open at once: modules within modules."""
+
+
+def too_many_labels(labels: LabelTable) -> str | None:
+    """Say what FSDP's labels have more of than a process can, if anything; they are in order of start."""
+    rows = np.flatnonzero(labels.name.matches(lambda name: parse_label(name) is not None))
+    threads = len(np.unique(labels.thread[rows]))
+    if threads > _MOST_THREADS:
+        return f"{threads} threads with FSDP's labels"
+    ended = np.searchsorted(np.sort(labels.end_ns[rows]), labels.start_ns[rows], side="right")
+    at_once = int((np.arange(1, len(rows) + 1) - ended).max(initial=0))
+    return f"{at_once} of FSDP's labels at once" if at_once > _MOST_OPEN else None
