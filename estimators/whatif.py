@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.ranks.summary import RankSummary
-from fsdp2prof.analyzers.trace.analysis import analyze_trace
+from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merge
 from fsdp2prof.errors import InputError
 from fsdp2prof.estimators.replay.changes import (
     Change,
@@ -43,6 +43,9 @@ _ASSUMPTIONS = (
 _WORTH_SAYING = 0.002
 """Gain, of a step, below which a change is not said to help."""
 
+_MUCH = 0.1
+"""Part of a gain from which a place is named."""
+
 _TRIED_FOR = {
     "all_gather_launched_late": ("forward_prefetch", "backward_prefetch"),
     "all_gather_behind_stream": ("forward_prefetch", "backward_prefetch"),
@@ -67,7 +70,7 @@ class RecordedRank:
     trace: Trace
     manifest: RankManifest | None
     program: RankProgram
-    summary: RankSummary
+    analysis: RankAnalysis
 
 
 def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Job:
@@ -90,8 +93,9 @@ def what_if(
     Raises ``UsageError`` for a change that is not known, and ``InputError`` where a given one does not apply.
     """
     given = [*map(parse_change, settings), *map(parse_without, without)]
-    before = analyze_trace([(one.trace, one.manifest) for one in ranks])
-    job = replay_job([(one.program, one.summary) for one in ranks])
+    manifests = [one.manifest for one in ranks if one.manifest is not None]
+    before = merge([one.analysis for one in ranks], manifests=manifests)
+    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
     replayed = run(job)
     if given:
         change = _together(given)
@@ -144,12 +148,12 @@ def with_what_ifs(analysis: TraceAnalysis, job: Job) -> TraceAnalysis:
 
 def _answered(finding: Finding, tried: Sequence[WhatIfChange]) -> Finding:
     names = _TRIED_FOR.get(finding.id, ())
-    phase = finding.evidence.get("phase")
+    phase = str(finding.evidence.get("phase", ""))
     rank = finding.evidence.get("rank")
     best = None
     for row in tried:
         fits = any(row.change.startswith(name) for name in names)
-        other_phase = row.change.endswith("prefetch") and phase is not None and phase not in row.change
+        other_phase = row.change.endswith("prefetch") and phase not in row.change
         other_rank = "straggler" in row.change and row.change != f"without straggler:{rank}"
         if not fits or other_phase or other_rank or row.gained_frac is None:
             continue
@@ -283,15 +287,15 @@ def _verdict(result: WhatIf) -> list[str]:
         return ["No change that can be tried applies to this recording."]
     best = applied[0]
     text = sentence(best)
-    lines = [
-        f"{text[0].upper()}{text[1:]}: a step of {format_ns(result.step_ns)} takes {format_ns(best.step_ns or 0)}."
-    ]
+    now = best.step_ns or 0.0
+    was = format_ns(now + (best.gained_ns or 0.0))
+    lines = [f"{text[0].upper()}{text[1:]}. A step of {was} takes {format_ns(now)}."]
     if (best.gained_frac or 0) < _WORTH_SAYING and len(applied) > 1:
         lines = ["No single change that was tried makes a step faster."]
-    if result.by_layer and abs(result.by_layer[0].gained_ns) > 0:
-        worst = result.by_layer[0]
+    worst = result.by_layer[0] if result.by_layer else None
+    if worst is not None and worst.gained_ns > _MUCH * abs(best.gained_ns or 0.0) > 0:
         lines.append(
-            f"Most of it is the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
+            f"Most of it at one place: the {op_label(worst.op)} of {layer_name(worst.fqn)} in {worst.phase}: "
             f"{format_ns(worst.exposed_before_ns)} exposed before, {format_ns(worst.exposed_after_ns)} after."
         )
     return lines

@@ -28,6 +28,7 @@ _VERBS = {
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",
     ),
+    "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

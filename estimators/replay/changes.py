@@ -21,7 +21,10 @@ from fsdp2prof.estimators.replay.run import Pace
 
 __all__ = ["Change", "Changed", "NotApplicableError", "parse_change", "parse_without", "single_changes"]
 
-_SETTINGS = "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, mesh, separate_reduce_scatter_group"
+_SETTINGS = (
+    "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
+    "separate_reduce_scatter_group"
+)
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DEEPEST = 64
@@ -148,7 +151,9 @@ def _bandwidth(value: str) -> Change:
     factor = _factor("bandwidth", value)
 
     def apply(changed: Changed) -> Changed:
-        sent = [one for program in changed.job for one in program.activities.values() if one.kind == "collective"]
+        sent = [
+            one for program in changed.job for one in program.activities.values() if one.kind == "collective"
+        ]
         if not sent:
             raise NotApplicableError("nothing is sent in this run")
         floor = latencies(sent)
@@ -226,7 +231,10 @@ def _reduce_dtype(value: str) -> Change:
         return replace(
             changed,
             pace=replace(pace, activity_ns=activity_ns),
-            assumptions=(*changed.assumptions, "a reduce-scatter's transfer grows with its bytes; casts stay"),
+            assumptions=(
+                *changed.assumptions,
+                "a reduce-scatter's transfer grows with its bytes; casts stay",
+            ),
         )
 
     return Change("reduce_dtype", value, f"reducing gradients in {dtype}", apply)
@@ -327,7 +335,7 @@ def _prefetch(phase: str, ahead: int) -> Change:
         if max(map(len, found)) < 2:
             raise NotApplicableError(f"fewer than two layers are gathered in {phase}")
         now = 1 if phase == "backward" else 0  # groups that are gathered ahead of need by themselves
-        more = _largest(found[0], ahead - now)
+        more = _largest([one for one in found[0] if one.fqn != found[0][0].fqn], ahead - now)
         job = [prefetched(program, phase, ahead) for program in changed.job]
         memory = None if changed.memory_bytes is None else changed.memory_bytes + more
         return replace(changed, job=job, memory_bytes=memory)
@@ -355,11 +363,16 @@ def _reshard(value: str) -> Change:
         memory = None if changed.memory_bytes is None else changed.memory_bytes + more
         return replace(changed, job=job, memory_bytes=memory)
 
-    return Change("reshard", value, {
-        "never": "never resharding after forward",
-        "default": "resharding all but the root after forward",
-        "always": "resharding everything after forward",
-    }[value], apply)
+    return Change(
+        "reshard",
+        value,
+        {
+            "never": "never resharding after forward",
+            "default": "resharding all but the root after forward",
+            "always": "resharding everything after forward",
+        }[value],
+        apply,
+    )
 
 
 def _kept_bytes(found: Sequence[Gather]) -> int:

@@ -19,7 +19,7 @@ class Gather:
     phase: str
     step: int
     issue: range
-    """From the label's beginning (excluded) to its end: copy-in and the collective's launch."""
+    """From the label's beginning to its end: copy-in and the collective's launch."""
     copy_out: range
     """Empty where there is none."""
     needed_at: int
@@ -51,8 +51,8 @@ def gathers(program: RankProgram) -> list[Gather]:
                     fqn=fqn,
                     phase=collective.phase,
                     step=collective.step,
-                    issue=range(begin + 1, end + 1),
-                    copy_out=range(first + 1, last + 1),
+                    issue=range(begin, end + 1),
+                    copy_out=range(first, last + 1),
                     needed_at=ends[0] if ends else last,
                     payload_bytes=collective.payload_bytes,
                 )
@@ -94,11 +94,10 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
 def resharded(program: RankProgram, policy: str) -> RankProgram:
     """Keep layers gathered after forward (``never``), all but the root not (``default``), or none
     (``always``)."""
-    keep = {
-        "never": lambda fqn: True,
-        "default": is_root,
-        "always": lambda fqn: False,
-    }[policy]
+
+    def keep(fqn: str) -> bool:
+        return policy == "never" or (policy == "default" and is_root(fqn))
+
     dropped = [one for one in gathers(program) if one.phase == "backward" and keep(one.fqn)]
     program = without_gathers(program, dropped)
     found = gathers(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -74,11 +74,11 @@ class _Mark:
     blocked_from: int = -1
 
 
-def _activities(
-    tables: RankTables, *, on_device: bool
-) -> tuple[dict[int, Activity], dict[int, int]]:
+def _activities(tables: RankTables, *, on_device: bool) -> tuple[dict[int, Activity], dict[int, int]]:
     """Collectives first, numbered as in their table, then (on a device) everything else that ran."""
-    table, found, events = tables.collectives.table, {}, {}
+    table = tables.collectives.table
+    found: dict[int, Activity] = {}
+    events: dict[int, int] = {}
     columns = {name: getattr(table, name) for name in ("fqn", "phase", "op", "process_group", "dtype")}
     for i in range(len(table)):
         text = {name: column[i] for name, column in columns.items()}
@@ -140,7 +140,8 @@ def _label_marks(tables: RankTables) -> list[_Mark]:
         joins = label is not None and name.startswith("FSDP::root_pre_forward")
         start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
         marks.append(_Mark(start, 0, {"label": name, "opens": True, "joins": joins}))
-        marks.append(_Mark(end, 9, {"label": name}))
+        # what ends as something else begins ends first
+        marks.append(_Mark(end, -1 if start < end else 9, {"label": name}))
     return marks
 
 
@@ -176,9 +177,7 @@ def _sync_marks(tables: RankTables, activities: dict[int, Activity]) -> list[_Ma
     events = tables.trace.events
     calls = np.flatnonzero(events.name.matches(backends.always_blocks) & (events.thread >= 0))
     ends = sorted(
-        (one.end, launch, one.index)
-        for one, launch in _with_launches(tables, activities)
-        if launch >= 0
+        (one.end, launch, one.index) for one, launch in _with_launches(tables, activities) if launch >= 0
     )
     finished = np.array([end for end, _, _ in ends], dtype=np.int64)
     marks = []
@@ -188,9 +187,7 @@ def _sync_marks(tables: RankTables, activities: dict[int, Activity]) -> list[_Ma
         while at >= 0 and ends[at][1] > end:
             at -= 1
         if at >= 0 and ends[at][0] > start:
-            marks.append(
-                _Mark(ends[at][0], 6, {"awaits": activities[ends[at][2]], "syncs": True}, start)
-            )
+            marks.append(_Mark(ends[at][0], 6, {"awaits": activities[ends[at][2]], "syncs": True}, start))
     return marks
 
 
@@ -211,16 +208,13 @@ def _points(tables: RankTables, marks: list[_Mark], *, on_device: bool) -> list[
     for mark, since, computes in zip(marks, begin.tolist(), computed.tolist(), strict=True):
         blocked = max(0, mark.time - max(since, mark.blocked_from)) if mark.blocked_from >= 0 else 0
         work = mark.time - since - blocked
-        points.append(
-            Point(
-                number=len(points),
-                begin=since,
-                end=mark.time,
-                work_ns=work,
-                compute_ns=min(computes, work),
-                **mark.point,  # type: ignore[arg-type]
-            )
+        stretch = Point(
+            number=len(points), begin=since, end=mark.time, work_ns=work, compute_ns=min(computes, work)
         )
+        if mark.point.get("opens"):  # the label begins after the stretch, and goes where its content goes
+            points.append(stretch)
+            stretch = Point(number=len(points), begin=mark.time, end=mark.time, work_ns=0)
+        points.append(replace(stretch, **mark.point))  # type: ignore[arg-type]
     return points
 
 

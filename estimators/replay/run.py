@@ -197,9 +197,9 @@ class _Streams:
             self._told.append(point.needs)
         if point.joins:
             self._joined = self._tail.get(self._program.compute_stream)
-        if point.label.startswith("FSDP::root_post_backward_callback") and not point.opens:
-            if self._aside is not None:
-                self._told.append(self._aside)
+        ends = point.label.startswith("FSDP::root_post_backward_callback") and not point.opens
+        if ends and self._aside is not None:
+            self._told.append(self._aside)
 
     def waits_of(self, one: Activity) -> list[tuple[str, Activity]]:
         """Return what an activity waits for, each with the name of its rule."""

@@ -60,7 +60,10 @@ def _host_windows(ran: RankRun) -> dict[int, tuple[int, int]]:
     order = sorted(begins, key=lambda step: begins[step])
     limits = [*(begins[step] for step in order[1:]), max(ran.end, default=0)]
     return {
-        step: (begins[step], min(ends.get(step, limit), limit) if at + 1 < len(order) else ends.get(step, limit))
+        step: (
+            begins[step],
+            min(ends.get(step, limit), limit) if at + 1 < len(order) else ends.get(step, limit),
+        )
         for at, (step, limit) in enumerate(zip(order, limits, strict=True))
     }
 

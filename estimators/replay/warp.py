@@ -40,7 +40,7 @@ class _Host:
 
     @classmethod
     def of(cls, ran: RankRun, *, copies: bool) -> _Host:
-            rows = [
+        rows = [
             (point.number, point.begin, point.end, begin, end)
             for point, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True)
             if point.copy == copies
@@ -117,8 +117,7 @@ def _gloo_owners(trace: Trace, ran: RankRun) -> dict[int, int]:
     threads = set(events.thread[ranges].tolist())
     rows = np.flatnonzero(np.isin(events.thread, list(threads)))
     recorded = sorted(
-        (one.start, one.end, one.index) for one in ran.program.recorded.values()
-        if one.kind == "collective"
+        (one.start, one.end, one.index) for one in ran.program.recorded.values() if one.kind == "collective"
     )
     starts = np.array([begin for begin, _, _ in recorded], dtype=np.int64)
     found = {}
@@ -190,7 +189,8 @@ def _assembled(trace: Trace, parts: list[_Rows]) -> Trace:
         trace,
         events=table,
         collective_args=args.with_columns(
-            seq=np.where(copy[args.event], -1, args.seq), comms_id=np.where(copy[args.event], -1, args.comms_id)
+            seq=np.where(copy[args.event], -1, args.seq),
+            comms_id=np.where(copy[args.event], -1, args.comms_id),
         ),
         labels=_labels(table),
         shapes=shapes,
@@ -206,7 +206,9 @@ def _renumbered(table: EventTable, copy: BoolArray) -> EventTable:
     highest = int(max(table.correlation.max(initial=0), table.external_id.max(initial=0))) + 1
     return table.with_columns(
         **{
-            name: np.where(copy & (getattr(table, name) >= 0), getattr(table, name) + highest, getattr(table, name))
+            name: np.where(
+                copy & (getattr(table, name) >= 0), getattr(table, name) + highest, getattr(table, name)
+            )
             for name in ("correlation", "external_id")
         }
     )

@@ -38,5 +38,6 @@ def report(
 
         job = choice.open(path)
         refuse_without_traces(job)
+        options["what_if"] = True
         analysis = analyze_any(job, **options)
     output.render(analysis, source=path)

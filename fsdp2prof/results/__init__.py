@@ -122,6 +122,7 @@ from fsdp2prof.results.step import (
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 
 __all__ = [
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -139,6 +140,7 @@ __all__ = [
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
+    "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
     "BandwidthRow",
@@ -235,4 +237,7 @@ __all__ = [
     "TraceDiff",
     "TraceTotals",
     "UnrecordedStep",
+    "WhatIf",
+    "WhatIfChange",
+    "WhatIfLayer",
 ]

@@ -18,6 +18,7 @@ from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
+from fsdp2prof.results.what_if import WhatIfChange
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
 
@@ -110,3 +111,5 @@ class TraceAnalysis(Shown):
     """The longest blocked first."""
     host_sync_places: list[HostSyncPlace] = field(default_factory=list)
     """The longest blocked first."""
+    what_if: list[WhatIfChange] = field(default_factory=list)
+    """Single changes, tried on the recording, the most gained first; empty where none were."""

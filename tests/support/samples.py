@@ -11,6 +11,8 @@ from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
+from fsdp2prof.analyzers.trace.analysis import analyze_tables
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
@@ -19,7 +21,8 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.step import estimate_step
+from fsdp2prof.estimators.step import estimate_step, predict_step
+from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
 from support.flight_dumps import two_ranks_that_differ
 from support.results import (
     memory_analysis,
@@ -32,6 +35,16 @@ from support.traces import two_kernel_trace
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
+
+
+def what_if_sample() -> results.WhatIf:
+    """A run of one simulated rank, every single change tried."""
+    trace = predict_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))).trace
+    tables = rank_tables(trace)
+    analysis = analyze_tables(tables)
+    program = program_of(tables, analysis.summary)
+    return what_if([RecordedRank(trace=trace, manifest=None, program=program, analysis=analysis)], "run")
+
 
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
@@ -75,6 +88,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.trace.idle_causes/1",
         lambda: idle_causes(two_kernel_trace()),
     ),
+    "what_if": (results.WhatIf, "fsdp2prof.what_if/1", what_if_sample),
     "trace_diff": (
         results.TraceDiff,
         "fsdp2prof.trace.diff/1",

@@ -22,6 +22,7 @@ from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_docume
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
     CheckpointEstimate,
     CommEstimate,
@@ -37,6 +38,7 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
+    WhatIf,
 )
 
 __all__ = ["BUILDERS", "build"]
@@ -56,6 +58,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
+    WhatIf: what_if_document,
 }
 """Type of a result -> its builder."""
 
