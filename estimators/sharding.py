@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -63,7 +64,7 @@ class ShardedParameter:
     @property
     def padded_shard_numel(self) -> int:
         """Elements of one shard with dimension 0 padded: ``ceil(d0 / N) * rest``."""
-        return -(-self.shape[0] // self.shards) * _product(self.shape[1:])
+        return chunk_rows(self.shape[0], self.shards) * _product(self.shape[1:])
 
     @property
     def padded_numel(self) -> int:
@@ -72,8 +73,7 @@ class ShardedParameter:
 
     def shard_rows(self, rank: int) -> int:
         """Rows of dimension 0 that shard ``rank`` holds: short or zero at the end when uneven."""
-        rows = -(-self.shape[0] // self.shards)
-        return max(0, min(rows, self.shape[0] - rank * rows))
+        return rows_of_shard(self.shape[0], self.shards, rank)[1]
 
     def shard_numel(self, rank: int) -> int:
         """Elements shard ``rank`` holds, padding left out."""

@@ -24,6 +24,10 @@ _VERBS = {
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
+    "inspect": (
+        "fsdp2prof.commands.inspect:inspect",
+        "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",
+    ),
     "compare": (
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",

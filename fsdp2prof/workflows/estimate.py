@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec, values_of_run
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, StepEstimate
@@ -99,9 +100,9 @@ def estimate_communication(described: Described) -> CommEstimate:
         from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
 
         policy = described.values["policy"]
-        return estimate_comm_of_run(
-            described.manifest, grad_accum=policy.get("grad_accum"), sync=policy.get("sync")
-        )
+        given = {name: policy[name] for name in ("grad_accum", "sync") if name in policy}
+        PolicySpec.from_mapping(given)  # refuses what it would with a model
+        return estimate_comm_of_run(described.manifest, **given)
     spec = described.spec()
     from fsdp2prof.estimators.communication import estimate_comm
 

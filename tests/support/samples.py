@@ -11,11 +11,16 @@ from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
+from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
+from fsdp2prof.analyzers.sharding.layout import lay_out_shards
+from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_models
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.sharding_table import shard_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -23,6 +28,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, predict_step
 from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
+from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.results import (
     memory_analysis,
@@ -51,6 +57,24 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "mesh": (
+        results.MeshMap,
+        "fsdp2prof.inspect.mesh/1",
+        lambda: map_mesh({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}, gpus_per_node=8),
+    ),
+    "sharding": (
+        results.ShardingMap,
+        "fsdp2prof.inspect.sharding/1",
+        lambda: lay_out_shards(shard_model(MODEL, MeshSpec(dp_replicate=2, dp_shard=5), POLICY)),
+    ),
+    "checkpoint": (
+        results.CheckpointMap,
+        "fsdp2prof.inspect.checkpoint/1",
+        lambda: map_checkpoint(small_checkpoint(), shard_model(MODEL, MESH, POLICY)),
+    ),
+    "models": (results.ModelCatalog, "fsdp2prof.inspect.models/1", list_models),
+    "hardware": (results.HardwareCatalog, "fsdp2prof.inspect.hardware/1", list_hardware),
+    "categories": (results.CategoryCatalog, "fsdp2prof.inspect.categories/1", list_categories),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (

@@ -56,7 +56,7 @@ def test_what_is_said_not_to_run_on_shards_does_not(name, implementation):
         optimizer = OPTIMIZERS[name].build(module.parameters(), implementation)
         for parameter in module.parameters():
             parameter.grad = torch.empty_like(parameter)
-        with pytest.raises(RuntimeError, match="sharding strategy"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"sharding strategy|no DeviceMesh"):
             optimizer.step()
 
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.recorder.compiling import compiled_modules
 from fsdp2prof.recorder.describe import describe_param_groups, describe_tensors
 from fsdp2prof.recorder.devices import parse_settings
@@ -48,13 +49,16 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
             roots.watch(module)
         model[0].set_unshard_in_backward(False)
         model.set_reshard_after_backward(False, recurse=False)
-        model.set_reduce_scatter_max_input_buffers(3)
+        buffers = None
+        if fsdp_method_refusal("set_reduce_scatter_max_input_buffers") is None:
+            buffers = 3
+            model.set_reduce_scatter_max_input_buffers(buffers)
         with torch.no_grad():
             model(torch.ones(4, 8))
         root, first = describe_param_groups(roots)
     assert (first.fqn, first.unshard_in_backward, first.reshard_after_backward) == ("0", False, True)
     assert (root.fqn, root.unshard_in_backward, root.reshard_after_backward) == ("", True, False)
-    assert {root.reduce_scatter_max_input_buffers, first.reduce_scatter_max_input_buffers} == {3}
+    assert {root.reduce_scatter_max_input_buffers, first.reduce_scatter_max_input_buffers} == {buffers}
     assert (root.all_gather_comm, root.reduce_scatter_comm) == (None, None)
 
 

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.catalogs import (
+    category_catalog_document,
+    hardware_catalog_document,
+    model_catalog_document,
+)
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
@@ -16,25 +21,34 @@ from fsdp2prof.reporters.documents.hta import (
     idle_document,
     launch_document,
 )
+from fsdp2prof.reporters.documents.inspected_checkpoint import checkpoint_document
 from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
+from fsdp2prof.reporters.documents.mesh import mesh_document
 from fsdp2prof.reporters.documents.run import run_document
+from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    CategoryCatalog,
     CheckpointEstimate,
+    CheckpointMap,
     CommEstimate,
     CriticalPath,
     HangAnalysis,
+    HardwareCatalog,
     IdleCauses,
     LaunchStatistics,
     MemoryAnalysis,
     MemoryComparison,
     MemoryEstimate,
+    MeshMap,
+    ModelCatalog,
     RunAnalysis,
     RunComparison,
+    ShardingMap,
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
@@ -53,6 +67,12 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    CategoryCatalog: category_catalog_document,
+    CheckpointMap: checkpoint_document,
+    HardwareCatalog: hardware_catalog_document,
+    ModelCatalog: model_catalog_document,
+    ShardingMap: sharding_document,
+    MeshMap: mesh_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,

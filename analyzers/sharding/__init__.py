@@ -1,0 +1,1 @@
+"""How a job is laid out: its mesh, and which rank holds what of every parameter."""

@@ -1,0 +1,81 @@
+"""How a model that was never run would be sharded, as the table that recorded runs give, too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
+
+__all__ = ["shard_model"]
+
+
+def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> ShardingTable:
+    """Shard a model on paper; ranks are numbered with tp fastest, as ``init_device_mesh`` numbers them.
+
+    Raises ``ModelError`` for a model, mesh or policy that cannot be built, and for pipeline stages.
+    """
+    if mesh.pp > 1:
+        raise ModelError("mesh: a pipeline stage is sharded on its own: leave pp at 1")
+    policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides
+    built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    check_parallelism(built, mesh, policy)
+    freeze(built.module, policy)
+    whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
+    parameters = [
+        _layout(group.fqn, parameter, whole[parameter.fqn], mesh, policy)
+        for group in parameter_groups(built, mesh, policy)
+        for parameter in group.parameters
+    ]
+    return ShardingTable(
+        source=model.source, world_size=mesh.world_size, meshes=(_mesh(mesh),), parameters=tuple(parameters)
+    )
+
+
+def _mesh(mesh: MeshSpec) -> ShardMesh:
+    ranks = tuple(
+        tuple(
+            (replica * mesh.fsdp_size + shard) * mesh.tp + tp
+            for replica in range(mesh.dp_replicate)
+            for tp in range(mesh.tp)
+        )
+        for shard in range(mesh.fsdp_size)
+    )
+    sizes = {"dp_replicate": mesh.dp_replicate, mesh.fsdp_dim: mesh.fsdp_size, "tp": mesh.tp}
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == mesh.fsdp_dim)
+    return ShardMesh(text=text, shard_dim=mesh.fsdp_dim, ranks=ranks, replicas=mesh.dp_replicate)
+
+
+def _layout(
+    group: str, one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec, policy: PolicySpec
+) -> ParameterLayout:
+    return ParameterLayout(
+        root=0,
+        group=group,
+        fqn=one.fqn,
+        global_shape=whole,
+        shape=one.shape,
+        dim=0,
+        dtype=one.dtype,
+        reduce_dtype=policy.reduce_dtype,
+        gather_dtype=one.gather_dtype,
+        requires_grad=one.requires_grad,
+        placements=_placements(one, whole, mesh),
+        mesh=0,
+    )
+
+
+def _placements(one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec) -> tuple[str, ...]:
+    """Of FSDP's DTensor: replicas, shards, and what tensor parallelism did before it."""
+    replicas = ("Replicate()",) if mesh.dp_replicate > 1 else ()
+    if mesh.tp == 1:
+        return (*replicas, "Shard(dim=0)")
+    cut = next((axis for axis, size in enumerate(whole) if one.shape[axis] != size), None)
+    shard = f"_StridedShard(dim=0, sf={mesh.tp})" if cut == 0 else "Shard(dim=0)"
+    return (*replicas, shard, "Replicate()" if cut is None else f"Shard(dim={cut})")

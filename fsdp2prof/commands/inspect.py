@@ -1,0 +1,166 @@
+"""``fsdp2prof inspect``: what a job is made of, looked up and worked out, nothing measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fsdp2prof.commands.completion import complete_model
+from fsdp2prof.commands.options import numbers_option
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdp2prof.workflows.estimate import Described
+
+__all__ = ["inspect"]
+
+_MOST_RANKS = 1 << 20
+"""As many as options may name."""
+
+
+@click.group()
+def inspect() -> None:
+    """Look up a mesh, who holds what of a model, a checkpoint, and what is known by name."""
+
+
+@inspect.command(short_help="Ranks, coordinates and groups of a mesh; which cross nodes.")
+@click.argument("mesh")
+@click.option(
+    "--gpus-per-node", type=click.IntRange(1, _MOST_RANKS), default=8, show_default=True, metavar="N"
+)
+@numbers_option("--ranks", "Ranks to show, with their groups")
+@click.option(
+    "--at",
+    "at",
+    metavar="DIM=I,...",
+    help="Show the ranks at these coordinates, for example dp_shard=3,tp=0.",
+)
+@output_options()
+def mesh(mesh: str, gpus_per_node: int, ranks: frozenset[int] | None, at: str | None, output: Output) -> None:
+    """Where every rank of a mesh stands, the groups of every dimension, and which of them cross nodes.
+
+    MESH is for example dp_replicate=2,dp_shard=4,tp=2.
+    """
+    from dataclasses import asdict
+
+    from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
+    from fsdp2prof.estimators.spec.mesh import MeshSpec
+
+    spec = MeshSpec.parse(mesh)
+    coordinates = {} if at is None else _coordinates(at)
+    output.render(map_mesh(asdict(spec), gpus_per_node=gpus_per_node, ranks=ranks, at=coordinates))
+
+
+def _coordinates(text: str) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, index = (part.strip() for part in item.partition("="))
+        if not index.isdecimal() or len(index) > len(str(_MOST_RANKS)) or name in found:
+            raise UsageError(f"--at: {item.strip()!r} is not DIM=I; write for example dp_shard=3,tp=0")
+        found[name] = int(index)
+    return found
+
+
+def _model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add what describes a model; the command gets ``described``, None where no option was given."""
+
+    @wraps(command)
+    def with_model(
+        *args: Any,
+        model: str | None,
+        layers: int | None,
+        mesh: str | None,
+        config: Path | None,
+        **rest: Any,
+    ) -> None:
+        from fsdp2prof.workflows.estimate import describe
+
+        named = {"model": model, "layers": layers, "mesh": mesh}
+        given = {name: value for name, value in named.items() if value is not None}
+        described = describe(config=config, given=given, policy={}) if given or config is not None else None
+        command(*args, described=described, **rest)
+
+    options = [
+        click.option(
+            "--model",
+            shell_complete=complete_model,
+            help="Built-in name, config.json, or package.module:factory.",
+        ),
+        click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
+        click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp."),
+        click.option(
+            "--config",
+            type=click.Path(path_type=Path, exists=True, dir_okay=False),
+            help="Model, mesh and policy (wrap, dtypes) as a YAML or TOML file, as for estimate.",
+        ),
+    ]
+    decorated: Callable[..., None] = with_model
+    for option in reversed(options):
+        decorated = option(decorated)
+    return decorated
+
+
+@inspect.command(short_help="Which rank holds which rows of which parameter.")
+@click.argument("run", type=click.Path(path_type=Path), required=False)
+@_model_options
+@output_options()
+def sharding(run: Path | None, *, described: Described | None, output: Output) -> None:
+    """Which rank holds which rows of which parameter, the padding, and what redistributing costs.
+
+    RUN is the folder that `fsdp2prof record -o RUN` wrote; or describe a model that was never run by --model
+    and --mesh.
+    """
+    from fsdp2prof.workflows.inspect import inspect_run_sharding, inspect_sharding
+
+    if (run is None) == (described is None):
+        raise UsageError("give a recorded run, or a model with --model and --mesh; one of the two")
+    if run is not None:
+        output.render(inspect_run_sharding(run))
+    elif described is not None:
+        output.render(inspect_sharding(described))
+
+
+@inspect.command(short_help="What a distributed checkpoint holds, and whether a model fits it.")
+@click.argument("folder", type=click.Path(path_type=Path))
+@_model_options
+@output_options()
+def checkpoint(folder: Path, *, described: Described | None, output: Output) -> None:
+    """Tensors and files of a checkpoint by torch.distributed.checkpoint, beside those of a model.
+
+    FOLDER holds .metadata, which is read without executing anything in it. No tensor is loaded.
+    """
+    from fsdp2prof.workflows.inspect import inspect_checkpoint
+
+    output.render(inspect_checkpoint(folder, described))
+
+
+@inspect.command(short_help="The built-in models.")
+@output_options()
+def models(output: Output) -> None:
+    """The built-in models and their shapes."""
+    from fsdp2prof.estimators.catalogs import list_models
+
+    output.render(list_models())
+
+
+@inspect.command(short_help="Accelerators and networks, with their sources.")
+@output_options()
+def hardware(output: Output) -> None:
+    """Accelerators and networks that --hardware and --network know, each figure with its source."""
+    from fsdp2prof.estimators.catalogs import list_hardware
+
+    output.render(list_hardware())
+
+
+@inspect.command(short_help="The words that columns and keys hold.")
+@output_options()
+def categories(output: Output) -> None:
+    """The words that columns and keys hold: memory categories, phases, operations, causes."""
+    from fsdp2prof.estimators.catalogs import list_categories
+
+    output.render(list_categories())

@@ -1,0 +1,105 @@
+"""Results of ``inspect models|hardware|categories``: what the tool knows by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp2prof.results.shown import Shown
+
+__all__ = [
+    "CATEGORY_CATALOG_SCHEMA",
+    "HARDWARE_CATALOG_SCHEMA",
+    "MODEL_CATALOG_SCHEMA",
+    "CatalogAccelerator",
+    "CatalogModel",
+    "CatalogNetwork",
+    "CatalogWord",
+    "CategoryCatalog",
+    "HardwareCatalog",
+    "ModelCatalog",
+]
+
+MODEL_CATALOG_SCHEMA = "fsdp2prof.inspect.models/1"
+HARDWARE_CATALOG_SCHEMA = "fsdp2prof.inspect.hardware/1"
+CATEGORY_CATALOG_SCHEMA = "fsdp2prof.inspect.categories/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogModel:
+    """Shape of a built-in model."""
+
+    name: str
+    family: str
+    parameters: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    context: int
+    tied: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCatalog(Shown):
+    """Every built-in model."""
+
+    schema: str = MODEL_CATALOG_SCHEMA
+    models: list[CatalogModel]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogAccelerator:
+    """What is known of an accelerator; null is not stated."""
+
+    name: str
+    aliases: list[str]
+    memory_bytes: int
+    memory_bytes_per_s: int | None
+    link_bytes_per_s: int | None
+    """To peers inside a node, one direction."""
+    flops: dict[str, int]
+    """Torch dtype -> peak operations per second."""
+    achieved: bool
+    """Whether what large matrix products reach was published; else a share of the peak is assumed."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogNetwork:
+    """What connects nodes."""
+
+    name: str
+    bytes_per_s: int
+    """Line rate of one NIC, one direction."""
+    achieved_frac: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareCatalog(Shown):
+    """Every accelerator and network."""
+
+    schema: str = HARDWARE_CATALOG_SCHEMA
+    accelerators: list[CatalogAccelerator]
+    networks: list[CatalogNetwork]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatalogWord:
+    """A word that a column or key may hold."""
+
+    concept: str
+    word: str
+    label: str
+    """For people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryCatalog(Shown):
+    """The words of the toolkit, by concept."""
+
+    schema: str = CATEGORY_CATALOG_SCHEMA
+    words: list[CatalogWord]

@@ -1,0 +1,71 @@
+"""How the parameters of a job are sharded: what a manifest recorded or an estimator worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+__all__ = ["ParameterLayout", "ShardMesh", "ShardingTable"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardMesh:
+    """The ranks that one parameter group is sharded over."""
+
+    text: str
+    """Dimensions and sizes: ``dp_replicate=2, dp_shard=4``."""
+    shard_dim: str
+    """Name of the dimension that shards."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Shard -> the ranks that hold it: replicas, and tensor-parallel ranks, which hold parts of their own."""
+    replicas: int
+
+    @property
+    def shards(self) -> int:
+        """Ranks of one shard group."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterLayout:
+    """One parameter as FSDP shards it: in chunks of one dimension."""
+
+    root: int
+    group: str
+    """FSDP module; the empty string is the root."""
+    fqn: str
+    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    """What FSDP shards: the whole parameter, or a rank's part under tensor parallelism."""
+    dim: int
+    dtype: str
+    reduce_dtype: str | None
+    """Gradients are reduced in it; None is the dtype of the unsharded parameter."""
+    gather_dtype: str
+    requires_grad: bool
+    placements: tuple[str, ...]
+    """Of the sharded DTensor, a mesh dimension each."""
+    mesh: int
+    """Index of its mesh in the table."""
+
+    @property
+    def size(self) -> int:
+        """Rows: elements along the sharded dimension."""
+        return self.shape[self.dim]
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row."""
+        return prod(size for axis, size in enumerate(self.shape) if axis != self.dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingTable:
+    """The sharding of a whole job."""
+
+    source: str
+    """A run's path or a model's name."""
+    world_size: int
+    meshes: tuple[ShardMesh, ...]
+    parameters: tuple[ParameterLayout, ...]
+    warnings: tuple[str, ...] = ()

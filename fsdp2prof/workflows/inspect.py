@@ -1,0 +1,43 @@
+"""From a recorded run, a model or a checkpoint's folder to how it is sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
+from fsdp2prof.analyzers.sharding.layout import lay_out_shards
+from fsdp2prof.analyzers.sharding.recorded import sharding_of_run
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.readers.checkpoint import read_checkpoint
+from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.results import CheckpointMap, ShardingMap
+from fsdp2prof.tables.sharding import ShardingTable
+from fsdp2prof.workflows.estimate import Described
+
+__all__ = ["inspect_checkpoint", "inspect_run_sharding", "inspect_sharding"]
+
+
+def inspect_run_sharding(path: Path) -> ShardingMap:
+    """Say who holds what of a recorded run. Raises ``RunDirectoryError`` without a parameter group."""
+    manifests = {one.rank: one.manifest for one in open_run(path).ranks if one.manifest is not None}
+    if not any(manifest.param_groups for manifest in manifests.values()):
+        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
+    return lay_out_shards(sharding_of_run(str(path), manifests))
+
+
+def inspect_sharding(described: Described) -> ShardingMap:
+    """Say who would hold what of a model. Raises ``ModelError`` for what cannot be built."""
+    return lay_out_shards(_table(described))
+
+
+def inspect_checkpoint(path: Path, described: Described | None) -> CheckpointMap:
+    """Say what a checkpoint holds, and what a model lacks in it. Raises ``InputError`` for what is none."""
+    table = read_checkpoint(path)
+    return map_checkpoint(table, None if described is None else _table(described))
+
+
+def _table(described: Described) -> ShardingTable:
+    spec = described.spec()
+    from fsdp2prof.estimators.sharding_table import shard_model
+
+    return shard_model(spec.model, spec.mesh, spec.policy)
