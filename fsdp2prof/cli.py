@@ -28,6 +28,7 @@ _VERBS = {
         "fsdp2prof.commands.inspect:inspect",
         "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",
     ),
+    "bench": ("fsdp2prof.commands.bench:bench", "Measure links, devices and hosts of a cluster."),
     "compare": (
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",

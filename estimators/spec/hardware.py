@@ -95,6 +95,14 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Pinned copies between host and device: PCIe 4 x16 as measured."""
     kernel_floor_ns: int = 2000
     """An empty kernel with its gap to the next one."""
+    host_operator_ns: int | None = None
+    """What the eager host takes to issue an operator, as measured."""
+    overlap_slowdown_frac: float | None = None
+    """How much longer a product takes beside a collective, as measured."""
+    on_host: bool = False
+    """Whether operators run on the host itself and collectives block it: a CPU."""
+    collectives: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    """Operation -> ranks of one node -> measured (payload in bytes, nanoseconds), ascending."""
     source: str = ""
 
     @classmethod
@@ -190,6 +198,20 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return 0.8 * self.host_link_gb_per_s * _GIGA
         return self.link_gb_per_s * _ACHIEVED_LINK * _GIGA
 
+    def measured_ns(self, op: str, ranks: int, payload_bytes: int) -> int | None:
+        """Time of a collective in one node by what was measured; None where it was not.
+
+        Linear between the two nearest sizes, beyond the largest at the rate of the last two.
+        """
+        curve = self.collectives.get(op, {}).get(ranks)
+        if not curve:
+            return None
+        for (low, fast), (high, slow) in pairwise(curve):
+            if payload_bytes <= high or high == curve[-1][0]:
+                part = max(0, payload_bytes - low) / (high - low)
+                return max(1, round(fast + (slow - fast) * part))
+        return curve[0][1]
+
     def assumed(self) -> list[str]:
         """Sentences about what is a stated share of a peak and not a published measurement."""
         notes = []
@@ -237,12 +259,23 @@ def _of_file(path: Path) -> HardwareSpec:
         text = read_text(path)
     except ValueError as error:
         raise ModelError(f"hardware {path}: {error}") from None
-    found = list(_parsed(text, str(path)).accelerators.items())
+    found = list(_parsed(_described(text), str(path)).accelerators.items())
     if len(found) != 1:
         raise ModelError(
             f"hardware {path}: it describes {len(found)} accelerators under `accelerators`, not one"
         )
     return _hardware(*found[0], str(path))
+
+
+def _described(text: str) -> str:
+    """Return the description of accelerators alone of a document that ``bench`` wrote; any other as it is."""
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    if not isinstance(document, dict) or not str(document.get("schema", "")).startswith("fsdp2prof.bench/"):
+        return text
+    return msgspec.json.encode({"accelerators": document.get("accelerators")}).decode()
 
 
 def _parsed(text: str, where: str) -> _File:

@@ -13,6 +13,14 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.bench import (
+    BENCH_SCHEMA,
+    BenchCollective,
+    BenchFit,
+    BenchRate,
+    BenchResult,
+    MeasuredPart,
+)
 from fsdp2prof.results.catalog import (
     CATEGORY_CATALOG_SCHEMA,
     HARDWARE_CATALOG_SCHEMA,
@@ -155,6 +163,7 @@ from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, Ra
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 
 __all__ = [
+    "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
@@ -180,6 +189,10 @@ __all__ = [
     "AtPeak",
     "Attribution",
     "BandwidthRow",
+    "BenchCollective",
+    "BenchFit",
+    "BenchRate",
+    "BenchResult",
     "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
@@ -237,6 +250,7 @@ __all__ = [
     "LayerRow",
     "LayerTotal",
     "LiveBlock",
+    "MeasuredPart",
     "MemoryAnalysis",
     "MemoryComparison",
     "MemoryDelta",
