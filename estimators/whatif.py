@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merge
+from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.errors import InputError
 from fsdp2prof.estimators.replay.changes import (
     Change,
@@ -26,9 +27,7 @@ from fsdp2prof.estimators.replay.recorded import job_of, program_of
 from fsdp2prof.estimators.replay.run import Pace, Ran, prepare, run
 from fsdp2prof.estimators.replay.steps import mean_step_ns
 from fsdp2prof.estimators.replay.warp import replayed_trace
-from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import Finding, LayerRow, TraceAnalysis, WhatIf, WhatIfChange, WhatIfLayer
-from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
 
@@ -67,8 +66,7 @@ _TRIED_FOR = {
 class RecordedRank:
     """One rank of a recorded run, as the analyses left it."""
 
-    trace: Trace
-    manifest: RankManifest | None
+    tables: RankTables
     program: RankProgram
     analysis: RankAnalysis
 
@@ -93,7 +91,7 @@ def what_if(
     Raises ``UsageError`` for a change that is not known, and ``InputError`` where a given one does not apply.
     """
     given = [*map(parse_change, settings), *map(parse_without, without)]
-    manifests = [one.manifest for one in ranks if one.manifest is not None]
+    manifests = [one.tables.manifest for one in ranks if one.tables.manifest is not None]
     before = merge([one.analysis for one in ranks], manifests=manifests)
     job = replay_job([(one.program, one.analysis.summary) for one in ranks])
     replayed = run(job)
@@ -237,7 +235,7 @@ def _after(ranks: Sequence[RecordedRank], made: tuple[Changed, Ran]) -> TraceAna
     kept = changed.pace.waits_for
     by_rank = {one.program.rank: one for one in ran.ranks}
     return analyze_trace(
-        (replayed_trace(one.trace, by_rank[one.program.rank]), one.manifest)
+        (replayed_trace(one.tables.trace, by_rank[one.program.rank]), one.tables.manifest)
         for one in ranks
         if kept is None or one.program.rank in kept
     )

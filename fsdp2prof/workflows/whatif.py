@@ -68,6 +68,4 @@ def _recorded(job: JobFiles, file: RankFile, steps: Collection[int] | None, *, c
         steps = set(host_steps(trace.labels).step.tolist()) - set(left_out)
     tables = rank_tables(trace, manifest, "steps", steps)
     analysis = analyze_tables(tables, default_rank=file.rank)
-    return RecordedRank(
-        trace=trace, manifest=manifest, program=program_of(tables, analysis.summary), analysis=analysis
-    )
+    return RecordedRank(tables=tables, program=program_of(tables, analysis.summary), analysis=analysis)

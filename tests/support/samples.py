@@ -75,7 +75,7 @@ def what_if_sample() -> results.WhatIf:
     tables = rank_tables(trace)
     analysis = analyze_tables(tables)
     program = program_of(tables, analysis.summary)
-    return what_if([RecordedRank(trace=trace, manifest=None, program=program, analysis=analysis)], "run")
+    return what_if([RecordedRank(tables=tables, program=program, analysis=analysis)], "run")
 
 
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
