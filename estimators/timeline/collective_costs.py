@@ -22,7 +22,7 @@ _STEP_US = {
     "gloo": {"LL": 60.0, "LL128": 60.0, "Simple": 60.0},
     "network": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
 }
-"""Microseconds a step; gloo's is a round trip through sockets of one machine, of groups that nobody measured."""
+"""Microseconds a step; gloo's is a round trip through sockets of one machine, for groups not measured."""
 _SHARE = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
 _LL_BYTES_PER_S = 39e9
 """LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
