@@ -19,6 +19,7 @@ __all__ = [
     "EMPTY",
     "Intervals",
     "charge",
+    "charged_pieces",
     "classify",
     "containing",
     "covered",
@@ -187,6 +188,24 @@ def charge(exposed: Intervals, start: IntArray, end: IntArray, order: IntArray) 
     winner[1:] = piece_start[1:] != piece_start[:-1]
     np.add.at(charged, row[winner], weight[winner])
     return charged
+
+
+def charged_pieces(
+    exposed: Intervals, start: IntArray, end: IntArray, order: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Return ``(row, start, end)`` of the pieces of ``exposed`` that :func:`charge` gives to each interval.
+
+    In order of time, disjoint.
+    """
+    edges = np.concatenate([start, end, exposed.start, exposed.end])
+    row, piece_start, piece_end = cut(start, end, edges)
+    inside = (containing(exposed.start, exposed.end, piece_start) >= 0) & (piece_end > piece_start)
+    row, piece_start, piece_end = row[inside], piece_start[inside], piece_end[inside]
+    best = np.lexsort((row, order[row], piece_start))
+    row, piece_start, piece_end = row[best], piece_start[best], piece_end[best]
+    winner = np.ones(len(row), dtype=np.bool_)
+    winner[1:] = piece_start[1:] != piece_start[:-1]
+    return row[winner], piece_start[winner], piece_end[winner]
 
 
 def _sweep(*sets: Intervals) -> tuple[IntArray, npt.NDArray[np.int8]]:

@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py PUBLISHED.csv [ID ...]
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_PEAKS) has a row a run, with the columns that
-docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from the launcher its source used.
+docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from one stack a source.
 """
 
 from __future__ import annotations
@@ -12,25 +12,31 @@ import csv
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import Allocator, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.stacks import with_stack
+from fsdp2prof.estimators.torch_rules import TorchRules
 
 GIB = 1 << 30
 
-ALLOCATORS: dict[str, Allocator] = {
-    "torchtitan commit": "expandable",  # run_train.sh sets expandable_segments:True
-    "torchao float8nocompile README": "expandable",  # the same launcher
-    "torchtitan benchmarks": "classic",  # up to 512 GPUs: the multi-node launcher sets no allocator option
+STACKS = {
+    "torchtitan commit": "torchtitan-2025-02",
+    "torchao float8nocompile README": "torchtitan-2024-12",  # January 2025
+    "torchtitan benchmarks": "torchtitan-2024-12-slurm",  # up to 512 GPUs: the multi-node launcher, inferred
 }
-"""What the launcher of each source sets, by the beginning of its name; for the last, inferred."""
+"""The software of each source, by the beginning of its name."""
+
+FIXED = "torchtitan-2024-12"
+"""One setting for all rows: what is predicted without knowing who launched them, and how."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,15 @@ class Published:
     """``eager``, ``compile``, ``float8``, ``tp`` or ``cp``."""
     model: ModelSpec
     mesh: MeshSpec
-    policy: PolicySpec
+    stack: str
+    options: dict[str, Any]
+    """What the row says of the policy; the stack says the rest."""
     reserved_gib: float
     gpus: int
+
+    def policy(self, stack: str) -> PolicySpec:
+        """The run's policy with the software of a stack."""
+        return PolicySpec.from_mapping(with_stack(stack, self.options))
 
 
 def read(path: Path) -> Iterator[Published]:
@@ -60,29 +72,42 @@ def read(path: Path) -> Iterator[Published]:
                 kind=kind or ("compile" if compiled else "eager"),
                 model=ModelSpec(source=row["model"]),
                 mesh=mesh,
-                policy=PolicySpec.from_mapping(
-                    {
-                        "batch_size": int(row["batch_per_gpu"]),
-                        "seq_len": int(row["seq_len"]),
-                        "ac": row["activation_checkpointing"],
-                        "reshard": "torchtitan" if reshard == "default" else reshard,
-                        "reshard_root": False,  # torch before 2.8 keeps the root whatever it is told
-                        "param_dtype": row["param_dtype"],
-                        "reduce_dtype": row["reduce_dtype"],
-                        "optimizer": row["optimizer"],
-                        "compile": compiled,
-                        "float8": float8,
-                        "fp8_all_gather": float8 == "tensorwise",
-                        "allocator": _allocator(row["source"]),
-                    }
-                ),
+                stack=_stack(row["source"]),
+                options={
+                    "batch_size": int(row["batch_per_gpu"]),
+                    "seq_len": int(row["seq_len"]),
+                    "ac": row["activation_checkpointing"],
+                    "reshard": "torchtitan" if reshard == "default" else reshard,
+                    "param_dtype": row["param_dtype"],
+                    "reduce_dtype": row["reduce_dtype"],
+                    "optimizer": row["optimizer"],
+                    "compile": compiled,
+                    "float8": float8,
+                    "fp8_all_gather": float8 == "tensorwise",
+                },
                 reserved_gib=float(row["peak_reserved_gib"]),
                 gpus=int(row["gpus"]),
             )
 
 
-def _allocator(source: str) -> Allocator:
-    return next(allocator for start, allocator in ALLOCATORS.items() if source.startswith(start))
+def _stack(source: str) -> str:
+    return next(stack for start, stack in STACKS.items() if source.startswith(start))
+
+
+def predictions(run: Published) -> tuple[float, float]:
+    """Reserved GiB with the run's own stack, and with the fixed one."""
+    own, fixed = run.policy(run.stack), run.policy(FIXED)
+    predicted = _predicted(run, own)
+    same = _without_version(own) == _without_version(fixed)
+    return predicted, predicted if same else _predicted(run, fixed)
+
+
+def _predicted(run: Published, policy: PolicySpec) -> float:
+    return estimate_memory(run.model, run.mesh, policy).peak.reserved_bytes / GIB
+
+
+def _without_version(policy: PolicySpec) -> tuple[PolicySpec, TorchRules]:
+    return replace(policy, torch=None), replace(policy.rules, version="")
 
 
 def formulas(run: Published, parameters: int, largest_layer: int) -> dict[str, float]:
@@ -105,9 +130,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
     path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_PEAKS"])
-    errors: dict[str, list[float]] = {}
+    errors: dict[str, list[tuple[float, float]]] = {}
     names = "  16 B/param DeepSpeed accelerate"
-    print(f"{'id':5}{'class':9}{'published':>10}{'predicted':>10}{'error':>8} {names}")
+    print(f"{'id':5}{'class':9}{'published':>10}{'predicted':>10}{'error':>8}{'fixed':>8} {names}")
     for run in read(path):
         if arguments and run.id not in arguments:
             continue
@@ -119,18 +144,23 @@ def main() -> None:
         )
         others = "".join(f"{100 * (value / run.reserved_gib - 1):+10.0f}%" for value in naive.values())
         try:
-            predicted = estimate_memory(run.model, run.mesh, run.policy).peak.reserved_bytes / GIB
+            predicted, fixed = predictions(run)
         except ModelError as refusal:
             print(f"{run.id:5}{run.kind:9}{run.reserved_gib:10.2f}   refused: {refusal}")
             continue
-        error = predicted / run.reserved_gib - 1
-        errors.setdefault(run.kind, []).append(abs(error))
+        error, at_fixed = predicted / run.reserved_gib - 1, fixed / run.reserved_gib - 1
+        errors.setdefault(run.kind, []).append((abs(error), abs(at_fixed)))
         print(
-            f"{run.id:5}{run.kind:9}{run.reserved_gib:10.2f}{predicted:10.2f}{100 * error:+7.2f}% {others}",
+            f"{run.id:5}{run.kind:9}{run.reserved_gib:10.2f}{predicted:10.2f}{100 * error:+7.2f}%"
+            f"{100 * at_fixed:+7.2f}% {others}",
             flush=True,
         )
     for kind, found in errors.items():
-        print(f"{kind}: mean {100 * mean(found):.2f}%, max {100 * max(found):.2f}% of {len(found)}")
+        for name, of in (("own stack", 0), (FIXED, 1)):
+            sizes = [pair[of] for pair in found]
+            print(
+                f"{kind}, {name}: mean {100 * mean(sizes):.2f}%, max {100 * max(sizes):.2f}% of {len(sizes)}"
+            )
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.torch_rules import clipping_reduces_every_norm
+from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
+from fsdp2prof.estimators.wrapping import reshard_rule
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["estimate_built", "estimate_comm", "group_traffic"]
@@ -48,7 +48,9 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
         sync=policy.sync,
         keep_between=mesh.pp > 1,
     )
-    notes = [*_notes(policy), *add_parallel_traffic(ledger, built, groups, mesh, policy)]
+    rule = reshard_rule(built, policy)
+    notes = [*_notes(policy), *([] if rule is None else [rule])]
+    notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if policy.extra_model is not None:
         extra_policy = replace(policy, trainable=None, extra_model=None)
         extra = _build(ModelSpec(source=policy.extra_model), extra_policy)
@@ -87,17 +89,18 @@ def group_traffic(
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
             gather_dtype=_one_dtype(p.gather_dtype for p in group.parameters),
             reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
-            reduce_dtype=policy.gradient_dtype,
+            reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.get(group.fqn, False),
             shard=shard,
             reduce=shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
+            backward_prefetch=group.backward_prefetch or None,
         )
         for group in groups
     }
-    return _with_explicit_prefetch([traffic[fqn] for fqn in flow], model.blocks, policy.backward_prefetch)
+    return [traffic[fqn] for fqn in flow]
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
@@ -110,14 +113,6 @@ def _one_dtype(dtypes: Iterable[str]) -> str:
     return distinct.pop() if len(distinct) == 1 else "uint8"
 
 
-def _with_explicit_prefetch(
-    ordered: list[GroupTraffic], blocks: Sequence[str], depth: int
-) -> list[GroupTraffic]:
-    """Let each block name the ones before it; the first names none, which leaves it FSDP's own choice."""
-    before = {fqn: tuple(blocks[max(index - depth, 0) : index]) for index, fqn in enumerate(blocks)}
-    return [replace(group, backward_prefetch=before.get(group.fqn) or None) for group in ordered]
-
-
 def _add_step_end(
     ledger: Ledger, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
@@ -127,7 +122,7 @@ def _add_step_end(
     if policy.clip_grad and policy.optimizer != "none":
         trained = sum(parameter.requires_grad for parameter in parameters)
         axes = (shard, Axis(size=mesh.tp, mesh_dim="tp"))
-        norms = trained if clipping_reduces_every_norm() else 1
+        norms = trained if policy.rules.clipping_reduces_every_norm else 1
         reductions += [(axis, policy.orig_dtype, norms) for axis in axes]
     if policy.fp8_all_gather:
         scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
@@ -153,11 +148,11 @@ def _notes(policy: PolicySpec) -> list[str]:
     if policy.clip_grad and policy.optimizer != "none":
         notes.append(
             "gradient clipping all-reduces the stacked norms of all trained parameters once a step"
-            if clipping_reduces_every_norm()
+            if policy.rules.clipping_reduces_every_norm
             else "gradient clipping all-reduces the total norm once a step, as torch does before 2.10"
         )
     if policy.fp8_all_gather:
         notes.append("float8 scales are computed once a step in one all-reduce over all float8 weights")
-    if isinstance(policy.reshard, int) and policy.fp8_all_gather:
+    if isinstance(base_of(policy.reshard), int) and policy.fp8_all_gather:
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
     return notes

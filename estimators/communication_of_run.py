@@ -7,12 +7,13 @@ from math import prod
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
+from fsdp2prof.estimators.policy_of_run import micro_batches_of_run
 from fsdp2prof.estimators.spec.policy import Sync, dtype_bytes
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.results import CommEstimate, EstimatedMesh, EstimatedModel, EstimatedPolicy
 
-__all__ = ["estimate_comm_of_run", "micro_batches_of_run"]
+__all__ = ["estimate_comm_of_run"]
 
 
 def estimate_comm_of_run(
@@ -65,24 +66,6 @@ def estimate_comm_of_run(
             "each root runs one forward and one backward per micro-batch; a root without trainable "
             "parameters runs forward only, without gradients",
         ],
-    )
-
-
-def micro_batches_of_run(
-    manifest: RankManifest, grad_accum: int | None = None, sync: Sync | None = None
-) -> tuple[int, Sync]:
-    """Micro-batches per step and when gradients are reduced, as recorded unless given.
-
-    Raises ``ModelError`` if the recording reduces some but neither all nor only the last.
-    """
-    count = grad_accum if grad_accum is not None else manifest.micro_batches or 1
-    if sync is not None or manifest.gradient_syncs is None or manifest.gradient_syncs in (1, 0):
-        return count, sync or "last"
-    if manifest.gradient_syncs == count:
-        return count, "each"
-    raise ModelError(
-        f"the run reduced gradients after {manifest.gradient_syncs} of {count} micro-batches: "
-        "only the last or each is modelled; say which with --sync"
     )
 
 

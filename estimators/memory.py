@@ -11,13 +11,15 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
 from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
+from fsdp2prof.estimators.allocator.older_torch import as_in_torch
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.memory_advice import advice, remedies
-from fsdp2prof.estimators.memory_fit import room_on, verdict
+from fsdp2prof.estimators.memory_fit import depends_on, room_on, verdict
 from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_range import unknowns
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -26,7 +28,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism, stage_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
 __all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
@@ -64,7 +66,7 @@ def predict_memory(
     parameter_groups(stage_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how = execute_stitched(model, mesh, local)
-    on_device = as_on_cuda(execution.recording, execution.host)
+    on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
     device = DeviceInfo(
@@ -83,7 +85,9 @@ def predict_memory(
         ],
         memory_source=recording.source,
     )
-    estimate = _estimate(execution, how, recording, manifest, mesh, policy, hardware)
+    reserved = int(recording.segments.size.sum())
+    unknown = unknowns(on_device, reserved, execution.blocks, mesh, policy)
+    estimate = _estimate(execution, how, recording, manifest, mesh, policy, hardware, unknown)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
@@ -95,6 +99,7 @@ def _estimate(
     mesh: MeshSpec,
     policy: PolicySpec,
     hardware: HardwareSpec | None,
+    unknown: list[Unknown],
 ) -> MemoryEstimate:
     rank = analyze_memory([(0, recording, manifest)]).ranks[0]
     peak = rank.peak
@@ -113,7 +118,7 @@ def _estimate(
         layers_folded=peak.layers_folded,
     )
     outside = outside_allocator_bytes(mesh, policy)
-    room = room_on(hardware, predicted, outside)
+    room = room_on(hardware, predicted, outside, unknown)
     missing = None if room is None else max(0, -room.most_bytes)
     options = remedies(rank.remedies, predicted, mesh, policy, missing)
     return MemoryEstimate(
@@ -122,7 +127,7 @@ def _estimate(
         ),
         mesh=mesh_as_given(mesh),
         policy=policy_as_given(policy),
-        verdict=verdict(predicted, room, options),
+        verdict=verdict(predicted, room, options, unknown),
         peak=predicted,
         steps=_steps(recording),
         layers=rank.layers,
@@ -130,13 +135,17 @@ def _estimate(
         outside_allocator_bytes=outside,
         device=None if room is None else room.device,
         device_total_bytes=None if room is None else room.total_bytes,
-        fits=None if room is None else room.least_bytes >= 0,
+        fits=None if room is None or room.fit == "depends" else room.fit == "fits",
         fit=None if room is None else room.fit,
         headroom_bytes=None if room is None else room.least_bytes,
         headroom_high_bytes=None if room is None else room.most_bytes,
         remedies=options,
         advice=[] if room is None or room.fit == "fits" else advice(options, missing or 0),
         assumptions=assumptions(how, mesh, policy),
+        reserved_low_bytes=predicted.reserved_bytes + sum(one.low_bytes for one in unknown),
+        reserved_high_bytes=predicted.reserved_bytes + sum(one.high_bytes for one in unknown),
+        unknowns=unknown,
+        depends_on=depends_on(room, outside, unknown),
     )
 
 

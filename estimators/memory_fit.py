@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2prof.analyzers.memory.wording import where
+from fsdp2prof.estimators.memory_range import RECORD_STREAMS
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
-from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy
+from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy, Unknown
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label
 
-__all__ = ["Room", "room_on", "verdict"]
+__all__ = ["Room", "depends_on", "room_on", "verdict"]
+
+_WORDS = {
+    "allocator": "the segments of the allocator",
+    "compile": "what the compiler saves",
+    RECORD_STREAMS: "how long record_stream holds memory",
+}
+"""What is not known, in a sentence."""
 
 _NAMED = 2
 """Categories that the verdict names."""
@@ -26,6 +34,8 @@ class Room:
     least_bytes: int
     """Negative: missing."""
     most_bytes: int
+    depends_on: tuple[str, ...] = ()
+    """What decides where between the two."""
 
     @property
     def fit(self) -> Fit:
@@ -35,24 +45,61 @@ class Room:
         return "depends" if self.most_bytes >= 0 else "does_not_fit"
 
 
-def room_on(hardware: HardwareSpec | None, peak: PredictedPeak, outside: OutsideAllocator) -> Room | None:
-    """Return the room that a peak leaves on a device; None without one."""
+def room_on(
+    hardware: HardwareSpec | None,
+    peak: PredictedPeak,
+    outside: OutsideAllocator,
+    unknown: Sequence[Unknown] = (),
+) -> Room | None:
+    """Return the room that a peak leaves on a device, whatever is not known; None without one."""
     if hardware is None:
         return None
     left = hardware.memory_bytes - peak.reserved_bytes
+    deciding = [one for one in unknown if one.name != RECORD_STREAMS]
     return Room(
         device=hardware.name,
         total_bytes=hardware.memory_bytes,
-        least_bytes=left - outside.high,
-        most_bytes=left - outside.low,
+        least_bytes=left - outside.high - sum(one.high_bytes for one in deciding),
+        most_bytes=left - outside.low - sum(one.low_bytes for one in deciding),
+        depends_on=(
+            "what context and communicators take",
+            *(_WORDS.get(one.name, one.name) for one in deciding),
+        ),
     )
 
 
-def verdict(peak: PredictedPeak, room: Room | None, options: Sequence[Remedy]) -> list[str]:
+def depends_on(room: Room | None, outside: OutsideAllocator, unknown: Sequence[Unknown]) -> list[str]:
+    """Say what decides whether a peak fits, and by how much, where it depends."""
+    if room is None or room.fit != "depends":
+        return []
+    lines = [
+        f"{part.name}: {format_bytes(part.low)} to {format_bytes(part.high)} ({part.source})"
+        for part in outside.parts
+    ]
+    lines += [
+        f"{_WORDS.get(one.name, one.name)}: {_signed(one.low_bytes)} to {_signed(one.high_bytes)} ({one.why})"
+        for one in unknown
+        if one.name != RECORD_STREAMS
+    ]
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
+
+
+def verdict(
+    peak: PredictedPeak, room: Room | None, options: Sequence[Remedy], unknown: Sequence[Unknown] = ()
+) -> list[str]:
     """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
     place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
     lines = [
-        f"A rank reserves {format_bytes(peak.reserved_bytes)} at most; "
+        f"A rank reserves {format_bytes(peak.reserved_bytes)} at most{_range(peak, unknown)}; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
@@ -63,14 +110,24 @@ def verdict(peak: PredictedPeak, room: Room | None, options: Sequence[Remedy]) -
     return [*lines, _fit(room), least]
 
 
+def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
+    if not unknown:
+        return ""
+    low, high = (
+        format_bytes(peak.reserved_bytes + sum(getattr(one, end) for one in unknown))
+        for end in ("low_bytes", "high_bytes")
+    )
+    return f" ({low} to {high}, by {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
+
+
 def _fit(room: Room) -> str:
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
-        return f"It fits on {device}: {least} is left, and context and communicators are counted high."
+        return f"It fits on {device}: {least} is left, and {_listed(room.depends_on)} are counted high."
     if room.fit == "depends":
         return (
-            f"Whether it fits on {device} depends on what context and communicators take: "
+            f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
             f"from {least} short to {most} left."
         )
     return f"It does not fit on {device}: {most} to {least} is missing."

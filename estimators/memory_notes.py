@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import root_obeys_reshard
-from fsdp2prof.results import OutsideAllocator
+from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
 __all__ = ["assumptions", "check_modelled", "outside_allocator_bytes"]
 
-_CONTEXT_BYTES = (400 << 20, 900 << 20)
-_COMMUNICATOR_BYTES = (50 << 20, 400 << 20)
+_CONTEXT = OutsidePart(
+    name="CUDA context and kernels",
+    low=400 << 20,
+    high=900 << 20,
+    source="no vendor's figure: FSDP2 runs whose own out-of-memory reports leave 1.1 GiB on an A100 for "
+    "context, kernels and one communicator (ccl-bench), and 1.06 GB on an H100 (NVIDIA/nccl#1685)",
+)
+_COMMUNICATOR = OutsidePart(
+    name="communicator",
+    low=50 << 20,
+    high=400 << 20,
+    source="NCCL's buffers of 10 MiB and 2 MiB a channel (NVIDIA/nccl#1685), for 4 to 32 channels of a ring",
+)
+
+
+_ATTENTION = {
+    "flash": "attention runs as flash attention",
+    "efficient": "attention runs as the memory-efficient kernel, whose saved tensors are flash attention's",
+    "cudnn": "attention runs as cuDNN's, whose saved tensors and fp32 dQ are flash attention's; "
+    "what else its closed kernels take is not known",
+    "math": "attention runs as separate operators and keeps its probabilities (B, H, S, S)",
+}
+_NORM = {
+    "composed": "as separate operators in fp32",
+    "fused": "as one kernel, which keeps its input and one number a row",
+}
 
 
 def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
@@ -28,18 +53,19 @@ def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
 
 
 def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:
-    """Range of device memory that no allocator counts: CUDA context and kernels, NCCL buffers.
+    """Range of device memory that no allocator counts: CUDA context and kernels, NCCL's buffers.
 
-    The context with its loaded kernels takes 400 to 900 MiB; each communicator 50 to 400 MiB, by its number
-    of channels and peers.
+    Each communicator takes memory by its number of channels and peers.
     """
     sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp)
     communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
-    low, high = (
-        context + communicators * each
-        for context, each in zip(_CONTEXT_BYTES, _COMMUNICATOR_BYTES, strict=True)
-    )
-    return OutsideAllocator(low=low, high=high)
+    parts = [_CONTEXT]
+    if communicators:
+        name = "one communicator" if communicators == 1 else f"{communicators} communicators"
+        low, high = communicators * _COMMUNICATOR.low, communicators * _COMMUNICATOR.high
+        parts.append(replace(_COMMUNICATOR, name=name, low=low, high=high))
+    low, high = (sum(getattr(part, end) for part in parts) for end in ("low", "high"))
+    return OutsideAllocator(low=low, high=high, parts=parts)
 
 
 def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
@@ -48,15 +74,24 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     notes = [
         how,
         "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
-        f"reserved: the caching allocator with {policy.allocator} segments, replayed over two steps, "
-        "the second with optimizer state",
-        f"attention runs as flash attention; a cuBLAS workspace of {workspace} each for forward and backward",
+        f"reserved: the caching allocator with {policy.allocator or 'expandable'} segments, "
+        "replayed over two steps, the second with optimizer state",
+        f"{_ATTENTION[policy.attention]}; a cuBLAS workspace of {workspace} each for forward and backward",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
+    if not policy.rules.reduce_scatter_input_on_default_stream:
+        notes.append(
+            f"torch {policy.rules.version}: the reduce-scatter's input is made on its own stream, "
+            "as until 2.4"
+        )
+    if policy.recomputes_attention:
+        notes.append("operator-selective checkpointing recomputes attention, too")
+    if policy.norm is not None:
+        notes.append(f"RMSNorm {_NORM[policy.norm]}")
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append(
             "the root reshards after forward as told, which torch does from 2.8 on"
-            if root_obeys_reshard()
+            if policy.rules.root_obeys_reshard
             else "the root stays gathered whatever it is told, as torch keeps it before 2.8"
         )
     if policy.compile:

@@ -1,17 +1,14 @@
 """Which parameters FSDP gathers together, and how many bytes each shard holds.
 
-:func:`wrap_units` decides the ``fully_shard`` calls (bottom-up, the root last) that the execution engine
-makes; :func:`parameter_groups` derives from them, without executing anything, the groups FSDP would form.
+:func:`parameter_groups` derives from the ``fully_shard`` calls of a policy, which the execution engine makes,
+the groups FSDP would form, without executing anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
@@ -19,22 +16,12 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import root_obeys_reshard
+from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ParameterGroup", "ShardedParameter", "WrapUnit", "freeze", "parameter_groups", "wrap_units"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrapUnit:
-    """One ``fully_shard`` call."""
-
-    fqns: tuple[str, ...]
-    """Modules sharded together; ``("",)`` is the root."""
-    reshard_after_forward: bool | int
-    """Argument of the same name, what ``None`` stands for written out: torch 2.7 does not know it."""
+__all__ = ["ParameterGroup", "ShardedParameter", "freeze", "parameter_groups"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,31 +78,12 @@ class ParameterGroup:
     """Resolved: False keeps, True reshards, an integer reshards to that many ranks."""
     shards: int
     replicas: int
-
-
-def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
-    """The ``fully_shard`` calls of a policy, bottom-up, the root last.
-
-    Raises ``ModelError`` if a wrap item names nothing in the model, a module twice, or a chunked head.
-    """
-    names = dict(model.module.named_modules())
-    units: dict[tuple[str, ...], None] = {}
-    for item in policy.wrap:
-        for unit in _matching_units(item, names, model):
-            units[unit] = None
-    repeated = [fqn for fqn, count in Counter(chain.from_iterable(units)).items() if count > 1]
-    if repeated:
-        raise ModelError(f"wrap: {repeated[0]} would be sharded twice")
-    if policy.loss_chunks is not None and any("output" in unit for unit in units):
-        raise ModelError("loss=chunked:K runs the head K times: leave it to the root group, do not wrap it")
-    position = {fqn: index for index, fqn in enumerate(names)}
-    ordered = sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]]))
-    last_block = model.blocks[-1] if model.blocks else None
-    wrapped = [
-        WrapUnit(fqns=unit, reshard_after_forward=_unit_reshard(policy, unit == (last_block,)))
-        for unit in ordered
-    ]
-    return (*wrapped, WrapUnit(fqns=("",), reshard_after_forward=_root_reshard(policy)))
+    reduce_dtype: str | None
+    """As it is set; None is the gradients' own."""
+    gradient_dtype: str
+    """Of its reduce-scatter."""
+    backward_prefetch: tuple[str, ...] = ()
+    """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
 
 
 def freeze(module: nn.Module, policy: PolicySpec) -> None:
@@ -158,59 +126,24 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
                     "wrap their modules together (a+b) or leave both to the root"
                 )
             if first == fqn:
-                members[unit].append(_sharded(model, mesh, policy, fqn, module, parameter, len(seen) - 1))
+                sharded = _sharded(model, mesh, policy, unit, fqn, module, parameter, len(seen) - 1)
+                members[unit].append(sharded)
     order = {unit: index for index, unit in enumerate(dict.fromkeys(owners.values()))}
     groups = [
         ParameterGroup(
-            fqn=", ".join(unit.fqns),
+            fqn=unit.label,
             parameters=tuple(members[unit]),
             reshard_after_forward=_resolve_reshard(unit, mesh.fsdp_size),
             shards=mesh.fsdp_size,
             replicas=mesh.dp_replicate,
+            reduce_dtype=unit.reduce_dtype,
+            gradient_dtype=unit.reduce_dtype or unit.param_dtype or members[unit][0].dtype,
+            backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
         )
         for unit in sorted(units, key=lambda unit: order[unit])
         if members[unit]
     ]
     return tuple(groups)
-
-
-def _matching_units(item: str, names: dict[str, nn.Module], model: Model) -> Iterable[tuple[str, ...]]:
-    if item == "root":
-        return ()
-    if item == "block":
-        if not model.blocks:
-            raise ModelError(f"wrap: {model.name} has no repeated block; name classes or modules to wrap")
-        return [(fqn,) for fqn in model.blocks]
-    if "+" in item:
-        unit = tuple(item.split("+"))
-        missing = next((fqn for fqn in unit if fqn not in names), None)
-        if missing is not None:
-            raise ModelError(f"wrap: no module {missing!r} in {model.name}")
-        return [unit]
-    found = [(fqn,) for fqn, module in names.items() if fqn and _matches(item, fqn, type(module).__name__)]
-    if not found:
-        raise ModelError(f"wrap: no class or module {item!r} in {model.name}")
-    return found
-
-
-def _matches(item: str, fqn: str, class_name: str) -> bool:
-    return item == class_name or (fqn.count(".") == item.count(".") and fnmatchcase(fqn, item))
-
-
-def _unit_reshard(policy: PolicySpec, is_last_block: bool) -> bool | int:
-    if policy.reshard == "default":
-        return True
-    if policy.reshard == "torchtitan":
-        return not is_last_block
-    return policy.reshard == "always" if isinstance(policy.reshard, str) else policy.reshard
-
-
-def _root_reshard(policy: PolicySpec) -> bool | int:
-    if not root_obeys_reshard():
-        return False
-    if policy.reshard_root is not None:
-        return policy.reshard_root
-    return False if policy.reshard in ("default", "torchtitan") else _unit_reshard(policy, False)
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
@@ -226,6 +159,7 @@ def _sharded(
     model: Model,
     mesh: MeshSpec,
     policy: PolicySpec,
+    unit: WrapUnit,
     fqn: str,
     module: nn.Module,
     parameter: nn.Parameter,
@@ -237,6 +171,7 @@ def _sharded(
         raise ModelError(f"{fqn} is a scalar: fully_shard needs at least one dimension; make it shape (1,)")
     whole = tuple(parameter.shape)
     shape = _tensor_parallel_shape(model, fqn, whole, mesh.tp) if mesh.tp > 1 else whole
+    dtype = str(parameter.dtype).removeprefix("torch.")
     is_float8 = (
         policy.fp8_all_gather
         and isinstance(module, nn.Linear)
@@ -246,10 +181,10 @@ def _sharded(
     return ShardedParameter(
         fqn=fqn,
         shape=shape,
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=dtype,
         requires_grad=parameter.requires_grad,
         shards=mesh.fsdp_size,
-        gather_dtype="float8_e4m3fn" if is_float8 else policy.compute_dtype,
+        gather_dtype="float8_e4m3fn" if is_float8 else unit.param_dtype or dtype,
         position=position,
         replicated=mesh.tp > 1 and shape == whole,
     )

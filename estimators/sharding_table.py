@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
+from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, freeze, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -29,7 +29,7 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
     freeze(built.module, policy)
     whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
     parameters = [
-        _layout(group.fqn, parameter, whole[parameter.fqn], mesh, policy)
+        _layout(group, parameter, whole[parameter.fqn], mesh)
         for group in parameter_groups(built, mesh, policy)
         for parameter in group.parameters
     ]
@@ -53,17 +53,17 @@ def _mesh(mesh: MeshSpec) -> ShardMesh:
 
 
 def _layout(
-    group: str, one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec, policy: PolicySpec
+    group: ParameterGroup, one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec
 ) -> ParameterLayout:
     return ParameterLayout(
         root=0,
-        group=group,
+        group=group.fqn,
         fqn=one.fqn,
         global_shape=whole,
         shape=one.shape,
         dim=0,
         dtype=one.dtype,
-        reduce_dtype=policy.reduce_dtype,
+        reduce_dtype=group.reduce_dtype,
         gather_dtype=one.gather_dtype,
         requires_grad=one.requires_grad,
         placements=_placements(one, whole, mesh),

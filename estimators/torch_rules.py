@@ -1,34 +1,93 @@
-"""Where FSDP2, and what goes with it, differs between the supported versions of torch.
+"""Where FSDP2, and what goes with it, differs between versions of torch.
 
-An estimate is about the installed one. Each rule is one function; nothing else asks for a version.
+Each rule is one field, read in the source of the versions on both sides of the change; nothing else asks for
+a version. An estimate is about the version that it is told, by default the installed one.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from inspect import signature
 
-__all__ = ["clipping_reduces_every_norm", "fsdp_method_refusal", "root_obeys_reshard"]
+from fsdp2prof.errors import ModelError
+
+__all__ = ["TorchRules", "fsdp_method_refusal", "installed_root_obeys_reshard", "torch_rules"]
+
+_OLDEST, _NEWEST = (2, 4), (2, 13)
+"""Versions whose source was read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchRules:
+    """What one version of torch does."""
+
+    version: str
+    """``2.13``."""
+    reduce_scatter_input_on_default_stream: bool
+    """From 2.5 on the reduce-scatter's input is made on the compute stream and held until the next group's;
+    before, on the reduce-scatter's own stream, whose pool keeps it, and dropped at once.
+    Source: ``_fsdp_collectives.foreach_reduce`` of 2.4.0 and 2.5.0; pytorch #129721."""
+    root_obeys_reshard: bool
+    """From 2.8 on the root reshards when told to; before, it stays gathered whatever it is told.
+    Source: ``FSDPState._lazy_init`` of 2.7.0 and 2.8.0."""
+    collectives_record_streams: bool
+    """Before 2.8 NCCL's asynchronous collectives (tensor parallelism's, not FSDP2's own) call
+    ``record_stream`` on their tensors unless ``TORCH_NCCL_AVOID_RECORD_STREAMS=1``.
+    Source: pytorch #111431, #148590, #150352 (taken out of 2.7), #150398."""
+    rms_norm_is_fused: bool
+    """From 2.9 on ``nn.RMSNorm`` runs as one kernel on CUDA, which keeps its input and one number a row.
+    Source: ``aten::_fused_rms_norm``, which 2.8 does not have."""
+    clipping_reduces_every_norm: bool
+    """From 2.10 on ``clip_grad_norm_`` all-reduces the norms of all parameters; before, their total."""
+
+
+def torch_rules(version: str | None = None) -> TorchRules:
+    """The rules of a version of torch, by default the installed one.
+
+    Raises ``ModelError`` for a version whose source was not read.
+    """
+    if version is None:
+        return _rules(min(_parsed(_installed()) or _NEWEST, _NEWEST))
+    parsed = _parsed(version)
+    if parsed is None or not _OLDEST <= parsed <= _NEWEST:
+        oldest, newest = (".".join(map(str, end)) for end in (_OLDEST, _NEWEST))
+        raise ModelError(f"torch: {version!r} is not known; versions from {oldest} to {newest} are")
+    return _rules(parsed)
 
 
 @cache
-def root_obeys_reshard() -> bool:
-    """Whether the root reshards when told to; torch 2.7 keeps it gathered whatever it is told.
+def _rules(version: tuple[int, int]) -> TorchRules:
+    return TorchRules(
+        version=".".join(map(str, version)),
+        reduce_scatter_input_on_default_stream=version >= (2, 5),
+        root_obeys_reshard=version >= (2, 8),
+        collectives_record_streams=version < (2, 8),
+        rms_norm_is_fused=version >= (2, 9),
+        clipping_reduces_every_norm=version >= (2, 10),
+    )
+
+
+def _parsed(version: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d{1,3})\.(\d{1,3})(?![\d])", version)
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _installed() -> str:
+    return metadata.version("torch")  # without importing it
+
+
+@cache
+def installed_root_obeys_reshard() -> bool:
+    """Whether the installed torch's root can be told to reshard.
 
     Where it obeys, ``reshard_after_forward`` has a default of its own for "the root does not, others do".
     """
     from torch.distributed.fsdp import fully_shard
 
     return signature(fully_shard).parameters["reshard_after_forward"].default is None
-
-
-@cache
-def clipping_reduces_every_norm() -> bool:
-    """Whether ``clip_grad_norm_`` all-reduces the norms of all parameters; up to torch 2.9 their total."""
-    import torch
-
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 10)
 
 
 def fsdp_method_refusal(name: str) -> str | None:

@@ -16,6 +16,11 @@ __all__ = ["cli", "main"]
 
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
+    "rehearse": (
+        "fsdp2prof.commands.rehearse:rehearse",
+        "Run a training command as one rank of a large world, alone, and record it.",
+    ),
+    "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
         "Analyse a run directory, traces, snapshots or a hang.",
@@ -34,6 +39,10 @@ _VERBS = {
         "Say what changed from one run, trace or estimate to another.",
     ),
     "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
+    "export": (
+        "fsdp2prof.commands.export:export",
+        "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.",
+    ),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

@@ -19,6 +19,7 @@ __all__ = [
     "FITS",
     "IDLE_CAUSES",
     "KERNEL_BOUNDS",
+    "LANES",
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
@@ -97,6 +98,18 @@ BREAKDOWN_PARTS = {
     "idle": Word("idle", "idle", "#d3d3d3"),
 }
 """Disjoint parts of a step window, in the order of precedence."""
+
+LANES = {
+    "host": Word("host", colour="#b8c4d0"),
+    "compute": Word("compute", colour=BREAKDOWN_PARTS["compute"].colour),
+    "fsdp_copy": Word("FSDP copies", colour=BREAKDOWN_PARTS["fsdp_copy"].colour),
+    "all_gather": Word("all-gather", colour=OPS["all_gather"].colour),
+    "reduce_scatter": Word("reduce-scatter", colour=OPS["reduce_scatter"].colour),
+    "all_reduce": Word("all-reduce", colour=OPS["all_reduce"].colour),
+    "other_comm": Word("other comm.", colour=OPS["all_to_all"].colour),
+    "memcpy": Word("host copies", colour=BREAKDOWN_PARTS["exposed_memcpy"].colour),
+}
+"""Lanes of a rank in a timeline, from top to bottom."""
 
 EXPOSED_PARTS = (
     "exposed_all_gather",

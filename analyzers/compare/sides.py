@@ -90,6 +90,8 @@ def compare(before: Side, after: Side) -> RunComparison:
         if peaks
         else None,
         warnings=_warnings(before, after),
+        before_timeline=before.trace.timeline if before.trace else None,
+        after_timeline=after.trace.timeline if after.trace else None,
     )
     return replace(comparison, verdict=verdict(comparison), equalities=equalities(comparison))
 

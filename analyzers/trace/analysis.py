@@ -27,11 +27,14 @@ from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
 from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.analyzers.trace.timeline import RankSteps, step_timeline
 from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import (
     Attribution,
+    CrossRank,
     GroupRow,
     HostSyncRow,
     RankTrace,
@@ -49,6 +52,7 @@ __all__ = [
     "analyze_tables",
     "analyze_trace",
     "merge",
+    "merge_results",
     "throughput",
 ]
 
@@ -63,6 +67,7 @@ class RankAnalysis:
     summary: RankSummary
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
+    spans: list[RankSpans]
     warnings: list[str]
 
 
@@ -137,6 +142,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         summary=_summary(tables, rank, world_size),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
+        spans=rank_spans(tables),
         warnings=tables.warnings,
     )
 
@@ -159,23 +165,63 @@ def merge(
         (summary.collectives, comparison.wait_ns[summary.rank], comparison.waits_known[summary.rank])
         for summary in (analysis.summary for analysis in analyses)
     ]
+    prefetch = [
+        verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns, known)
+        for analysis, (table, wait_ns, known) in zip(analyses, collectives, strict=True)
+    ]
+    steps = [
+        RankSteps(summary=one.summary, steps=one.spans, awaited=one.awaited, verdicts=rows)
+        for one, rows in zip(analyses, prefetch, strict=True)
+    ]
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed=any(manifest.rehearsal is not None for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
         findings=[],
         warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
-        prefetch=[
-            row
-            for analysis, (table, wait_ns, known) in zip(analyses, collectives, strict=True)
-            for row in verdicts(analysis.rank.rank, table, analysis.awaited, wait_ns, known)
-        ],
+        prefetch=[row for rows in prefetch for row in rows],
         bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
+        timeline=step_timeline(steps, comparison),
     )
+    if result.rehearsed:  # whatever depends on how long a collective took
+        groups = [replace(row, busbw_bytes_per_s=None) for row in result.groups]
+        return summarise(replace(result, groups=groups, prefetch=[], bandwidth=[]))
     return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
+
+
+def merge_results(
+    analyses: Sequence[TraceAnalysis],
+    manifests: Sequence[RankManifest],
+    thresholds: FindingThresholds,
+) -> TraceAnalysis:
+    """Put the results of single ranks together, without the collectives that ranks are compared by.
+
+    What ranks waited for each other is not known then. Bandwidth is that of the lowest rank.
+    """
+    analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
+    steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
+    ranks = [rank for one in analyses for rank in one.ranks]
+    alone = [] if len(ranks) < 2 else ["kept as summaries: what ranks waited for each other is not known"]
+    result = TraceAnalysis(
+        ranks=[replace(one, unrecorded_step=steps.get(one.rank, one.unrecorded_step)) for one in ranks],
+        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed=any(one.rehearsed for one in analyses),
+        groups=[row for one in analyses for row in one.groups],
+        attribution=_total(one.attribution for one in analyses),
+        cross_rank=CrossRank(match_key=None, matched=0, unmatched=0),
+        findings=[],
+        warnings=[*(line for one in analyses for line in one.warnings), *alone],
+        prefetch=[row for one in analyses for row in one.prefetch],
+        bandwidth=analyses[0].bandwidth,
+        host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
+    )
+    if not result.rehearsed:
+        result = replace(result, findings=findings.find(result, manifests, thresholds))
+    return summarise(result)
 
 
 def throughput(

@@ -5,7 +5,9 @@ two things differ, and are put into the recording here:
 
 - a matrix product needs a cuBLAS workspace: one per thread and stream, from the first product on, for good
   (forward runs on the main thread, backward on autograd's; ``ATen/cuda/CublasHandlePool.cpp``);
-- flash attention's backward accumulates dQ in fp32 while it runs (``flash_api.cpp: mha_bwd``).
+- attention's backward accumulates dQ in fp32 while it runs: flash (``flash_api.cpp: mha_bwd``), the
+  memory-efficient kernel (``mem_eff_attention/kernel_backward.h``, up to 128 elements a head) and cuDNN
+  (``sdpa_bwd``: its workspace) alike. Attention as separate operators (math) is executed as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings, concat_tables
 
-__all__ = ["BLAS_WORKSPACE_BYTES", "as_on_cuda", "with_fused_blocks"]
+__all__ = ["BLAS_WORKSPACE_BYTES", "as_on_cuda", "with_fused_blocks", "with_least_saved"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """Default cuBLAS workspace of Hopper and newer (8,320 KiB before)."""
@@ -62,6 +64,26 @@ def with_fused_blocks(recording: MemoryRecording, blocks: tuple[str, ...]) -> Me
     fused = np.zeros(len(allocations), dtype=np.bool_)
     fused[np.setdiff1d(pointwise, read)] = True
     return replace(recording, allocations=recording.allocations.take(~fused))
+
+
+def with_least_saved(recording: MemoryRecording, blocks: tuple[str, ...]) -> MemoryRecording:
+    """Return the recording with the least that compiled blocks may save: no pointwise result but the output.
+
+    The partitioner never recomputes matrix products and attention, and may recompute everything else.
+    """
+    attributed = attribute(recording, recording.steps)
+    allocations = attributed.allocations
+    inside = allocations.fqn.matches(set(blocks).__contains__) & allocations.activity.equals("compute")
+    kept = attributed.alloc_row != attributed.free_row
+    kernels = allocations.op.matches(lambda name: name.startswith((*_MATMULS, "aten::_scaled_dot_product")))
+    forward = allocations.phase.equals("forward")
+    rows = np.flatnonzero(inside & kept & forward & ~kernels)
+    last = {}
+    for row in rows.tolist():
+        last[int(attributed.alloc_row[row])] = row
+    recomputed = np.zeros(len(allocations), dtype=np.bool_)
+    recomputed[np.setdiff1d(rows, np.array(list(last.values()), dtype=np.int64))] = True
+    return replace(recording, allocations=recording.allocations.take(~recomputed))
 
 
 def _read_by(allocations: AllocationTable, kernels: IntArray, results: IntArray) -> IntArray:

@@ -26,9 +26,9 @@ from fsdp2prof.tables import (
 __all__ = ["allocator_settings", "replay"]
 
 
-def allocator_settings(allocator: str) -> AllocatorSettings:
-    """Settings for a policy's ``allocator``: ``expandable`` or ``classic``, on a device without limit."""
-    return AllocatorSettings(expandable_segments=allocator == "expandable")
+def allocator_settings(allocator: str | None) -> AllocatorSettings:
+    """Settings for a policy's ``allocator``, on a device without limit; not given, it is expandable."""
+    return AllocatorSettings(expandable_segments=allocator != "classic")
 
 
 def replay(recording: MemoryRecording, settings: AllocatorSettings) -> MemoryRecording:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +19,12 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 __all__ = ["checkpoint_blocks"]
 
 _MATMUL = torch.ops.aten.mm.default
-_SAVED = (
+_ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
+_REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) -> None:
@@ -38,7 +38,8 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
         raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
     wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
     if policy.ac == "op":
-        contexts = partial(_selective_contexts, _MatmulCount(), not policy.compile)
+        saved = (_REDUCE_SCATTER, *(() if policy.recomputes_attention else _ATTENTION))
+        contexts = partial(_selective_contexts, _MatmulCount(), saved, not policy.compile)
         wrap = partial(wrap, context_fn=contexts)
     every = policy.ac_every or 1
     for fqn in blocks[every - 1 :: every]:
@@ -53,8 +54,8 @@ class _MatmulCount:
     total: int = 0
 
 
-def _selective_contexts(count: _MatmulCount, keep_last: bool) -> Any:
-    policy = _EverySecondMatmul(count, keep_last=keep_last)
+def _selective_contexts(count: _MatmulCount, saved: Collection[object], keep_last: bool) -> Any:
+    policy = _EverySecondMatmul(count, saved, keep_last=keep_last)
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
@@ -66,8 +67,9 @@ class _EverySecondMatmul:
     the compiler drops that one (``keep_last`` is false).
     """
 
-    def __init__(self, count: _MatmulCount, *, keep_last: bool) -> None:
+    def __init__(self, count: _MatmulCount, saved: Collection[object], *, keep_last: bool) -> None:
         self._count = count
+        self._saved = saved
         self._last = None if keep_last else count.total
         self._matmuls: Counter[bool] = Counter()
 
@@ -80,5 +82,5 @@ class _EverySecondMatmul:
             self._count.total = max(self._count.total, index)
             keep = index % 2 == 1 and index != self._last
         else:
-            keep = operator in _SAVED
+            keep = operator in self._saved
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -22,12 +22,12 @@ from torch.optim.optimizer import Optimizer
 from fsdp2prof.errors import Fsdp2ProfError, ModelError
 from fsdp2prof.estimators.execution.fake_world import (
     fake_process_group,
-    fake_tensors,
     fsdp_mesh,
     stand_in_device,
     tensor_parallel_mesh,
 )
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.kernels import attention_kernel, choose_norm
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.provenance import BlockProvenance
 from fsdp2prof.estimators.execution.training import (
@@ -45,6 +45,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import stage_of
+from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
@@ -79,6 +80,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
+        stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
@@ -150,6 +152,7 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
 def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
     """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
     model = stage_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    choose_norm(model, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
     return model

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.execution.fake_world import fake_tensors
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.fake_tensors import fake_tensors
 
 __all__ = ["forward_flow"]
 

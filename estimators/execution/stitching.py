@@ -19,7 +19,8 @@ from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.wrapping import fold_blocks, names_a_block
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
 
@@ -40,9 +41,12 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
     blocks, period = full.blocks, policy.ac_every or 1
-    edge = _EDGE_BLOCKS + 2 * max(policy.forward_prefetch, policy.backward_prefetch)
+    policy = fold_blocks(policy, blocks)
+    depths = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
+    edge = _EDGE_BLOCKS + 2 * max(depth for depth in depths if isinstance(depth, int))
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
+    repeats = repeats and not names_a_block(policy, blocks)
     if not repeats or len(blocks) <= 2 * shallow + period:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
     first = execute(spec.with_layers(shallow), mesh, policy)

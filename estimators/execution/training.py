@@ -5,8 +5,10 @@ Nothing here knows that its tensors are fake: it is the loop a careful user writ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -26,9 +28,10 @@ from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_b
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding import freeze, wrap_units
+from fsdp2prof.estimators.sharding import freeze
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
+from fsdp2prof.estimators.torch_rules import fsdp_method_refusal, installed_root_obeys_reshard
+from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
 from fsdp2prof.labels import root_label
 
 __all__ = ["EXTRA_ROOT", "MODEL_ROOT", "TrainingLoop", "build_optimizer", "materialize", "shard"]
@@ -52,9 +55,11 @@ def shard(
             raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")
         parallelize_module(model.module, tensor_parallel, model.tensor_parallel(policy.loss_parallel))
     checkpoint_blocks(model.module, model.blocks, policy)
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=_dtype(policy.param_dtype), reduce_dtype=_dtype(policy.reduce_dtype)
-    )
+    if units[-1].reshard_after_forward and not installed_root_obeys_reshard():
+        raise ModelError(
+            f"torch {torch.__version__} keeps the root gathered: to execute one that reshards it, "
+            "a newer torch must be installed"
+        )
     offload = CPUOffloadPolicy(pin_memory=False) if policy.offload else OffloadPolicy()
     for unit in units:
         modules = [model.module.get_submodule(fqn) for fqn in unit.fqns]
@@ -62,7 +67,7 @@ def shard(
             fully_shard(
                 modules[0] if len(modules) == 1 else modules,
                 mesh=mesh,
-                mp_policy=mixed_precision,
+                mp_policy=_mixed_precision(unit),
                 offload_policy=offload,
                 reshard_after_forward=unit.reshard_after_forward,
             )
@@ -70,7 +75,7 @@ def shard(
             raise ModelError(f"torch {torch.__version__} cannot shard {model.name}: {error}") from error
     root = model.module
     assert isinstance(root, FSDPModule)
-    _prefetch(model.module, model.blocks, policy)
+    _prefetch(root, units)
     if policy.separate_reduce_scatter_group:
         _tell(root, "set_separate_reduce_scatter_group", True)
     if policy.reduce_scatter_buffers > 1:
@@ -155,15 +160,29 @@ class TrainingLoop:
             self.optimizer.step()
 
 
-def _prefetch(root: nn.Module, fqns: tuple[str, ...], policy: PolicySpec) -> None:
-    modules = [root.get_submodule(fqn) for fqn in fqns]
-    blocks: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
-    for index, block in enumerate(blocks):
-        if policy.forward_prefetch:
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + policy.forward_prefetch])
-        if policy.backward_prefetch:
-            first = max(index - policy.backward_prefetch, 0)
-            block.set_modules_to_backward_prefetch(blocks[first:index][::-1])
+def _mixed_precision(unit: WrapUnit) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(unit.param_dtype),
+        reduce_dtype=_dtype(unit.reduce_dtype),
+        output_dtype=_dtype(unit.output_dtype),
+    )
+
+
+def _prefetch(root: FSDPModule, units: Sequence[WrapUnit]) -> None:
+    modules = dict(cast(nn.Module, root).named_modules())
+
+    def first_of(fqns: Sequence[str]) -> FSDPModule:
+        module = modules[fqns[0]]
+        assert isinstance(module, FSDPModule)
+        return module
+
+    for unit in units:
+        if unit.forward_prefetch:
+            targets = [first_of(target) for target in unit.forward_prefetch]
+            first_of(unit.fqns).set_modules_to_forward_prefetch(targets)
+        if unit.backward_prefetch:
+            targets = [first_of(target) for target in unit.backward_prefetch]
+            first_of(unit.fqns).set_modules_to_backward_prefetch(targets)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

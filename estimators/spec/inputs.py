@@ -1,4 +1,4 @@
-"""An estimate's whole input from plain values, a YAML or TOML file, or a recorded run."""
+"""An estimate's whole input from plain values or a YAML or TOML file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fsdp2prof.estimators.spec.documents import parse_toml, parse_yaml, read_tex
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, Reshard
-from fsdp2prof.manifest import ParamGroupInfo, RankManifest
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.stacks import stack_notes, with_stack
 
-__all__ = ["EstimateSpec", "load_config", "make_spec", "values_of_run"]
+__all__ = ["EstimateSpec", "load_config", "make_spec"]
 
-_KEYS = ("model", "layers", "mesh", "hardware", "policy")
+_KEYS = ("model", "layers", "mesh", "hardware", "stack", "policy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +28,13 @@ class EstimateSpec:
     mesh: MeshSpec
     policy: PolicySpec
     hardware: HardwareSpec | None = None
+    notes: tuple[str, ...] = ()
+    """What the input rests on besides itself, for an estimate's assumptions."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """Read a YAML or TOML file with ``model``, ``layers``, ``mesh``, ``hardware`` and a ``policy`` table.
+    """Read a YAML or TOML file with the keys ``model``, ``layers``, ``mesh``, ``hardware``, ``stack`` and a
+    ``policy`` table.
 
     Raises ``InputError`` if it cannot be read or parsed, or has other keys.
     """
@@ -62,41 +65,10 @@ def make_spec(values: Mapping[str, Any]) -> EstimateSpec:
     return EstimateSpec(
         model=ModelSpec(source=str(values["model"]), layers=values.get("layers")),
         mesh=_mesh_of_table(mesh) if isinstance(mesh, Mapping) else MeshSpec.parse(str(mesh)),
-        policy=PolicySpec.from_mapping(values.get("policy", {})),
+        policy=PolicySpec.from_mapping(with_stack(values.get("stack"), values.get("policy", {}))),
         hardware=None if hardware is None else HardwareSpec.parse(str(hardware)),
+        notes=tuple(stack_notes(values.get("stack"))),
     )
-
-
-def values_of_run(manifest: RankManifest) -> dict[str, Any]:
-    """What a recorded rank says of its mesh and policy, as the values of :func:`make_spec`.
-
-    The model itself is not in a manifest. Raises ``ModelError`` for a policy that differs between groups in
-    a way that no ``PolicySpec`` says.
-    """
-    if not manifest.param_groups:
-        raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
-    groups = [group for group in manifest.param_groups if group.root == manifest.param_groups[0].root]
-    first = groups[0]
-    inner = [group for group in groups if group.fqn]
-    policy: dict[str, Any] = {
-        "wrap": tuple(group.fqn.replace(", ", "+") for group in inner) or ("root",),
-        "reshard": _reshard_of(inner, groups),
-        "param_dtype": _same(groups, "param_dtype"),
-        "reduce_dtype": _same(groups, "reduce_dtype"),
-        "orig_dtype": first.parameters[0].dtype,
-        "offload": _same(groups, "offload"),
-        "separate_reduce_scatter_group": first.reduce_scatter_group != first.shard_group,
-        "grad_accum": manifest.micro_batches or 1,
-    }
-    if manifest.gradient_syncs and manifest.gradient_syncs == manifest.micro_batches:
-        policy["sync"] = "each"
-    root = next((group for group in groups if not group.fqn), None)
-    if root is not None and isinstance(root.reshard_after_forward, bool):
-        policy["reshard_root"] = root.reshard_after_forward
-    if manifest.optimizers:
-        policy["optimizer"] = _optimizer_of(manifest)
-    mesh = {"dp_replicate": first.replicate_world_size, "dp_shard": first.shard_world_size}
-    return {"mesh": mesh, "policy": policy}
 
 
 def _mesh_of_table(table: Mapping[str, Any]) -> MeshSpec:
@@ -105,31 +77,3 @@ def _mesh_of_table(table: Mapping[str, Any]) -> MeshSpec:
     if unknown:
         raise ModelError(f"mesh: no dimension {unknown[0]!r}; there are {', '.join(sorted(known))}")
     return MeshSpec(**table)
-
-
-def _same(groups: list[ParamGroupInfo], name: str) -> Any:
-    values = {getattr(group, name) for group in groups}
-    if len(values) > 1:
-        raise ModelError(f"the run's groups differ in {name} ({values}): one policy for all is modelled")
-    return values.pop()
-
-
-def _reshard_of(inner: list[ParamGroupInfo], groups: list[ParamGroupInfo]) -> Reshard:
-    values = [group.reshard_after_forward for group in inner or groups]
-    if all(value is True for value in values):
-        return "always"
-    if all(value is False for value in values):
-        return "never"
-    if values[-1] is False and all(value is True for value in values[:-1]):
-        return "torchtitan"
-    sizes = set(values)
-    if len(sizes) == 1:
-        return sizes.pop()
-    raise ModelError("the run reshards its groups differently: one policy for all is modelled")
-
-
-def _optimizer_of(manifest: RankManifest) -> str:
-    optimizer = manifest.optimizers[0]
-    name = optimizer.class_name.rpartition(".")[2].lower()
-    momentum = optimizer.defaults.get("momentum", "0")
-    return "sgd-momentum" if name == "sgd" and momentum not in ("0", "0.0") else name

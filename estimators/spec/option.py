@@ -7,13 +7,14 @@ value it takes. The specification reads its own values through it; the command l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
 from fsdp2prof.errors import ModelError
 
 __all__ = [
+    "ByUnit",
     "Counted",
     "Dtype",
     "Flag",
@@ -21,6 +22,8 @@ __all__ = [
     "Kind",
     "Names",
     "Option",
+    "PerUnit",
+    "Prefetched",
     "Regex",
     "Text",
     "Words",
@@ -105,7 +108,9 @@ def read_options(specification: Any) -> None:
 def plain(specification: Any) -> dict[str, Any]:
     """The values as a file holds them, which read back as the same."""
     values = {name: getattr(specification, name) for name in options_of(specification)}
-    return {name: str(value) if isinstance(value, Counted) else value for name, value in values.items()}
+    return {
+        name: str(value) if isinstance(value, (Counted, ByUnit)) else value for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,24 @@ class Counted:
 
     def __str__(self) -> str:
         return f"{self.word}:{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByUnit:
+    """A value for all wrapped units and others for some, ``always,norm+output=never``."""
+
+    base: Any
+    units: tuple[tuple[str, Any], ...]
+    """Unit, named as in ``wrap``, and its value; a later one wins over an earlier."""
+
+    def __str__(self) -> str:
+        return ",".join([_written(self.base), *(f"{unit}={_written(value)}" for unit, value in self.units)])
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ">".join(value)
+    return "none" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,3 +295,63 @@ class Regex(Text):
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"{value!r} is not a regular expression: {error}") from None
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetched:
+    """How many of the next blocks, or which units in order, are prefetched."""
+
+    most: int
+
+    @property
+    def values(self) -> str:
+        """A number, or names."""
+        return "N|UNIT>UNIT..."
+
+    def read(self, value: Any) -> int | tuple[str, ...]:
+        """Return the number or the names; a single name is one that is no number."""
+        if isinstance(value, str) and not value.isdecimal():
+            value = tuple(part.strip() for part in value.split(">"))
+        if isinstance(value, tuple) and value and all(value):
+            return value
+        text = str(value)
+        if isinstance(value, bool) or not text.isdecimal() or len(text) > 9 or int(text) > self.most:
+            raise ValueError(f"{value!r} must be a number of blocks up to {self.most}, or units as a>b")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class PerUnit:
+    """A value for all wrapped units; after it, or instead of it, ``unit=value`` for some, with commas."""
+
+    kind: Kind
+    base: Any
+    """Of the units that are not named, where nothing else is said."""
+
+    @property
+    def values(self) -> str:
+        """The values of one unit, and how to name units."""
+        return f"{self.kind.values}[,UNIT=...]"
+
+    def read(self, value: Any) -> Any:
+        """Return the typed value, as a :class:`ByUnit` only where some unit has its own."""
+        if isinstance(value, ByUnit):
+            return self._made(value.base, value.units)
+        if isinstance(value, Mapping):
+            units = {str(unit): own for unit, own in value.items()}
+            return self._made(units.pop("default", self.base), tuple(units.items()))
+        if not isinstance(value, str) or "=" not in value:
+            return self.kind.read(value)
+        parts = [part.strip() for part in value.split(",")]
+        base = self.base if "=" in parts[0] else parts.pop(0)
+        pairs = [(unit.strip(), own.strip()) for unit, _, own in (part.partition("=") for part in parts)]
+        wrong = next(
+            (part for part, (unit, own) in zip(parts, pairs, strict=True) if not unit or not own), None
+        )
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} must be unit=value, as norm+output=VALUE")
+        return self._made(base, tuple(pairs))
+
+    def _made(self, base: Any, units: tuple[tuple[str, Any], ...]) -> Any:
+        read = tuple((unit, self.kind.read(value)) for unit, value in units)
+        return ByUnit(self.kind.read(base), read) if read else self.kind.read(base)

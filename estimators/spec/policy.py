@@ -11,11 +11,14 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
 from fsdp2prof.estimators.spec.option import (
+    ByUnit,
     Counted,
     Dtype,
     Flag,
     Integer,
     Names,
+    PerUnit,
+    Prefetched,
     Regex,
     Text,
     Words,
@@ -24,10 +27,12 @@ from fsdp2prof.estimators.spec.option import (
     plain,
     read_options,
 )
+from fsdp2prof.estimators.torch_rules import TorchRules, torch_rules
 
 __all__ = [
     "ActivationCheckpointing",
     "Allocator",
+    "Attention",
     "Chunked",
     "Every",
     "Float8",
@@ -35,16 +40,24 @@ __all__ = [
     "PolicySpec",
     "Reshard",
     "Sync",
+    "base_of",
     "dtype_bytes",
+    "values_of",
 ]
 
 ReshardRule = Literal["default", "torchtitan", "always", "never"]
 Reshard = ReshardRule | int
-"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: the last
-block keeps them too. An integer reshards to that many ranks."""
+"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: units after
+the last block (``norm+output``) keep them, or the last block where there are none. An integer reshards to
+that many ranks."""
+
+Prefetch = int | tuple[str, ...]
+"""A number of blocks, or units by name in order."""
 
 Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
+Attention = Literal["flash", "cudnn", "efficient", "math"]
+Norm = Literal["composed", "fused"]
 Float8 = Literal["tensorwise", "rowwise"]
 
 
@@ -74,6 +87,16 @@ _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
 _MOST_REPEATS = 4096
 """Micro-batches of a step: each is executed."""
+
+
+def base_of(value: Any) -> Any:
+    """The value of an option for the units that have none of their own."""
+    return value.base if isinstance(value, ByUnit) else value
+
+
+def values_of(value: Any) -> tuple[Any, ...]:
+    """Every value of an option, of whichever unit."""
+    return (value.base, *(own for _, own in value.units)) if isinstance(value, ByUnit) else (value,)
 
 
 def dtype_bytes(name: str) -> int:
@@ -108,20 +131,27 @@ class PolicySpec:
         "What is sharded besides the root: block, a class, a module (* matches one name); a+b in one call; "
         "root alone is nothing else.",
     )
-    reshard: Reshard = option(
+    reshard: Reshard | ByUnit = option(
         "default",
-        Words(words=get_args(ReshardRule), number="a number of ranks"),
-        "After forward: fully_shard's own rule (not the root), torchtitan's (nor the last block), all, none, "
-        "or to K ranks.",
+        PerUnit(Words(words=get_args(ReshardRule), number="a number of ranks"), "default"),
+        "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last "
+        "block, or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
     )
     reshard_root: bool | None = option(
         None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root."
     )
-    param_dtype: str | None = option(
-        "bfloat16", Dtype(none=True), "Dtype of the all-gather and of compute; none is the original."
+    param_dtype: str | ByUnit | None = option(
+        "bfloat16",
+        PerUnit(Dtype(none=True), "bfloat16"),
+        "Dtype of the all-gather and of compute; none is the original.",
     )
-    reduce_dtype: str | None = option(
-        "float32", Dtype(none=True), "Dtype of gradient reduction; none is the gradient's own."
+    reduce_dtype: str | ByUnit | None = option(
+        "float32",
+        PerUnit(Dtype(none=True), "float32"),
+        "Dtype of gradient reduction; none is the gradient's own.",
+    )
+    output_dtype: str | ByUnit | None = option(
+        None, PerUnit(Dtype(none=True), None), "Dtype that a unit's outputs are cast to; none is their own."
     )
     orig_dtype: str = option("float32", Dtype(), "Dtype of the shards, gradients and optimizer state.")
     offload: bool = option(
@@ -150,9 +180,13 @@ class PolicySpec:
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
     )
-    forward_prefetch: int = option(0, Integer(0, MOST_LAYERS), "Blocks prefetched explicitly in forward.")
-    backward_prefetch: int = option(
-        0, Integer(0, MOST_LAYERS), "Blocks prefetched explicitly in backward; 0 is FSDP's own single one."
+    forward_prefetch: Prefetch | ByUnit = option(
+        0, PerUnit(Prefetched(MOST_LAYERS), 0), "Blocks prefetched explicitly in forward, or units by name."
+    )
+    backward_prefetch: Prefetch | ByUnit = option(
+        0,
+        PerUnit(Prefetched(MOST_LAYERS), 0),
+        "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
@@ -167,10 +201,35 @@ class PolicySpec:
     fp8_all_gather: bool = option(
         False, Flag(), "Gather the weights of linear layers inside blocks as float8."
     )
-    allocator: Allocator = option(
-        "expandable",
-        Words(words=get_args(Allocator)),
-        "The CUDA caching allocator's segments.",
+    torch: str | None = option(
+        None,
+        Text("VERSION"),
+        "The run's torch, as 2.6, whose rules are followed; else the installed one.",
+    )
+    attention: Attention = option(
+        "flash", Words(words=get_args(Attention)), "Kernel of scaled_dot_product_attention."
+    )
+    attention_is_saved: bool | None = option(
+        None,
+        Flag(unset=True, off="--attention-is-recomputed"),
+        "Whether ac=op saves attention's results; torchtitan's list had those of flash and efficient alone "
+        "until December 2025.",
+    )
+    norm: Norm | None = option(
+        None,
+        Words(words=get_args(Norm), none=True),
+        "RMSNorm of the built-in models: separate operators in fp32, or one kernel; none is composed.",
+    )
+    allocator: Allocator | None = option(
+        None,
+        Words(words=get_args(Allocator), none=True),
+        "The CUDA caching allocator's segments; none is not known: expandable, and a range that holds both.",
+        memory_only=True,
+    )
+    record_streams: bool | None = option(
+        None,
+        Flag(unset=True),
+        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
     )
     pp_stage: int = option(
@@ -192,6 +251,14 @@ class PolicySpec:
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"
             )
+        torch_rules(self.torch)
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if isinstance(base_of(getattr(self, name)), tuple):
+                raise ModelError(f"{name}: say which unit prefetches them, as layers.0=layers.1>layers.2")
+        if self.record_streams and not self.rules.collectives_record_streams:
+            raise ModelError(f"record_streams: torch {self.rules.version} never does; it ended with 2.8")
+        if self.attention_is_saved is not None and self.ac != "op":
+            raise ModelError("attention_is_saved: without ac=op nothing chooses what is saved")
         refusal = self.optimizer_kind and self.optimizer_kind.refusal(self.optimizer_impl)
         if refusal:
             raise ModelError(f"optimizer_impl: {refusal}")
@@ -228,11 +295,28 @@ class PolicySpec:
         return self.loss.count if isinstance(self.loss, Chunked) else None
 
     @property
+    def rules(self) -> TorchRules:
+        """What the run's version of torch does."""
+        return torch_rules(self.torch)
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """Whether ``ac="op"`` recomputes attention."""
+        return self.ac == "op" and self.attention_is_saved is False
+
+    @property
+    def records_streams(self) -> bool:
+        """Whether asynchronous collectives call ``record_stream``, as far as is known."""
+        if self.record_streams is None:
+            return self.rules.collectives_record_streams
+        return self.record_streams
+
+    @property
     def compute_dtype(self) -> str:
-        """Dtype of unsharded parameters and of activations."""
-        return self.param_dtype or self.orig_dtype
+        """Dtype of unsharded parameters and of activations, but for units that have their own."""
+        return base_of(self.param_dtype) or self.orig_dtype
 
     @property
     def gradient_dtype(self) -> str:
-        """Dtype of the reduce-scatter."""
-        return self.reduce_dtype or self.compute_dtype
+        """Dtype of the reduce-scatter, but for units that have their own."""
+        return base_of(self.reduce_dtype) or self.compute_dtype

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -16,6 +17,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
+from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 
 __all__ = ["capture_step"]
@@ -29,6 +31,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())
+        stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         materialize(model.module, stand_in_device(), host)

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
-    if mesh.tp > 1 and isinstance(policy.reshard, int):
+    if mesh.tp > 1 and any(isinstance(value, int) for value in values_of(policy.reshard)):
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 
 

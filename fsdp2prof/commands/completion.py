@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import click
     from click.shell_completion import CompletionItem
 
-__all__ = ["complete_hardware", "complete_model", "complete_network"]
+__all__ = ["complete_hardware", "complete_model", "complete_network", "complete_stack"]
 
 
 def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
@@ -31,6 +31,13 @@ def complete_network(_: click.Context, __: click.Parameter, begun: str) -> list[
     from fsdp2prof.estimators.spec.hardware import known_networks
 
     return _names(known_networks(), begun)
+
+
+def complete_stack(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer stacks of software."""
+    from fsdp2prof.estimators.spec.stacks import STACKS
+
+    return _names(STACKS, begun)
 
 
 def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
+from fsdp2prof.commands.completion import (
+    complete_hardware,
+    complete_model,
+    complete_network,
+    complete_stack,
+)
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
@@ -81,7 +86,13 @@ _INPUT_OPTIONS = (
     click.option(
         "--from-run",
         type=click.Path(path_type=Path),
-        help="Read mesh and policy from a recorded run.",
+        help="Read mesh, policy and software from a recorded run.",
+    ),
+    click.option(
+        "--stack",
+        shell_complete=complete_stack,
+        help="The software of a known training program (torchtitan-2024-12): wrapping, precision, torch, "
+        "kernels, allocator; other options win.",
     ),
     *_policy_options(memory_only=False),
 )
@@ -98,11 +109,12 @@ def _input_options(command: Callable[..., None]) -> Callable[..., None]:
         mesh: str | None,
         config: Path | None,
         from_run: Path | None,
+        stack: str | None,
         **options: Any,
     ) -> None:
         from fsdp2prof.workflows.estimate import describe
 
-        given = {"model": model, "layers": layers, "mesh": mesh}
+        given = {"model": model, "layers": layers, "mesh": mesh, "stack": stack}
         names = [name for name in options if name.startswith(_POLICY)]
         policy = {name.removeprefix(_POLICY): options.pop(name) for name in names}
         described = describe(
@@ -165,7 +177,7 @@ def comm(described: Described, output: Output) -> None:
     if described.is_recorded_only:
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
         because = "without --model the recorded parameter groups are used as they are"
-        refuse_given("--layers", "--mesh", "--config", *others, because=because)
+        refuse_given("--layers", "--mesh", "--config", "--stack", *others, because=because)
     output.render(estimate_communication(described))
 
 

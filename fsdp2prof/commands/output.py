@@ -22,7 +22,7 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 
-__all__ = ["Output", "output_options"]
+__all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
@@ -30,6 +30,8 @@ _PIPED_WIDTH = 118
 """Columns of text that does not go to a terminal, unless COLUMNS says otherwise."""
 
 _MIN_WIDTH, _MAX_WIDTH = 40, 200
+
+_QUIET = "No progress or messages on stderr."
 
 _CLOSED_PIPE = 128 + 13
 """Exit code of a program that SIGPIPE ended."""
@@ -69,14 +71,18 @@ class Output:
         if self.path is None:
             _print(content)
             return
-        _refuse_existing(self.path, self.force)
+        refuse_existing(self.path, self.force)
         try:
             with replacing(self.path) as temporary:
                 temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self.tell(f"wrote {self.path}")
+
+    def tell(self, text: str) -> None:
+        """Say on stderr what was done, if a person is looking."""
         if not self.quiet and sys.stderr.isatty():
-            say(f"wrote {self.path}")
+            say(text)
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[None]:
@@ -124,7 +130,7 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             if output_path is None:
                 refuse_given("--force", because="it overwrites the file of -o, which is not given")
             if output_path is not None:
-                _refuse_existing(output_path, force)
+                refuse_existing(output_path, force)
             output = Output(
                 path=output_path,
                 format=chosen,
@@ -137,6 +143,32 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
 
         decorated: Callable[..., None] = with_output
         for option in reversed(_options(formats)):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+def destination_options(what: str, *, required: bool = False) -> Callable[..., Callable[..., None]]:
+    """Add ``-o``, ``-f`` and ``-q`` to a command that writes one format of its own; it gets one ``output``.
+
+    ``what`` is the help of ``-o``. A file that exists is not refused here: the command may write a folder.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_output(*args: Any, output_path: Path | None, force: bool, quiet: bool, **rest: Any) -> None:
+            if output_path is None:
+                refuse_given("--force", because="it overwrites the file of -o, which is not given")
+            command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
+
+        path = click.Path(path_type=Path)
+        decorated: Callable[..., None] = with_output
+        for option in (
+            click.option("-q", "--quiet", is_flag=True, help=_QUIET),
+            click.option("-f", "--force", is_flag=True, help="Overwrite what is there."),
+            click.option("-o", "--output", "output_path", type=path, required=required, help=what),
+        ):
             decorated = option(decorated)
         return decorated
 
@@ -161,7 +193,7 @@ def _options(formats: Sequence[str]) -> list[Callable[[Any], Any]]:
     return [
         *options,
         click.option("-f", "--force", is_flag=True, help="Overwrite an existing output file."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress or messages on stderr."),
+        click.option("-q", "--quiet", is_flag=True, help=_QUIET),
     ]
 
 
@@ -206,7 +238,8 @@ def _print(content: str | bytes) -> None:
         raise click.exceptions.Exit(_CLOSED_PIPE) from None
 
 
-def _refuse_existing(path: Path, force: bool) -> None:
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raise ``InputError`` for a file that is not to be written: it exists, or its folder does not."""
     if path.is_dir():
         raise InputError(f"{path}: a folder; -o takes a file")
     if path.exists() and not force:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -21,22 +22,57 @@ from fsdp2prof.manifest import (
 )
 from fsdp2prof.recorder.roots import Root, param_groups
 
-__all__ = ["describe_optimizers", "describe_param_groups", "describe_process_groups", "describe_tensors"]
+__all__ = [
+    "describe_ignored_parameters",
+    "describe_norms",
+    "describe_optimizers",
+    "describe_param_groups",
+    "describe_process_groups",
+    "describe_tensors",
+]
 
 
 def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
     """Describe every parameter group of every root, in module order. Lazy initialization must be over."""
     groups: list[ParamGroupInfo] = []
+    contexts: dict[int, int] = {}
     for root in roots:
         module = root.module
         names = () if module is None else (name for name, _ in module.named_parameters())
         positions = {name: position for position, name in enumerate(names)}
         groups += [
-            _param_group(root, state, index, group, positions)
+            _param_group(root, state, index, group, positions, contexts)
             for state in root.states
             for index, group in enumerate(param_groups(state))
         ]
     return groups
+
+
+def describe_ignored_parameters(roots: Iterable[Root]) -> list[str]:
+    """Name the parameters under every root that FSDP does not shard."""
+    ignored: dict[str, None] = {}
+    for root in roots:
+        infos = [
+            parameter._module_info
+            for state in root.states
+            for group in param_groups(state)
+            for parameter in group.fsdp_params
+        ]
+        managed = {(id(info.module), info.param_name) for info in infos}
+        for info in infos:
+            managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+        for fqn, module in root.module.named_modules() if root.module is not None and infos else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (id(module), name) not in managed:
+                    ignored[f"{fqn}.{name}".lstrip(".")] = None
+    return list(ignored)
+
+
+def describe_norms(roots: Iterable[Root]) -> list[str]:
+    """Name the classes of normalizations in the models, with the modules that define them."""
+    modules = (module for root in roots if root.module is not None for module in root.module.modules())
+    classes = {type(module) for module in modules if type(module).__name__.endswith("Norm")}
+    return sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in classes)
 
 
 def describe_process_groups(groups: Iterable[ParamGroupInfo]) -> list[ProcessGroupInfo]:
@@ -72,8 +108,13 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
     ]
 
 
-def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[TensorInfo]:
-    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now."""
+def describe_tensors(
+    roots: Iterable[Root], optimizers: Iterable[Optimizer], address: Callable[[torch.Tensor], int]
+) -> list[TensorInfo]:
+    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now.
+
+    ``address`` gives that of a tensor's storage in the memory recording.
+    """
     tensors: list[TensorInfo] = []
     owners: dict[int, tuple[int, str, str]] = {}
     for root in roots:
@@ -84,18 +125,21 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
                     owners[id(parameter.sharded_param)] = owner
                     # Not resharded yet: a root after a forward without backward (frozen, or evaluated).
                     gathered = parameter.all_gather_outputs
-                    tensors += [_tensor("unsharded_parameter", owner, output) for output in gathered]
-                    tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
+                    tensors += [_tensor("unsharded_parameter", owner, one, address) for one in gathered]
+                    data = parameter._sharded_param_data
+                    tensors.append(_tensor("sharded_parameter", owner, data, address))
                     if (gradient := parameter.sharded_param.grad) is not None:
-                        tensors.append(_tensor("sharded_gradient", owner, gradient))
+                        tensors.append(_tensor("sharded_gradient", owner, gradient, address))
     for optimizer in optimizers:
         for parameter, key, tensor in _optimizer_state(optimizer):
             index, fqn, name = owners.get(id(parameter), (0, "", "not sharded"))
-            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor))
+            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor, address))
     return [tensor for tensor in tensors if tensor.nbytes]
 
 
-def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict[str, int]) -> ParamGroupInfo:
+def _param_group(
+    root: Root, state: Any, index: int, group: Any, positions: dict[str, int], contexts: dict[int, int]
+) -> ParamGroupInfo:
     mesh_info = group.mesh_info
     after_forward = group.post_forward_mesh_info
     policy = group.mp_policy
@@ -134,6 +178,9 @@ def _param_group(root: Root, state: Any, index: int, group: Any, positions: dict
         reduce_scatter_max_input_buffers=getattr(group, "reduce_scatter_max_input_buffers", 1),
         all_gather_comm=_custom(getattr(group, "_all_gather_comm", None)),
         reduce_scatter_comm=_custom(getattr(group, "_reduce_scatter_comm", None)),
+        cast_forward_inputs=policy.cast_forward_inputs,
+        gradient_divide_factor=getattr(group, "gradient_divide_factor", None),
+        comm_context=contexts.setdefault(id(group.comm_ctx), root.index),
     )
 
 
@@ -156,10 +203,14 @@ def _parameter(parameter: Any, mesh_info: Any, positions: dict[str, int]) -> Par
         requires_grad=parameter.sharded_param.requires_grad,
         all_gather_dtypes=dtypes,
         all_gather_numels=numels,
-        address=parameter._sharded_param_data.untyped_storage().data_ptr(),
+        address=_data_pointer(parameter._sharded_param_data),
         tensor_parallel=_other_placements(parameter) if parameter.is_dtensor else None,
         position=positions.get(name, -1),
     )
+
+
+def _data_pointer(tensor: torch.Tensor) -> int | None:
+    return None if isinstance(tensor, FakeTensor) else tensor.untyped_storage().data_ptr()
 
 
 def _custom(comm: Any) -> str | None:
@@ -195,16 +246,21 @@ def _optimizer_state(optimizer: Optimizer) -> Iterable[tuple[Any, str, torch.Ten
                 yield parameter, str(key), value
 
 
-def _tensor(category: str, owner: tuple[int, str, str], tensor: torch.Tensor) -> TensorInfo:
+def _tensor(
+    category: str,
+    owner: tuple[int, str, str],
+    tensor: torch.Tensor,
+    address: Callable[[torch.Tensor], int],
+) -> TensorInfo:
     root, fqn, name = owner
-    storage = _local(tensor).untyped_storage()
+    local = _local(tensor)
     return TensorInfo(
         category=category,
         root=root,
         fqn=fqn,
         name=name,
-        address=storage.data_ptr(),
-        nbytes=storage.nbytes(),
+        address=address(local),
+        nbytes=local.untyped_storage().nbytes(),
     )
 
 

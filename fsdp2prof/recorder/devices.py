@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import platform
 import re
+from typing import Any
 
 import torch
 
 from fsdp2prof import __version__
 from fsdp2prof.manifest import DeviceInfo
 
-__all__ = ["allocator_settings", "allocator_stats", "device_info", "package_versions", "parse_settings"]
+__all__ = [
+    "allocator_settings",
+    "allocator_stats",
+    "attention_backends",
+    "device_info",
+    "package_versions",
+    "parse_settings",
+]
+
+_ATTENTION = ("math", "flash", "efficient", "cudnn")
+"""By torch's number of each (``torch.nn.attention.SDPBackend``)."""
+_ATTENTION_ORDER = (1, 2, 0, 3)
+"""torch's own preference, where it cannot be asked."""
 
 _STATS = (
     "allocated_bytes.all.current",
@@ -53,6 +66,21 @@ def device_info(device_type: str) -> DeviceInfo:
         total_bytes=properties.total_memory,
         capability=f"{properties.major}.{properties.minor}",
     )
+
+
+def attention_backends(device_type: str) -> list[str]:
+    """Return the allowed kernels of attention, the preferred one first; empty on other devices than CUDA."""
+    if device_type != "cuda":
+        return []
+    cuda: Any = torch.backends.cuda
+    allowed = (
+        cuda.math_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+    order = getattr(torch._C, "_get_sdp_priority_order", lambda: _ATTENTION_ORDER)()
+    return [_ATTENTION[number] for number in order if number < len(allowed) and allowed[number]]
 
 
 def allocator_stats(device_type: str) -> dict[str, int]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
@@ -35,6 +38,7 @@ class ManifestFile:
             selected=is_selected(settings.options.ranks, identity.rank, identity.world_size),
             versions=devices.package_versions(),
             environment=relevant_environment(),
+            rehearsal=settings.rehearsal,
         )
         self._roots = roots
         self._watch = watch
@@ -67,17 +71,20 @@ class ManifestFile:
         groups = describe.describe_param_groups(self._roots)
         if groups:
             self.manifest.param_groups = groups
+            self.manifest.ignored_parameters = describe.describe_ignored_parameters(self._roots)
+            self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
         self.manifest.device = devices.device_info(self.device_type)
         self.manifest.allocator = devices.allocator_stats(self.device_type)
         self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
+        self.manifest.attention_backends = devices.attention_backends(self.device_type)
         self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
         self.write()
 
-    def describe_tensors(self) -> None:
+    def describe_tensors(self, address: Callable[[torch.Tensor], int]) -> None:
         """Add the storages of known role that are alive now."""
         known = {(tensor.address, tensor.category): tensor for tensor in self.manifest.tensors}
-        for tensor in describe.describe_tensors(self._roots, self._watch.optimizers):
+        for tensor in describe.describe_tensors(self._roots, self._watch.optimizers, address):
             known[tensor.address, tensor.category] = tensor
         self.manifest.tensors = list(known.values())

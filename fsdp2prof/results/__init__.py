@@ -85,8 +85,10 @@ from fsdp2prof.results.estimate import (
     Fit,
     MemoryEstimate,
     OutsideAllocator,
+    OutsidePart,
     PredictedPeak,
     PredictedStep,
+    Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.hang import (
@@ -159,6 +161,7 @@ from fsdp2prof.results.step import (
     UnrecordedStep,
 )
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
+from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 
@@ -265,6 +268,7 @@ __all__ = [
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
+    "OutsidePart",
     "ParameterSharding",
     "PathSegment",
     "Peak",
@@ -277,6 +281,7 @@ __all__ = [
     "RankMemory",
     "RankPeakChange",
     "RankShare",
+    "RankTimeline",
     "RankTrace",
     "RankWait",
     "Redistribution",
@@ -300,14 +305,18 @@ __all__ = [
     "StepRange",
     "StepSpread",
     "StepTime",
+    "StepTimeline",
     "Straggler",
     "StreamIdle",
     "StreamUse",
     "Throughput",
     "TimeChange",
+    "TimelineLane",
+    "TimelineStall",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "Unknown",
     "UnrecordedStep",
     "WhatIf",
     "WhatIfChange",

@@ -7,6 +7,7 @@ from typing import Literal
 
 from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.timeline import StepTimeline
 
 __all__ = [
     "COMPARISON_SCHEMA",
@@ -170,3 +171,6 @@ class RunComparison(Shown):
     equalities: list[str] = field(default_factory=list)
     """What is equal to the byte on both sides, in words."""
     warnings: list[str]
+    before_timeline: StepTimeline | None = None
+    """A typical step of that side; null where it has no trace."""
+    after_timeline: StepTimeline | None = None

@@ -24,8 +24,10 @@ __all__ = [
     "Fit",
     "MemoryEstimate",
     "OutsideAllocator",
+    "OutsidePart",
     "PredictedPeak",
     "PredictedStep",
+    "Unknown",
 ]
 
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
@@ -33,7 +35,7 @@ CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
 MEMORY_ESTIMATE_SCHEMA = "fsdp2prof.estimate.memory/1"
 
 Fit = Literal["fits", "depends", "does_not_fit"]
-"""``depends``: on what the allocator does not count, of which only a range is known."""
+"""``depends``: the ends of what is known decide differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +91,20 @@ class EstimatedPolicy:
     clip_grad: bool | None = None
     loss: str | None = None
     loss_parallel: bool | None = None
-    forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
+    output_dtype: str | None = None
+    forward_prefetch: int | str | tuple[str, ...] | None = None
+    backward_prefetch: int | str | tuple[str, ...] | None = None
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None
     float8: str | None = None
     fp8_all_gather: bool | None = None
+    torch: str | None = None
+    attention: str | None = None
+    attention_is_saved: bool | None = None
+    norm: str | None = None
     allocator: str | None = None
+    record_streams: bool | None = None
     pp_stage: int | None = None
     extra_model: str | None = None
 
@@ -195,11 +203,37 @@ class CheckpointEstimate(Shown):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutsidePart:
+    """One part of the device memory that no allocator counts, as a range."""
+
+    name: str
+    low: int
+    high: int
+    source: str
+    """Where the range comes from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OutsideAllocator:
     """Device memory that no allocator counts (context, kernels, communicators): a range."""
 
     low: int
     high: int
+    parts: list[OutsidePart] = field(default_factory=list)
+    """They sum to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unknown:
+    """Something about the run that an estimate was not told, or cannot know, and what it may come to."""
+
+    name: str
+    low_bytes: int
+    """By how much the reserved peak may be lower than predicted; zero or negative."""
+    high_bytes: int
+    """By how much it may be higher; zero or positive."""
+    why: str
+    """One sentence: what is not known, and what would settle it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,9 +292,9 @@ class MemoryEstimate(Shown):
     device_total_bytes: int | None
     """Memory of the device; null unless the hardware was given."""
     fits: bool | None
-    """Null unless the hardware was given."""
+    """Null unless the hardware was given, and where it depends: ``fit`` says on what."""
     headroom_bytes: int | None
-    """Device memory left above the reserved peak and the high end outside of it; negative: missing."""
+    """Device memory left above the high ends of the reserved peak and outside of it; negative: missing."""
     advice: list[str]
     """What to change, when it does not fit."""
     assumptions: list[str]
@@ -271,6 +305,13 @@ class MemoryEstimate(Shown):
     fit: Fit | None = None
     """Null unless the hardware was given."""
     headroom_high_bytes: int | None = None
-    """As ``headroom_bytes``, above the low end outside of the allocator."""
+    """As ``headroom_bytes``, above the low end of the peak and outside of the allocator."""
+    reserved_low_bytes: int | None = None
+    """Least that the reserved peak may be, all unknowns at their low end."""
+    reserved_high_bytes: int | None = None
+    unknowns: list[Unknown] = field(default_factory=list)
+    """What the ends of the range rest on, the widest first; empty: the peak is not a range."""
+    depends_on: list[str] = field(default_factory=list)
+    """What decides whether it fits, and by how much, where that is not known."""
     remedies: list[Remedy] = field(default_factory=list)
     """What each change that is left to make takes off the peak at most, most bytes first."""

@@ -18,6 +18,7 @@ from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
+from fsdp2prof.results.timeline import StepTimeline
 from fsdp2prof.results.what_if import WhatIfChange
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
@@ -83,6 +84,8 @@ class TraceAnalysis(Shown):
     """At most three sentences: what bounds the step, the most expensive layer and operation, what to try."""
     unrecorded_step: UnrecordedStep | None = None
     """Over all ranks of the run; null for foreign traces and runs without such steps."""
+    rehearsed: bool = False
+    """Recorded by ``rehearse``: collectives moved nothing, and how long they took means nothing."""
     totals: TraceTotals = field(default_factory=TraceTotals)
     ranks: list[RankTrace]
     by_rank: list[RankMeans] = field(default_factory=list)
@@ -113,3 +116,5 @@ class TraceAnalysis(Shown):
     """The longest blocked first."""
     what_if: list[WhatIfChange] = field(default_factory=list)
     """Single changes, tried on the recording, the most gained first; empty where none were."""
+    timeline: StepTimeline | None = None
+    """One typical step; null where no step was analysed."""

@@ -6,10 +6,10 @@ processes of their own, one rank each; the result is the same. Every file is dec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_recording
 from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
@@ -18,9 +18,9 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
-from fsdp2prof.analyzers.steps import Window, host_steps, trained_steps
+from fsdp2prof.analyzers.steps import host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
-from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.estimators.replay.program import RankProgram
 from fsdp2prof.estimators.whatif import program_of, replay_job, with_what_ifs
@@ -34,7 +34,9 @@ from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.folders import is_trace_name
 from fsdp2prof.workflows.job_files import JobFiles
 from fsdp2prof.workflows.one_job import RankFile
+from fsdp2prof.workflows.summaries import analysis_of_summaries
 from fsdp2prof.workflows.trace_cache import read_trace_cached
+from fsdp2prof.workflows.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,29 +45,16 @@ __all__ = [
     "TraceOptions",
     "analyze_any",
     "analyze_memory",
+    "analyze_ranks",
     "analyze_run",
     "analyze_trace",
     "cut_short",
     "read_recordings",
+    "read_tables",
 ]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
-
-
-class TraceOptions(TypedDict, total=False):
-    """How traces are analysed; each has a default."""
-
-    window: Window
-    steps: Collection[int] | None
-    """None, the default, is all."""
-    workers: int | None
-    """Processes; by default what the files are worth."""
-    cache: bool
-    """A large trace leaves its columns beside it and is not decoded again; off by default."""
-    references: References
-    what_if: bool
-    """Also try, by replaying the recording, what would make a step faster; off by default."""
 
 
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
@@ -73,8 +62,32 @@ def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalys
 
     Raises ``TraceError`` when no trace can be read, and ``InputError`` for steps that are not in them.
     """
-    result, _ = _analyze_traces(job, None, options)
-    return replace(result, warnings=[*job.messages, *result.warnings])
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, options)
+        if kept.trace is None:
+            raise TraceError(f"{job.path}: its summaries hold no trace: record with --active 1 or more")
+        return replace(kept.trace, warnings=[*job.messages, *kept.warnings, *kept.trace.warnings])
+    result, _ = analyze_ranks(job, **options)
+    return result
+
+
+def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[TraceAnalysis, list[RankAnalysis]]:
+    """Analyse the traces of a job as :func:`analyze_trace` does; return what was kept of each rank, too."""
+    part = _analyze_traces(job, None, options)
+    return replace(part.result, warnings=[*job.messages, *part.result.warnings]), part.ranks
+
+
+def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tuple[RankFile, RankTables]]:
+    """Read the ranks of a job one after the other, each with its tables joined up; unreadable ones not."""
+    manifests = job.manifests
+    read = read_trace_cached if options.get("cache") else read_trace
+    for file in job.traces.files:
+        try:
+            trace = read(file.path, rank=file.rank, workers=options.get("workers"))
+        except TraceError:
+            continue
+        window, chosen = options.get("window", "steps"), options.get("steps")
+        yield file, rank_tables(trace, manifests.get(file.rank), window, chosen)
 
 
 def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
@@ -83,6 +96,11 @@ def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
     The highest peak is looked up in its rank's trace; ``cache`` is that of :class:`TraceOptions`.
     Raises ``SnapshotError`` when no recording can be read.
     """
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, {})
+        if kept.memory is None:
+            raise SnapshotError(f"{job.path}: its summaries hold no memory: record without --no-memory")
+        return replace(kept.memory, warnings=[*job.messages, *kept.warnings, *kept.memory.warnings])
     part = _analyze_recordings(job)
     result = part.result
     trace = part.trace_of_fullest(job)
@@ -103,6 +121,9 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
     summary = _summary(job)
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, options)
+        return combine(summary, kept.trace, kept.memory, kept.warnings)
     memory: _MemoryPart | None = None
     trace: TraceAnalysis | None = None
     at_peak: AtPeak | None = None
@@ -115,7 +136,8 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     if job.traces.files:
         try:
             fullest = None if memory is None else memory.fullest
-            trace, at_peak = _analyze_traces(job, fullest, options)
+            part = _analyze_traces(job, fullest, options)
+            trace, at_peak = part.result, part.at_peak
         except TraceError as error:
             warnings.append(str(error))
     result = None if memory is None else memory.with_peak(at_peak)
@@ -156,7 +178,9 @@ def _summary(job: JobFiles) -> RunSummary:
             )
         ranks = [file.rank for file in traces.files], [file.rank for file in memory.files]
         return summarize_files(str(job.path), *ranks, traces.world_size)
-    if not any(record.manifest or record.trace or record.memory for record in job.run.ranks):
+    if not any(
+        record.manifest or record.trace or record.memory or record.summary for record in job.run.ranks
+    ):
         reason = job.messages[0] if job.messages else "record it again"
         raise RunDirectoryError(f"{job.path}: no rank left anything: {reason}")
     return summarize_run(job.run)
@@ -244,9 +268,14 @@ class _RankOutcome:
     """For what is tried on the recording."""
 
 
-def _analyze_traces(
-    job: JobFiles, fullest: _Fullest | None, options: TraceOptions
-) -> tuple[TraceAnalysis, AtPeak | None]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TracePart:
+    result: TraceAnalysis
+    ranks: list[RankAnalysis]
+    at_peak: AtPeak | None
+
+
+def _analyze_traces(job: JobFiles, fullest: _Fullest | None, options: TraceOptions) -> _TracePart:
     """Analyse the traces, and look the highest peak of memory up in its rank's."""
     files = job.traces.files
     if not files:
@@ -279,7 +308,7 @@ def _analyze_traces(
         result = with_what_ifs(result, replay_job(programs))
     warnings = [*job.traces.warnings, *unreadable, *result.warnings]
     at_peak = next((outcome.at_peak for outcome in analysed if outcome.at_peak is not None), None)
-    return replace(result, warnings=warnings), at_peak
+    return _TracePart(result=replace(result, warnings=warnings), ranks=analyses, at_peak=at_peak)
 
 
 def _analyze_file(job: _TraceJob) -> _RankOutcome | str:

@@ -6,12 +6,13 @@ What is described is checked before torch is imported: a wrong option is told at
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
-from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec, values_of_run
+from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run_directory import open_run
@@ -66,8 +67,9 @@ def describe(
     ``InputError`` and ``ModelError`` for what cannot be read.
     """
     manifest = None if from_run is None else _manifest(from_run)
-    recorded = {} if manifest is None else values_of_run(manifest)
     of_file = {} if config is None else load_config(config)
+    has_model = "model" in of_file or "model" in given
+    recorded = values_of_run(manifest) if manifest is not None and has_model else {}
     policies = [recorded.get("policy", {}), of_file.get("policy", {}), policy]
     merged = {name: value for one in policies for name, value in one.items()}
     return Described(values={**recorded, **of_file, **given, "policy": merged}, manifest=manifest)
@@ -89,7 +91,7 @@ def estimate_memory(
     prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
-    return prediction.estimate
+    return _noted(prediction.estimate, spec)
 
 
 def estimate_communication(described: Described) -> CommEstimate:
@@ -107,7 +109,7 @@ def estimate_communication(described: Described) -> CommEstimate:
     spec = described.spec()
     from fsdp2prof.estimators.communication import estimate_comm
 
-    return estimate_comm(spec.model, spec.mesh, spec.policy)
+    return _noted(estimate_comm(spec.model, spec.mesh, spec.policy), spec)
 
 
 def estimate_step(
@@ -136,7 +138,7 @@ def estimate_step(
     prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration)
     if save is not None:
         save_step_run(save, prediction)
-    return prediction.estimate
+    return _noted(prediction.estimate, spec)
 
 
 def estimate_checkpoint(
@@ -149,9 +151,18 @@ def estimate_checkpoint(
     spec = described.spec()
     from fsdp2prof.estimators import checkpoint
 
-    return checkpoint.estimate_checkpoint(
+    estimate = checkpoint.estimate_checkpoint(
         spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=bandwidth_bytes_per_s
     )
+    return _noted(estimate, spec)
+
+
+_Estimate = TypeVar("_Estimate", MemoryEstimate, CommEstimate, StepEstimate, CheckpointEstimate)
+
+
+def _noted(estimate: _Estimate, spec: EstimateSpec) -> _Estimate:
+    """An estimate that also says what its input rests on."""
+    return replace(estimate, assumptions=[*estimate.assumptions, *spec.notes])
 
 
 def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple[Calibration, Cluster]:

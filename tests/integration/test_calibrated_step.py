@@ -96,15 +96,6 @@ def test_the_saved_run_says_what_the_estimate_says_to_the_nanosecond(
     run, saved = recorded("train_tiny_fsdp2", 2).run, tmp_path / "saved"
     options: list[str | Path] = ["--model", MODEL.source, "--mesh", "dp_shard=2", "--batch-size", "4"]
     options += ["--seq-len", "64"]
-        "--model",
-        MODEL.source,
-        "--mesh",
-        "dp_shard=2",
-        "--batch-size",
-        "4",
-        "--seq-len",
-        "64",
-    ]
     options += ["--no-clip-grad", "--optimizer-impl", "for-loop", "--calibrate", run, "--save-run", saved]
     ended = call(capfd, "estimate", "step", *options, "--format", "json")
     assert ended.code == 0, ended

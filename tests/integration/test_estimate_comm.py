@@ -33,8 +33,9 @@ from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_m
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.sharding import parameter_groups
-from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
+from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal

@@ -15,14 +15,15 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.spec.inputs import make_spec, values_of_run
+from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
-from fsdp2prof.tables import MemoryRecording
+from fsdp2prof.tables import GIVEN, AllocationTable, BoolArray, MemoryRecording
 
 from .conftest import REPOSITORY
 
@@ -51,18 +52,20 @@ def predicted():
     return execution.recording, RankManifest(tensors=execution.tensors)
 
 
+def made_by_gloo(allocations: AllocationTable) -> BoolArray:
+    """Mask of the storages that no operator made: gloo's copies of what reduce-scatters are given."""
+    return allocations.op.matches(lambda name: name.startswith(GIVEN))
+
+
 def allocated_in_step(
     recording: MemoryRecording, manifest: RankManifest, step: int
 ) -> dict[tuple[object, ...], int]:
-    """Bytes and numbers of a step's allocations by (category, module).
-
-    What gloo makes for itself, a copy of every reduce-scatter's input, is seen as given to an operator.
-    """
+    """Bytes and numbers of a step's allocations by (category, module), without gloo's own."""
     attributed = attribute(recording, recording.steps)
     allocations = categorize(attributed, manifest, recording.end_ns)
     sums: Counter[tuple[object, ...]] = Counter()
-    made = ~allocations.op.matches(lambda name: name.startswith("given to "))
-    for row in ((allocations.step == step) & made).nonzero()[0]:
+    made = (allocations.step == step) & ~made_by_gloo(allocations)
+    for row in made.nonzero()[0]:
         key = allocations.category[row], allocations.fqn[row]
         sums.update({(*key, "bytes"): int(allocations.size[row]), (*key, "count"): 1})
     return {key: value for key, value in sums.items() if key[0] in EXACT}
@@ -120,19 +123,23 @@ def test_every_variant_peaks_where_predicted(both):
         name: theirs.categories[name] for name in states
     }
     recorded, predicted = (most_on_device(*side) for side in both)
-    assert predicted == pytest.approx(recorded, rel=0.01)
+    assert predicted == recorded
 
 
 def most_on_device(recording, manifest):
     """Peak without what a GPU would not hold, or not as long.
 
-    That is the host's random state, which checkpointing copies, and buffers of collectives, which gloo's
-    thread may hold after they are dropped; the test before compares those byte by byte.
+    Left out are the host's random state, which checkpointing copies; what no layer owns and is there before
+    the first step (the ranks of the device mesh); and what one of gloo's threads may be the last to hold:
+    outputs of all-gathers, and the copy gloo makes of every reduce-scatter's input. The thread that ran a
+    collective drops them after it has woken the training's thread, which may be a layer further by then. Of
+    30 steps of two ranks each it freed 19 of 420 all-gather buffers and 64 of 240 copies, and none of the 240
+    buffers that FSDP makes for reduce-scatters: those count.
     """
     allocations = categorize(attribute(recording, recording.steps), manifest, recording.end_ns)
-    left_out = allocations.op.equals("torch.get_rng_state")
-    for buffer in ("all_gather_buffer", "reduce_scatter_buffer"):
-        left_out |= allocations.category.equals(buffer)
+    left_out = allocations.op.equals("torch.get_rng_state") | made_by_gloo(allocations)
+    left_out |= allocations.category.equals("all_gather_buffer")
+    left_out |= (allocations.step < 1) & (allocations.fqn.codes < 0)
     device = allocations.take(~left_out)
     changes = np.concatenate([device.size, -device.size])
     orders = np.concatenate([device.alloc_order, device.free_order])

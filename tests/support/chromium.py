@@ -139,7 +139,8 @@ class Page:
     def _note(self, answer: dict[str, Any]) -> None:
         method, params = answer.get("method"), answer.get("params", {})
         if method == "Network.requestWillBeSent":
-            self.requests.append(params["request"]["url"])
+            if not params["request"]["url"].startswith("data:"):  # a picture in the page itself
+                self.requests.append(params["request"]["url"])
         elif method == "Runtime.consoleAPICalled":
             self.messages.append(f"{params['type']}: {params['args']}")
         elif method == "Runtime.exceptionThrown":

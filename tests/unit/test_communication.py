@@ -16,7 +16,7 @@ from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Every, PolicySpec
-from fsdp2prof.estimators.torch_rules import clipping_reduces_every_norm, root_obeys_reshard
+from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import stage_blocks
 
@@ -49,7 +49,7 @@ def test_llama3_8b_by_hand():
     )
     gathered = 2 * 2 * 8_030_261_248
     gathers = 66
-    if not root_obeys_reshard():  # embedding and head, and the last norm, are gathered once
+    if not torch_rules().root_obeys_reshard:  # embedding and head, and the last norm, are gathered once
         gathers, gathered = 65, gathered - 2 * (2 * 128_256 + 1) * 4096
     reduced = 4 * 8_030_261_248
     totals = {op: (t.count, t.payload_bytes, t.wire_bytes) for op, t in estimate.per_step.items()}
@@ -80,7 +80,10 @@ def test_default_policy_of_a_tiny_model():
 def test_gradient_clipping_is_one_all_reduce():
     row = rows_of("dp_shard=4", replace(PLAIN, clip_grad=True))[None, "optimizer", "all_reduce", "dp_shard"]
     parameters = 4 * 9 + 3  # nine a block, three at the root
-    assert (row.count, row.payload_bytes) == (1, 4 * (parameters if clipping_reduces_every_norm() else 1))
+    assert (row.count, row.payload_bytes) == (
+        1,
+        4 * (parameters if torch_rules().clipping_reduces_every_norm else 1),
+    )
 
 
 def test_backward_over_two_of_eight_ranks():

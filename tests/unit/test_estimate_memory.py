@@ -24,12 +24,12 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.results import EstimatedModel, MemoryEstimate, OutsideAllocator
+from fsdp2prof.results import EstimatedModel, MemoryEstimate
 
 GIB = 1 << 30
 SPEC = ModelSpec(source="gpt2", layers=2)
 MESH = MeshSpec(dp_shard=4)
-POLICY = PolicySpec(seq_len=256)
+POLICY = PolicySpec(seq_len=256, allocator="expandable")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,9 @@ def test_a_run_that_does_not_fit_gets_advice(estimate: MemoryEstimate) -> None:
     outside = estimate.outside_allocator_bytes
     assert estimate.headroom_bytes == GIB // 4 - estimate.peak.reserved_bytes - outside.high < 0
     # Context 400 to 900 MiB, one communicator of 50 to 400 MiB.
-    assert outside == OutsideAllocator(low=450 << 20, high=1300 << 20)
+    assert (outside.low, outside.high) == (450 << 20, 1300 << 20)
+    assert [(part.low >> 20, part.high >> 20) for part in outside.parts] == [(400, 900), (50, 400)]
+    assert all(part.source for part in outside.parts)
     assert estimate.headroom_high_bytes == estimate.headroom_bytes + (850 << 20)
     assert estimate.device == "256MiB"
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.estimators.torch_rules import root_obeys_reshard
+from fsdp2prof.estimators.torch_rules import torch_rules
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(not root_obeys_reshard(), reason="the page is about roots that reshard")
+pytestmark = pytest.mark.skipif(
+    not torch_rules().root_obeys_reshard, reason="the page is about roots that reshard"
+)
 
 
 @pytest.fixture(scope="module")

@@ -120,15 +120,17 @@ def test_charge_gives_each_instant_to_the_lowest_in_order(
     exposed: list[tuple[int, int]], items: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     order = data.draw(st.lists(st.integers(0, 3), min_size=len(items), max_size=len(items)))
-    charged = intervals.charge(
-        intervals.union(*columns(exposed)), *columns(items), np.array(order, dtype=np.int64)
-    )
+    given = intervals.union(*columns(exposed)), *columns(items), np.array(order, dtype=np.int64)
+    charged = intervals.charge(*given)
+    row, start, end = intervals.charged_pieces(*given)
+    assert bool((start[1:] >= end[:-1]).all()), "in order of time, disjoint"
     expected = [0] * len(items)
     for instant in raster(exposed):
         running = [i for i, item in enumerate(items) if item[0] <= instant < item[1]]
         if running:
             expected[min(running, key=lambda i: (order[i], i))] += 1
     assert charged.tolist() == expected
+    assert [int((end - start)[row == i].sum()) for i in range(len(items))] == expected
 
 
 def test_nanoseconds_beyond_float_precision_stay_exact() -> None:

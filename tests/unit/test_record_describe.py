@@ -27,7 +27,7 @@ def test_a_root_without_backward_stays_gathered_and_is_told():
             roots.watch(module)
         with torch.no_grad():
             model(torch.ones(4, 8))
-        tensors = describe_tensors(roots, [])
+        tensors = describe_tensors(roots, [], lambda tensor: tensor.untyped_storage().data_ptr())
     known = [(tensor.category, tensor.fqn, tensor.name, tensor.nbytes) for tensor in tensors]
     assert sorted(known) == [
         ("sharded_parameter", "", "1.bias", 3 * 4),
@@ -49,7 +49,7 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
             roots.watch(module)
         model[0].set_unshard_in_backward(False)
         model.set_reshard_after_backward(False, recurse=False)
-        buffers = None
+        buffers = 1
         if fsdp_method_refusal("set_reduce_scatter_max_input_buffers") is None:
             buffers = 3
             model.set_reduce_scatter_max_input_buffers(buffers)

@@ -33,7 +33,7 @@ def without_scripts(text: str) -> str:
 
 def test_hostile_text_is_escaped_everywhere() -> None:
     own = without_scripts(page())
-    assert own.count("</script>") == 2  # of the figures and their colours
+    assert own.count("</script>") == 3  # of the figures, their details and their colours
     assert "<img" not in own
     assert "\x1b" not in own
     assert own.count("&lt;/script&gt;&lt;img src=x") >= 7

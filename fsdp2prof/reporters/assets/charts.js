@@ -18,6 +18,7 @@ function recoloured(value) {
 
 function draw() {
   for (const place of document.querySelectorAll("[data-figure]")) {
+    if (place.closest("[data-timeline]")) continue;
     const figure = figures[place.dataset.figure];
     const { data, layout } = inTheDark.matches ? recoloured(figure) : structuredClone(figure);
     if (place.clientWidth < 640) {

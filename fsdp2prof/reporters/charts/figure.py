@@ -12,14 +12,19 @@ from typing import Any, TypeAlias
 
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, PHASES, printable
 
-__all__ = ["DARK", "INK", "Figure", "bar", "figure", "label", "labels"]
+__all__ = ["DARK", "INK", "PAPER", "STALL", "Figure", "bar", "figure", "label", "labels"]
 
 INK = "#1f2933"
 """Text, and lines that stand out."""
+PAPER = "#ffffff"
+STALL = "#c0392b"
+"""What stood still."""
 _SOFT, _LINE = "#9aa5b1", "#e4e7eb"
 
 DARK = {
     INK: "#e4e7eb",
+    PAPER: "#14191f",
+    STALL: "#ff8a7a",
     _SOFT: "#a3afbb",
     _LINE: "#37424d",
     PHASES["forward"].colour: "#2b4a68",

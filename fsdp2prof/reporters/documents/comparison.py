@@ -8,6 +8,7 @@ from fsdp2prof.reporters.document import Block, Document, Facts, KeyFigure, Sect
 from fsdp2prof.reporters.documents.comparison_communication import communication_tables
 from fsdp2prof.reporters.documents.comparison_rows import changes_table
 from fsdp2prof.reporters.documents.memory_comparison import comparison_charts, comparison_tables
+from fsdp2prof.reporters.documents.timeline import timelines_section
 from fsdp2prof.reporters.formats import (
     MS,
     decimals,
@@ -49,6 +50,7 @@ def comparison_document(comparison: RunComparison) -> Document:
                 ],
             ),
             *_sections("step", "Step time", _step_table(comparison)),
+            *timelines_section(comparison.before_timeline, comparison.after_timeline),
             *_sections(
                 "communication",
                 "Communication",

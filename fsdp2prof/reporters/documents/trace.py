@@ -15,6 +15,7 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results import TraceAnalysis
@@ -70,6 +71,7 @@ def trace_sections(analysis: TraceAnalysis) -> list[Section]:
     """Lay out the step, the communication and the ranks, each where there is something to show."""
     return [
         *_step_section(analysis),
+        *timeline_section(analysis.timeline),
         *what_if_section(analysis.what_if),
         _communication_section(analysis),
         *_rank_section(analysis),

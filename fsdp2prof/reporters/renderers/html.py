@@ -51,10 +51,14 @@ class HtmlRenderer:
         scripts = [_asset("tables.js")]
         if charts:
             scripts += [_plotly(), _asset("charts.js")]
+        details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
+        if details:
+            scripts.append(_asset("timeline.js"))
         page: str = _template("page").render(
             document=document,
             title=options.source or document.title,
             figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
+            details=Markup(_json_in_script(details)),
             dark=Markup(_json_in_script(DARK)),
             scripts=[Markup(script) for script in scripts],
             script_hashes=[_hash(script) for script in scripts],

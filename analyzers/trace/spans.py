@@ -1,0 +1,262 @@
+"""What one rank ran, in the lanes of a timeline, folded until it is small enough to keep.
+
+Every activity of the rank's device (host-only: every leaf operator) and every phase of its host is a span of
+one lane. Spans of one layer and phase with little between them fold into one that knows how many they were
+and how long something ran; collectives stay as they are as long as there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.tables import BoolArray, IntArray, Strings, Table, concat_tables
+from fsdp2prof.vocabulary import LANES
+
+__all__ = ["RankSpans", "SpanTable", "fold", "rank_spans"]
+
+_STEPS = 4
+"""Steps whose spans are kept until all ranks are there and one is chosen: the last ones."""
+
+_KEPT = 4000
+"""Spans of a rank's step that are kept until then."""
+
+_FINEST = 1 << 14
+_COARSEST = 1 << 4
+"""Parts of the step that gaps are measured in: what is less than a part of them is folded in."""
+
+_LANES = tuple(LANES)
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_comm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpanTable(Table):
+    """Spans of one rank, by lane and start."""
+
+    lane: Strings
+    start_ns: IntArray
+    end_ns: IntArray
+    busy_ns: IntArray
+    count: IntArray
+    fqn: Strings
+    phase: Strings
+    name: Strings
+    collective: IntArray
+    """Row among the rank's analysed collectives; -1 for what is none, or several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSpans:
+    """One step of one rank, small and picklable."""
+
+    step: int
+    start_ns: int
+    """Of its window."""
+    end_ns: int
+    spans: SpanTable
+    resolution_ns: int
+
+
+def rank_spans(tables: RankTables) -> list[RankSpans]:
+    """Return the spans of a rank's last analysed steps."""
+    windows = tables.windows
+    everything = _all_spans(tables)
+    kept = []
+    for row in range(max(0, len(windows) - _STEPS), len(windows)):
+        step, low, high = int(windows.step[row]), int(windows.start_ns[row]), int(windows.end_ns[row])
+        inside = (everything.start_ns < high) & (everything.end_ns > low)
+        host = everything.lane.equals("host")
+        first, last = _host_range(tables, step, low, high)
+        inside[host] = (everything.start_ns[host] < last) & (everything.end_ns[host] > first)
+        spans = everything.take(inside)
+        host = spans.lane.equals("host")
+        start = np.maximum(spans.start_ns, np.where(host, first, low))
+        end = np.minimum(spans.end_ns, np.where(host, last, high))
+        clipped = spans.with_columns(start_ns=start, end_ns=end, busy_ns=end - start)
+        folded, resolution = fold(clipped, _KEPT)
+        kept.append(RankSpans(step=step, start_ns=low, end_ns=high, spans=folded, resolution_ns=resolution))
+    return kept
+
+
+def fold(spans: SpanTable, most: int) -> tuple[SpanTable, int]:
+    """Return at most ``most`` spans (or two a lane), and the gap up to which they folded.
+
+    Small gaps are folded before large ones, one layer's spans before those of several, and collectives last.
+    """
+    resolution = 0
+    if len(spans) > most:
+        length = int(spans.end_ns.max() - spans.start_ns.min())
+        original = spans
+        for resolution, mixed, all_lanes in _coarser(length):
+            spans = _folded(original, resolution, mixed, all_lanes)
+            if len(spans) <= most:
+                break
+    return spans, resolution
+
+
+def _coarser(length: int) -> Iterator[tuple[int, bool, bool]]:
+    for mixed, all_lanes in ((False, False), (True, False), (True, True)):
+        parts = _FINEST
+        while parts >= _COARSEST:
+            yield max(1, length // parts), mixed, all_lanes
+            parts //= 4
+    yield 2 * length + 1, True, True
+
+
+def _folded(spans: SpanTable, gap_ns: int, mixed: bool, all_lanes: bool) -> SpanTable:
+    """Fold neighbours of a lane and layer at most ``gap_ns`` apart.
+
+    ``mixed``: those that are shorter than that and begin in the same stretch of time, whatever layers they
+    are of.
+    """
+    lane = spans.lane.codes
+    order = np.lexsort((spans.start_ns, lane))
+    spans, lane = spans.take(order), lane[order]
+    opens = np.ones(len(spans), dtype=np.bool_)
+    reached = _running_end(spans)
+    opens[1:] = lane[1:] != lane[:-1]
+    if mixed:
+        stretch = spans.start_ns // gap_ns
+        long = spans.end_ns - spans.start_ns >= gap_ns
+        opens[1:] |= (stretch[1:] != stretch[:-1]) | long[1:] | long[:-1]
+    else:
+        opens[1:] |= spans.start_ns[1:] - reached[:-1] > gap_ns
+        for column in (spans.fqn, spans.phase):
+            opens[1:] |= column.codes[1:] != column.codes[:-1]
+    if not all_lanes:
+        opens |= _in_collective_lane(spans)
+        opens[1:] |= opens[1:] | _in_collective_lane(spans)[:-1]
+    first = np.flatnonzero(opens)
+    group = np.cumsum(opens) - 1
+    longest = np.lexsort((spans.end_ns - spans.start_ns, group))[np.append(first[1:], len(spans)) - 1]
+    alone = np.diff(np.append(first, len(spans))) == 1
+    overlapping = np.append(spans.start_ns[1:] < reached[:-1], False) if len(spans) else opens
+    busy = np.add.reduceat(spans.busy_ns, first)
+    end = np.maximum.reduceat(spans.end_ns, first)
+    if overlapping.any():
+        busy = np.minimum(busy, end - spans.start_ns[first])
+    return SpanTable(
+        lane=spans.lane.take(first),
+        start_ns=spans.start_ns[first],
+        end_ns=end,
+        busy_ns=busy,
+        count=np.add.reduceat(spans.count, first),
+        fqn=spans.fqn.take(longest),
+        phase=spans.phase.take(longest),
+        name=spans.name.take(longest),
+        collective=np.where(alone, spans.collective[first], -1),
+    )
+
+
+def _running_end(spans: SpanTable) -> IntArray:
+    """Return the latest end so far within each lane, of spans by lane and start."""
+    reached: IntArray = spans.end_ns.copy()
+    lane = spans.lane.codes
+    starts = np.flatnonzero(np.append(True, lane[1:] != lane[:-1])) if len(lane) else np.empty(0, np.int64)
+    for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(lane)], strict=True):
+        reached[low:high] = np.maximum.accumulate(spans.end_ns[low:high])
+    return reached
+
+
+def _in_collective_lane(spans: SpanTable) -> BoolArray:
+    return spans.lane.matches(_COLLECTIVES.__contains__)
+
+
+# The lanes.
+
+
+def _all_spans(tables: RankTables) -> SpanTable:
+    spans = concat_tables([_host(tables), _work(tables), _collectives(tables)])
+    return spans.take(np.lexsort((spans.start_ns, spans.lane.codes)))
+
+
+def _host(tables: RankTables) -> SpanTable:
+    phases = tables.phases
+    return _spans(
+        _lanes(np.full(len(phases), _LANES.index("host"))),
+        phases.start_ns,
+        phases.end_ns,
+        fqn=phases.fqn,
+        phase=phases.phase,
+        name=phases.activity,
+    )
+
+
+def _work(tables: RankTables) -> SpanTable:
+    work, phases = tables.work, tables.phases
+    lane = np.full(len(work), _LANES.index("compute"))
+    lane[work.is_fsdp] = _LANES.index("fsdp_copy")
+    lane[work.is_memcpy] = _LANES.index("memcpy")
+    return _spans(
+        _lanes(lane),
+        work.start_ns,
+        work.end_ns,
+        fqn=phases.fqn.lookup(work.phase_row),
+        phase=phases.phase.lookup(work.phase_row),
+        name=_short(tables.trace.events.name.take(work.event)),
+    )
+
+
+def _collectives(tables: RankTables) -> SpanTable:
+    table = tables.collectives.table
+    analysed = np.isin(table.step, tables.windows.step)
+    other = _LANES.index("other_comm")
+    known = [_LANES.index(op) if op in _COLLECTIVES else other for op in table.op.values]
+    return _spans(
+        _lanes(np.array([*known, other], dtype=np.int64)[table.op.codes]),
+        table.start_ns,
+        table.end_ns,
+        fqn=table.fqn,
+        phase=table.phase,
+        name=table.op,
+        collective=np.where(analysed, np.cumsum(analysed) - 1, -1),
+    )
+
+
+def _spans(
+    lane: Strings,
+    start_ns: IntArray,
+    end_ns: IntArray,
+    *,
+    fqn: Strings,
+    phase: Strings,
+    name: Strings,
+    collective: IntArray | None = None,
+) -> SpanTable:
+    ones = np.ones(len(lane), dtype=np.int64)
+    return SpanTable(
+        lane=lane,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        busy_ns=end_ns - start_ns,
+        count=ones,
+        fqn=fqn,
+        phase=phase,
+        name=name,
+        collective=-ones if collective is None else collective,
+    )
+
+
+def _lanes(index: IntArray) -> Strings:
+    return Strings(index.astype(np.int32), _LANES)
+
+
+def _short(names: Strings) -> Strings:
+    """Say kernels by the names of their functions; only those that occur."""
+    codes, inverse = np.unique(names.codes, return_inverse=True)
+    short = Strings.intern(None if code < 0 else kernel_name(names.values[code]) for code in codes.tolist())
+    return short.take(inverse.reshape(-1))
+
+
+def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int, int]:
+    """Host time of a step: its label's, or the window's where the window is no labelled step."""
+    rows = np.flatnonzero(tables.analysed.step == step)
+    if not len(rows):
+        return low, high
+    start, end = int(tables.analysed.start_ns[rows[0]]), int(tables.analysed.end_ns[rows[0]])
+    longest = high - low
+    return max(start, low - longest), min(end, high + longest)

@@ -1,0 +1,33 @@
+"""Which kernels a fake run's attention and norms stand for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.llama import RMSNorm
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.policy import PolicySpec
+
+__all__ = ["attention_kernel", "choose_norm"]
+
+
+def attention_kernel(policy: PolicySpec) -> AbstractContextManager[None]:
+    """Run ``scaled_dot_product_attention`` as separate operators where the policy says math.
+
+    Everything else is executed as the host's flash attention, whose results have the same sizes.
+    """
+    return sdpa_kernel(SDPBackend.MATH) if policy.attention == "math" else nullcontext()
+
+
+def choose_norm(model: Model, policy: PolicySpec) -> None:
+    """Run the built-in models' RMSNorm as the policy says. Raises ``ModelError`` for a model without any."""
+    if policy.norm is None:
+        return
+    norms = [module for module in model.module.modules() if isinstance(module, RMSNorm)]
+    if not norms:
+        raise ModelError(f"norm: {model.name} has no RMSNorm of the built-in models: leave the option out")
+    for module in norms:
+        module.fused = policy.norm == "fused"

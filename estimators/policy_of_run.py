@@ -1,0 +1,194 @@
+"""A recorded run's mesh, policy and software, as the values that estimates are made from.
+
+The way there loses nothing: what a policy cannot say is refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.option import ByUnit
+from fsdp2prof.estimators.spec.policy import Sync
+from fsdp2prof.estimators.torch_rules import torch_rules
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
+
+__all__ = ["micro_batches_of_run", "values_of_run"]
+
+
+def values_of_run(manifest: RankManifest) -> dict[str, Any]:
+    """What a recorded rank says of its mesh, policy and software, as the values of ``make_spec``.
+
+    The model itself is not in a manifest, nor the batch or activation checkpointing. Raises ``ModelError``
+    for what no ``PolicySpec`` says: each by the name of the call that set it.
+    """
+    groups = manifest.param_groups
+    if not groups:
+        raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
+    refusal = next(_refusals(manifest), None)
+    if refusal is not None:
+        raise ModelError(f"the run {refusal}: an estimate cannot say this yet")
+    first = groups[0]
+    inner = [group for group in groups if group.fqn]
+    micro_batches, sync = micro_batches_of_run(manifest)
+    policy: dict[str, Any] = {
+        "wrap": tuple(_unit(group.fqn) for group in inner) or ("root",),
+        "reshard": _by_unit(inner or groups, lambda group: _reshard(group.reshard_after_forward)),
+        "param_dtype": _by_unit(groups, lambda group: group.param_dtype),
+        "reduce_dtype": _by_unit(groups, lambda group: group.reduce_dtype),
+        "output_dtype": _by_unit(groups, lambda group: group.output_dtype),
+        "orig_dtype": first.parameters[0].dtype,
+        "offload": first.offload,
+        "trainable": _trainable([parameter for group in groups for parameter in group.parameters]),
+        "forward_prefetch": _prefetch(groups, lambda group: group.forward_prefetch),
+        "backward_prefetch": _prefetch(groups, lambda group: group.backward_prefetch),
+        "separate_reduce_scatter_group": first.reduce_scatter_group != first.shard_group,
+        "reduce_scatter_buffers": max(group.reduce_scatter_max_input_buffers or 1 for group in groups),
+        "grad_accum": micro_batches,
+        "sync": sync,
+        **_software(manifest),
+    }
+    policy |= _root_reshard(next((group for group in groups if not group.fqn), None), policy["reshard"])
+    if manifest.optimizers:
+        policy |= _optimizer(manifest)
+    mesh = {"dp_replicate": first.replicate_world_size, "dp_shard": first.shard_world_size}
+    tensor_parallel = manifest.world_size // (first.replicate_world_size * first.shard_world_size)
+    if any(parameter.tensor_parallel for group in groups for parameter in group.parameters):
+        mesh["tp"] = tensor_parallel
+    return {"mesh": mesh, "policy": policy}
+
+
+def micro_batches_of_run(
+    manifest: RankManifest, grad_accum: int | None = None, sync: Sync | None = None
+) -> tuple[int, Sync]:
+    """Micro-batches per step and when gradients are reduced, as recorded unless given.
+
+    Raises ``ModelError`` if the recording reduces some but neither all nor only the last.
+    """
+    count = grad_accum if grad_accum is not None else manifest.micro_batches or 1
+    if sync is not None or manifest.gradient_syncs is None or manifest.gradient_syncs in (1, 0):
+        return count, sync or "last"
+    if manifest.gradient_syncs == count:
+        return count, "each"
+    raise ModelError(
+        f"the run reduced gradients after {manifest.gradient_syncs} of {count} micro-batches: "
+        "only the last or each is modelled; say which with --sync"
+    )
+
+
+def _refusals(manifest: RankManifest) -> Iterator[str]:
+    """What the run does and a policy cannot say, named by its call."""
+    groups = manifest.param_groups
+    if manifest.root_count > 1:
+        shared = len({group.comm_context for group in groups}) < manifest.root_count
+        yield f"has {manifest.root_count} root modules{' that share_comm_ctx joins' if shared else ''}"
+    if manifest.ignored_parameters:
+        yield f"leaves parameters out of FSDP (ignored_params), {manifest.ignored_parameters[0]} for one"
+    for group in groups:
+        where = f"{group.fqn or 'the root'}"
+        if group.group_count > 1:
+            yield f"shards {where} in {group.group_count} groups (shard_placement_fn)"
+        if any(parameter.placement != "Shard(0)" for parameter in group.parameters):
+            yield f"shards parameters of {where} on another dimension than 0 (shard_placement_fn)"
+        if any(re.search(r"(?<!tp): ", parameter.tensor_parallel or "") for parameter in group.parameters):
+            yield f"had DTensors in {where} before fully_shard on a mesh dimension that is not tp"
+        if not group.unshard_in_backward:
+            yield f"calls set_unshard_in_backward(False) on {where}"
+        if not group.reshard_after_backward:
+            yield f"calls set_reshard_after_backward(False) on {where}"
+        if group.unshard_async_op:
+            yield f"unshards {where} asynchronously (_set_unshard_async_op)"
+        if not group.cast_forward_inputs:
+            yield f"does not cast the inputs of {where} (MixedPrecisionPolicy.cast_forward_inputs)"
+        for comm in (group.all_gather_comm, group.reduce_scatter_comm):
+            if comm is not None:
+                yield f"allocates the communication buffers of {where} by {comm}"
+    for name in ("shard_world_size", "replicate_world_size", "offload"):
+        if len({getattr(group, name) for group in groups}) > 1:
+            yield f"has groups that differ in {name}"
+    if len({parameter.dtype for group in groups for parameter in group.parameters}) > 1:
+        yield "has parameters of several original dtypes"
+    if len({optimizer.class_name for optimizer in manifest.optimizers}) > 1:
+        yield "has optimizers of several classes"
+
+
+def _unit(fqn: str) -> str:
+    return fqn.replace(", ", "+") or "root"
+
+
+def _by_unit(groups: Sequence[ParamGroupInfo], value: Callable[[ParamGroupInfo], Any]) -> Any:
+    """The most common value, and the units that have another."""
+    values = [value(group) for group in groups]
+    base = Counter(values).most_common(1)[0][0]
+    own = [(_unit(group.fqn), one) for group, one in zip(groups, values, strict=True) if one != base]
+    return ByUnit(base, tuple(own)) if own else base
+
+
+def _reshard(recorded: bool | int) -> str | int:
+    return ("always" if recorded else "never") if isinstance(recorded, bool) else recorded
+
+
+def _root_reshard(root: ParamGroupInfo | None, reshard: Any) -> dict[str, Any]:
+    if root is None:
+        return {}
+    if isinstance(root.reshard_after_forward, bool):
+        return {"reshard_root": root.reshard_after_forward}
+    base, units = (reshard.base, reshard.units) if isinstance(reshard, ByUnit) else (reshard, ())
+    return {"reshard": ByUnit(base, (*units, ("root", root.reshard_after_forward)))}
+
+
+def _prefetch(groups: Sequence[ParamGroupInfo], targets: Callable[[ParamGroupInfo], Sequence[str]]) -> Any:
+    own = [
+        (_unit(group.fqn), tuple(_unit(target) for target in targets(group)))
+        for group in groups
+        if targets(group)
+    ]
+    return ByUnit(0, tuple(own)) if own else 0
+
+
+def _trainable(parameters: Sequence[ParameterInfo]) -> str | None:
+    """A pattern that finds the trained parameters and no other; ``None`` if there is no other."""
+    trained = {parameter.fqn for parameter in parameters if parameter.requires_grad}
+    frozen = {parameter.fqn for parameter in parameters} - trained
+    if not frozen or not trained:
+        return None
+    shapes = {re.sub(r"\d+", r"\\d+", re.escape(fqn)) for fqn in trained}
+    pattern = f"^(?:{'|'.join(sorted(shapes))})$"
+    if any(re.search(pattern, fqn) for fqn in frozen):
+        pattern = f"^(?:{'|'.join(map(re.escape, sorted(trained)))})$"
+    return pattern
+
+
+def _software(manifest: RankManifest) -> dict[str, Any]:
+    """What the manifest says of torch, attention and the allocator; of a CPU run the first alone."""
+    found: dict[str, Any] = {}
+    match = re.match(r"\d+\.\d+", manifest.versions.get("torch", ""))
+    if match is not None:
+        found["torch"] = match[0]
+    if manifest.device.type != "cuda":
+        return found
+    if manifest.attention_backends:
+        found["attention"] = manifest.attention_backends[0]
+    segments = manifest.allocator_settings.get("expandable_segments")
+    if segments is not None:
+        found["allocator"] = "expandable" if segments == "True" else "classic"
+    if match is not None and torch_rules(match[0]).collectives_record_streams:
+        found["record_streams"] = manifest.environment.get("TORCH_NCCL_AVOID_RECORD_STREAMS", "0") == "0"
+    if manifest.compiled_modules:
+        found["compile"] = True
+    return found
+
+
+def _optimizer(manifest: RankManifest) -> dict[str, Any]:
+    optimizer = manifest.optimizers[0]
+    name = optimizer.class_name.rpartition(".")[2].lower()
+    momentum = optimizer.defaults.get("momentum", "0")
+    values = {"optimizer": "sgd-momentum" if name == "sgd" and momentum not in ("0", "0.0") else name}
+    if optimizer.defaults.get("fused") == "True":
+        values["optimizer_impl"] = "fused"
+    elif optimizer.defaults.get("foreach") == "False":
+        values["optimizer_impl"] = "for-loop"
+    return values

@@ -1,0 +1,125 @@
+"""Sections of a document that show a step as a picture of time, with the longest waits as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp2prof.reporters.charts.timeline import Side, timeline_detail, timeline_figure
+from fsdp2prof.reporters.document import Chart, Section, Spark, Table, Value
+from fsdp2prof.reporters.formats import layer_column, ms_column, number_column, show_op, text_column
+from fsdp2prof.results import StepTimeline
+from fsdp2prof.units import format_ns, plural
+from fsdp2prof.vocabulary import LATE_CAUSES, PHASES
+
+__all__ = ["timeline_section", "timelines_section"]
+
+_STALL_ROWS = 10
+
+
+def timeline_section(timeline: StepTimeline | None) -> list[Section]:
+    """Lay out one step of one run; nothing without a step."""
+    return [] if timeline is None else [_section([("", timeline)])]
+
+
+def timelines_section(before: StepTimeline | None, after: StepTimeline | None) -> list[Section]:
+    """Lay out a step of each side above the other, on one scale."""
+    sides = [(name, side) for name, side in (("before", before), ("after", after)) if side is not None]
+    return [_section(sides)] if sides else []
+
+
+def _section(sides: Sequence[Side]) -> Section:
+    title = "Timeline of one step" if len(sides) == 1 else "Timelines of one step each"
+    chart = Chart(
+        name="timeline",
+        title=title,
+        note="; ".join(_what(*side) for side in sides),
+        figure=timeline_figure(sides),
+        detail=timeline_detail(sides),
+        spark=_spark(*sides[0]) if len(sides) == 1 else None,
+    )
+    lead = (
+        "Hatched: the compute stream stands still; an arrow comes from the collective that it waits for. "
+        "Pale: a collective waits for its last rank. Drag to move, Ctrl and the wheel to zoom."
+    )
+    return Section(anchor="timeline", title=title, lead=lead, blocks=[chart, *_stall_table(sides)])
+
+
+def _what(name: str, timeline: StepTimeline) -> str:
+    ranks = plural(len(timeline.ranks), "rank")
+    if timeline.ranks_left_out:
+        ranks += f" of {len(timeline.ranks) + timeline.ranks_left_out}"
+    facts = [f"{format_ns(timeline.duration_ns)} of step {timeline.step} on {ranks}"]
+    if not timeline.aligned:
+        facts.append("clocks not known to agree: each rank from its own beginning")
+    if timeline.resolution_ns:
+        facts.append(f"gaps under {format_ns(timeline.resolution_ns)} folded")
+    return f"{name} {', '.join(facts)}".strip()
+
+
+def _spark(name: str, timeline: StepTimeline) -> Spark | None:
+    """Draw how much of the step the ranks compute, in one line."""
+    if not timeline.compute_frac:
+        return None
+    letters = [PHASES[phase if phase in PHASES else "other"].header for phase in timeline.slice_phases]
+    seen = [word for word in PHASES.values() if word.header in letters]
+    return Spark(
+        values=timeline.compute_frac,
+        full="every rank computes",
+        marks="".join(letters),
+        legend=", ".join(f"{word.header} {word.label}" for word in seen),
+    )
+
+
+def _stall_table(sides: Sequence[Side]) -> list[Table]:
+    rows = [
+        (name, rank.rank, stall)
+        for name, timeline in sides
+        for rank in timeline.ranks
+        for stall in rank.stalls
+    ]
+    if not rows:
+        return []
+    rows.sort(key=lambda row: -row[2].stall_ns)
+    several = len(sides) > 1
+    cells: list[list[Value]] = [
+        [
+            *([name] if several else []),
+            stall.fqn,
+            stall.phase,
+            stall.lane,
+            rank,
+            stall.stall_ns,
+            stall.cause,
+            stall.needed_ns,
+            stall.end_ns,
+        ]
+        for name, rank, stall in rows
+    ]
+    times = [time for _, _, stall in rows for time in (stall.stall_ns, stall.needed_ns)]
+    left_out = sum(timeline.stalls_left_out for _, timeline in sides)
+    return [
+        Table(
+            name="stalls",
+            title="The longest waits of this step" if not several else "The longest waits of these steps",
+            note="ms; needed and ended on the timeline's clock",
+            columns=[
+                *([text_column("side", "side")] if several else []),
+                layer_column(),
+                text_column("phase", "phase"),
+                text_column("op", "op", show_op),
+                number_column("rank", "rank"),
+                ms_column("stall_ns", "waited", times),
+                text_column("cause", "mainly because", _cause),
+                ms_column("needed_ns", "needed\nat", times),
+                ms_column("end_ns", "ended\nat", times),
+            ],
+            rows=cells,
+            limit=_STALL_ROWS,
+            noun="wait",
+            remarks=[f"{left_out:,} shorter ones are not kept."] if left_out else [],
+        )
+    ]
+
+
+def _cause(cause: str | None) -> str:
+    return "-" if cause is None else LATE_CAUSES[cause].label if cause in LATE_CAUSES else cause

@@ -1,0 +1,194 @@
+"""The main numbers of a result as metrics: OpenMetrics text, or plain scalars for an experiment tracker.
+
+Format: OpenMetrics 1.0 (openmetrics.io). Names end in their unit; seconds, bytes and ratios, as the format
+asks for; what is not known is not written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+from fsdp2prof.vocabulary import layer_name, printable
+
+__all__ = ["Metric", "metrics_of", "open_metrics", "scalars_of"]
+
+_NS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One gauge and its samples."""
+
+    name: str
+    """Ends in the unit, where it has one."""
+    unit: str
+    help: str
+    samples: Sequence[tuple[Mapping[str, str], float]]
+    """Labels and value."""
+
+
+def open_metrics(result: Any) -> str:
+    """Return the metrics of a run, a trace or a memory analysis as text, ending with ``# EOF``."""
+    lines = []
+    for metric in metrics_of(result):
+        lines.append(f"# TYPE {metric.name} gauge")
+        if metric.unit:
+            lines.append(f"# UNIT {metric.name} {metric.unit}")
+        lines.append(f"# HELP {metric.name} {_escaped(metric.help)}")
+        lines += [f"{metric.name}{_labels(labels)} {value!r}" for labels, value in metric.samples]
+    return "\n".join([*lines, "# EOF"]) + "\n"
+
+
+def scalars_of(result: Any) -> dict[str, float]:
+    """Return the metrics that have no labels, or one value each, as ``name`` or ``name/label/...``."""
+    scalars = {}
+    for metric in metrics_of(result):
+        for labels, value in metric.samples:
+            scalars["/".join([metric.name, *labels.values()])] = value
+    return scalars
+
+
+def metrics_of(result: Any) -> list[Metric]:
+    """Return what a run, a trace or a memory analysis comes to; a metric without samples is left out."""
+    if isinstance(result, RunAnalysis):
+        trace, memory, findings = result.trace, result.memory, result.findings
+    else:
+        trace = result if isinstance(result, TraceAnalysis) else None
+        memory = result if isinstance(result, MemoryAnalysis) else None
+        findings = result.findings
+    found = [*(_trace(trace) if trace else ()), *(_memory(memory) if memory else ())]
+    severities = Counter(finding.severity for finding in findings)
+    found.append(
+        _gauge("findings", "", "Findings by severity", [({"severity": k}, n) for k, n in severities.items()])
+    )
+    return [metric for metric in found if metric.samples]
+
+
+def _trace(trace: TraceAnalysis) -> Iterator[Metric]:
+    totals, unrecorded = trace.totals, trace.unrecorded_step
+    steps = {
+        "traced": totals.step_ns,
+        "unrecorded": None if unrecorded is None else unrecorded.median_ns,
+    }
+    yield _gauge(
+        "step_seconds",
+        "seconds",
+        "A training step: mean of the traced, median of the unrecorded ones",
+        _known("kind", {kind: _seconds(time) for kind, time in steps.items()}),
+    )
+    yield _gauge(
+        "step_part_seconds",
+        "seconds",
+        "Disjoint parts of the mean traced step",
+        _known("part", {part: _seconds(time) for part, time in totals.breakdown_ns.items()}),
+    )
+    ratios = {
+        "exposed_ratio": (totals.exposed_frac, "Exposed communication, of the step"),
+        "overlap_ratio": (totals.overlap_frac, "Communication that is hidden, of all"),
+        "attributed_ratio": (totals.attributed_frac, "Communication time on a layer, of all"),
+        "mfu_ratio": (totals.mfu, "Achieved operations over the device's peak"),
+    }
+    for name, (value, text) in ratios.items():
+        yield _gauge(name, "ratio", text, [] if value is None else [({}, value)])
+    layers = [
+        (
+            {
+                "layer": layer_name(row.fqn),
+                "phase": row.phase,
+                "op": row.op,
+                "group": row.group or "",
+                "dtype": row.dtype or "",
+            },
+            row,
+        )
+        for row in trace.by_layer
+    ]
+    yield _gauge(
+        "layer_communication_seconds",
+        "seconds",
+        "Collectives of a layer, per rank and step",
+        [(labels, row.total_ns / _NS) for labels, row in layers],
+    )
+    yield _gauge(
+        "layer_exposed_seconds",
+        "seconds",
+        "Exposed communication of a layer, per rank and step",
+        [(labels, row.exposed_ns / _NS) for labels, row in layers],
+    )
+    yield _gauge(
+        "layer_wire_bytes",
+        "bytes",
+        "Bytes sent for a layer, per rank and step",
+        [(labels, row.wire_bytes) for labels, row in layers if row.wire_bytes is not None],
+    )
+    waits = trace.cross_rank.wait_caused_ns
+    yield _gauge(
+        "rank_wait_caused_seconds",
+        "seconds",
+        "Waiting of the other ranks for this one, over the analysed steps",
+        [({"rank": rank}, time / _NS) for rank, time in waits.items()],
+    )
+
+
+def _memory(memory: MemoryAnalysis) -> Iterator[Metric]:
+    places = [
+        ({"rank": str(one.rank), "device": one.device, "source": one.source}, one) for one in memory.ranks
+    ]
+    yield _gauge(
+        "peak_allocated_bytes",
+        "bytes",
+        "Peak of allocated memory",
+        [(labels, one.peak.allocated_bytes) for labels, one in places],
+    )
+    yield _gauge(
+        "peak_reserved_bytes",
+        "bytes",
+        "Reserved memory at that peak",
+        [(labels, one.peak.reserved_bytes) for labels, one in places if one.peak.reserved_bytes is not None],
+    )
+    yield _gauge(
+        "peak_category_bytes",
+        "bytes",
+        "What fills the peak",
+        [
+            ({**labels, "category": name}, size)
+            for labels, one in places
+            for name, size in one.peak.categories.items()
+        ],
+    )
+
+
+def _gauge(name: str, unit: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
+    """Return a metric; samples of equal labels (recordings of one rank) keep the largest."""
+    largest: dict[tuple[tuple[str, str], ...], float] = {}
+    for labels, value in samples:
+        key = tuple(labels.items())
+        largest[key] = max(value, largest.get(key, value))
+    return Metric(
+        name=f"fsdp2prof_{name}",
+        unit=unit,
+        help=text,
+        samples=[(dict(key), value) for key, value in largest.items()],
+    )
+
+
+def _known(label: str, values: Mapping[str, float | None]) -> list[tuple[dict[str, str], float]]:
+    return [({label: name}, value) for name, value in values.items() if value is not None]
+
+
+def _seconds(time_ns: float | None) -> float | None:
+    return None if time_ns is None else time_ns / _NS
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(printable(value))}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
