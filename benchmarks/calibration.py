@@ -61,26 +61,11 @@ CONFIGURATIONS = (
 )
 
 
-def model(layers: int) -> nn.Module:
-    """Return the trained model."""
+def model(layers: int = 4) -> nn.Module:
+    """Return the trained model; ``--model benchmarks.calibration:model``."""
     example: Any = importlib.import_module("examples.train_tiny_fsdp2")
     made: nn.Module = example.TinyTransformer(VOCABULARY, DIM, layers, HEADS)
     return made
-
-
-def layers2() -> nn.Module:
-    """Return a model of two blocks, for ``--model benchmarks.calibration:layers2``."""
-    return model(2)
-
-
-def layers4() -> nn.Module:
-    """Return a model of four."""
-    return model(4)
-
-
-def layers6() -> nn.Module:
-    """Return a model of six."""
-    return model(6)
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -134,7 +119,8 @@ def predicted_ns(configuration: Configuration, calibrating: Path) -> int:
     if configuration.reshard is False:
         policy |= {"reshard": "never"}
     given = {
-        "model": f"benchmarks.calibration:layers{configuration.layers}",
+        "model": "benchmarks.calibration:model",
+        "layers": configuration.layers,
         "mesh": f"dp_shard={configuration.ranks}",
     }
     return estimate_step(describe(given=given, policy=policy), None, calibrate=calibrating).step_ns

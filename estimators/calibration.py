@@ -72,8 +72,7 @@ def recorded_configuration(
     spec = PolicySpec.from_mapping(known)
     spec = replace(spec, ac=base.ac, clip_grad=base.clip_grad)
     mesh = MeshSpec(**values["mesh"])
-    layers = _layers(manifest)
-    return replace(model, layers=layers) if layers and model.layers else model, mesh, spec
+    return _as_deep(model, _layers(manifest)), mesh, spec
 
 
 def calibration_of(
@@ -112,6 +111,12 @@ def calibration_of(
         high_frac=high / middle,
         steps=len(steps),
     )
+
+
+def _as_deep(model: ModelSpec, layers: int | None) -> ModelSpec:
+    """Return the model with as many blocks as were recorded; a factory without ``layers`` has its own."""
+    fixed = model.kind == "factory" and model.layers is None
+    return model if layers is None or fixed else replace(model, layers=layers)
 
 
 def _batch_and_length(tables: RankTables, manifest: RankManifest) -> tuple[int, int]:

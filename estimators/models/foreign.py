@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -78,10 +79,11 @@ def _check_sizes(path: Path, values: Any) -> None:
             raise ModelError(f"model {path}: {key} {value} is more than {MOST_LAYERS}")
 
 
-def build_factory(source: str, orig_dtype: str) -> Model:
+def build_factory(source: str, orig_dtype: str, layers: int | None = None) -> Model:
     """Call ``package.module:factory`` under the meta device and describe what it returns.
 
-    The current directory is importable, as for a script. Raises ``ModelError`` if it cannot be imported,
+    The current directory is importable, as for a script. A number of layers goes to a factory that has an
+    argument of that name. Raises ``ModelError`` if it cannot be imported,
     fails, returns something else, or allocates real memory.
     """
     module_name, _, attribute = source.partition(":")
@@ -90,9 +92,12 @@ def build_factory(source: str, orig_dtype: str) -> Model:
             factory = getattr(importlib.import_module(module_name), attribute)
         except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ModelError(f"model {source}: cannot be imported: {_one_line(error)}") from None
+        if layers is not None and "layers" not in _arguments(factory):
+            raise ModelError(f"model {source}: a factory without an argument `layers` decides their number")
+        given = {} if layers is None else {"layers": layers}
         try:
             with meta_construction(orig_dtype):
-                made = factory()
+                made = factory(**given)
         except (Exception, SystemExit) as error:  # as above
             raise ModelError(f"model {source}: the factory failed: {_one_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
@@ -115,6 +120,13 @@ def build_factory(source: str, orig_dtype: str) -> Model:
         make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
         loss=partial(_own_loss, loss) if loss else _logits_loss,
     )
+
+
+def _arguments(factory: Callable[..., Any]) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # a callable written in C
+        return frozenset()
 
 
 @contextmanager

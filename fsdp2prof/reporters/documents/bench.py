@@ -5,7 +5,6 @@ from __future__ import annotations
 from fsdp2prof.reporters.charts.bench import bandwidth_chart
 from fsdp2prof.reporters.document import Block, Chart, Document, Section, Table
 from fsdp2prof.reporters.formats import (
-    bytes_column,
     ms_column,
     number_column,
     show_bytes,
@@ -80,7 +79,7 @@ def _sizes(result: BenchResult) -> Table:
         columns=[
             text_column("op", "op", show_op),
             text_column("mesh_dim", "over"),
-            bytes_column("payload_bytes", "payload", [row.payload_bytes for row in rows]),
+            number_column("payload_bytes", "payload", show_bytes),
             ms_column("median_ns", "median", times),
             ms_column("lower_quartile_ns", "lower", times),
             ms_column("upper_quartile_ns", "upper", times),
