@@ -3,9 +3,9 @@
     python benchmarks/calibration.py [FOLDER]
 
 Records a small transformer under torchrun with several batches, depths, ranks and reshard policies, the first
-one twice. Then every recording calibrates ``estimate step`` for every other one, and the prediction stands
-beside the mean traced step of the run that has it. How far the repeated recording is from the first is the
-noise of the machine: no prediction can be expected to be closer.
+one twice. Then the first calibrates ``estimate step`` for every other one, and every other one for the first;
+the prediction stands beside the mean traced step of the run that has it. How far the repeated recording is
+from the first is the noise of the machine: no prediction can be expected to be closer.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def compare(folder: Path) -> None:
     print("| calibrated on | predicted | recorded ms | predicted ms | error |\n|---|---|--:|--:|--:|")
     for source, run in runs.items():
         for target, recorded in steps.items():
-            if target is source:
+            if target is source or CONFIGURATIONS[0] not in (source, target):
                 continue
             predicted = predicted_ns(target, run)
             error = predicted / recorded - 1
