@@ -23,6 +23,7 @@ __all__ = [
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
+    "PACKING_METHODS",
     "PATH_BOUNDS",
     "PHASES",
     "REMEDIES",
@@ -32,6 +33,7 @@ __all__ = [
     "dtype_label",
     "layer_name",
     "op_label",
+    "packing_label",
     "printable",
     "remedy_label",
 ]
@@ -77,15 +79,15 @@ ACTIVITIES = (
 """What FSDP was doing inside a phase: ``compute`` is the user's own work, the rest are FSDP labels."""
 
 OPS = {
-    "all_gather": Word("all-gather", colour="#e45756"),
-    "reduce_scatter": Word("reduce-scatter", colour="#f58518"),
-    "all_reduce": Word("all-reduce", colour="#eeca3b"),
+    "all_gather": Word("all-gather", "AG", "#e45756"),
+    "reduce_scatter": Word("reduce-scatter", "RS", "#f58518"),
+    "all_reduce": Word("all-reduce", "AR", "#eeca3b"),
     "broadcast": Word("broadcast", colour="#ff9da6"),
     "all_to_all": Word("all-to-all", colour="#b279a2"),
     "send_recv": Word("send/recv", colour="#9d755d"),
     "other": Word("other", colour="#79706e"),
 }
-"""Kinds of collectives."""
+"""Kinds of collectives; the header is the abbreviation where names are long."""
 
 BREAKDOWN_PARTS = {
     "compute": Word("compute", "compute", "#4c78a8"),
@@ -152,8 +154,17 @@ REMEDIES = {
     "cpu_offload": Word("CPU offload"),
     "low_precision_states": Word("low-precision states"),
     "fused_optimizer": Word("fused optimizer"),
+    "even_expert_shards": Word("even shards of experts"),
 }
 """What may bring a peak down."""
+
+PACKING_METHODS = {
+    "padded": Word("padded"),
+    "longest_in_batch": Word("to the longest in a batch"),
+    "packed": Word("packed"),
+    "concatenated": Word("concatenated"),
+}
+"""How documents become sequences."""
 
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),
@@ -246,3 +257,8 @@ def layer_name(fqn: str | None) -> str:
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def packing_label(method: str) -> str:
+    """How documents become sequences, for people."""
+    return PACKING_METHODS[method].label if method in PACKING_METHODS else printable(method)

@@ -33,6 +33,7 @@ from fsdp2prof.results.catalog import (
     HardwareCatalog,
     ModelCatalog,
 )
+from fsdp2prof.results.check import CHECK_SCHEMA, CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.checkpoint import (
     CHECKPOINT_SCHEMA,
     CheckpointEntry,
@@ -88,6 +89,7 @@ from fsdp2prof.results.estimate import (
     OutsidePart,
     PredictedPeak,
     PredictedStep,
+    TriedChange,
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
@@ -132,7 +134,20 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
+from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
+from fsdp2prof.results.plan import (
+    PLAN_SCHEMA,
+    FastPathError,
+    Plan,
+    PlanAnswer,
+    PlanFamily,
+    PlanGiven,
+    PlanPoint,
+    PlanSearch,
+    Recipe,
+)
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
     RunAnalysis,
@@ -164,12 +179,14 @@ from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, S
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
+    "CHECK_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
@@ -182,6 +199,9 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PACKING_ESTIMATE_SCHEMA",
+    "PARITY_SCHEMA",
+    "PLAN_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "SHARDING_SCHEMA",
@@ -191,6 +211,7 @@ __all__ = [
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BandwidthFit",
     "BandwidthRow",
     "BenchCollective",
     "BenchFit",
@@ -205,6 +226,7 @@ __all__ = [
     "CatalogWord",
     "CategoryBytes",
     "CategoryCatalog",
+    "CheckRow",
     "CheckpointEntry",
     "CheckpointEstimate",
     "CheckpointFile",
@@ -225,6 +247,7 @@ __all__ = [
     "EstimatedModel",
     "EstimatedPolicy",
     "EvidenceValue",
+    "FastPathError",
     "Finding",
     "Fit",
     "Fragmentation",
@@ -239,6 +262,7 @@ __all__ = [
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
+    "KernelRow",
     "LateCause",
     "LateRank",
     "LateRanks",
@@ -252,6 +276,7 @@ __all__ = [
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
+    "LayerWait",
     "LiveBlock",
     "MeasuredPart",
     "MemoryAnalysis",
@@ -269,10 +294,21 @@ __all__ = [
     "OutOfMemory",
     "OutsideAllocator",
     "OutsidePart",
+    "PackingEstimate",
+    "PackingMethod",
     "ParameterSharding",
+    "ParityCheck",
+    "ParityRow",
+    "ParityStep",
     "PathSegment",
     "Peak",
     "PhaseSpan",
+    "Plan",
+    "PlanAnswer",
+    "PlanFamily",
+    "PlanGiven",
+    "PlanPoint",
+    "PlanSearch",
     "PoolBytes",
     "PredictedPeak",
     "PredictedStep",
@@ -284,9 +320,11 @@ __all__ = [
     "RankTimeline",
     "RankTrace",
     "RankWait",
+    "Recipe",
     "Redistribution",
     "Remedy",
     "RunAnalysis",
+    "RunCheck",
     "RunComparison",
     "RunRank",
     "RunSummary",
@@ -316,8 +354,10 @@ __all__ = [
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "TriedChange",
     "Unknown",
     "UnrecordedStep",
+    "UnshardedRow",
     "WhatIf",
     "WhatIfChange",
     "WhatIfLayer",

@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
+from fsdp2prof.analyzers.sharding.parity import judge_parity
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.estimators.bench import bench_result
@@ -21,6 +22,7 @@ from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_m
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.packing import estimate_packing
 from fsdp2prof.estimators.sharding_table import shard_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -32,6 +34,8 @@ from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
+from support.parity_measurements import doubled_gradient
+from support.plans import small_plan
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -39,6 +43,7 @@ from support.results import (
     run_comparison,
     trace_analysis,
 )
+from support.run_checks import run_check
 from support.traces import two_kernel_trace
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
@@ -83,6 +88,12 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "check": (results.RunCheck, "fsdp2prof.check/1", run_check),
+    "parity": (
+        results.ParityCheck,
+        "fsdp2prof.check.parity/1",
+        lambda: judge_parity(doubled_gradient()),
+    ),
     "mesh": (
         results.MeshMap,
         "fsdp2prof.inspect.mesh/1",
@@ -118,6 +129,12 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.estimate.step/1",
         lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
     ),
+    "packing_estimate": (
+        results.PackingEstimate,
+        "fsdp2prof.estimate.packing/1",
+        lambda: estimate_packing([3, 5, 2, 9], seq_len=8, batch_size=2),
+    ),
+    "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (
         results.CheckpointEstimate,
         "fsdp2prof.estimate.checkpoint/1",

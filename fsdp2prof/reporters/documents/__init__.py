@@ -12,6 +12,7 @@ from fsdp2prof.reporters.documents.catalogs import (
     hardware_catalog_document,
     model_catalog_document,
 )
+from fsdp2prof.reporters.documents.check import check_document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
@@ -27,6 +28,9 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
+from fsdp2prof.reporters.documents.parity import parity_document
+from fsdp2prof.reporters.documents.plan import plan_document
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
@@ -48,7 +52,11 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    PackingEstimate,
+    ParityCheck,
+    Plan,
     RunAnalysis,
+    RunCheck,
     RunComparison,
     ShardingMap,
     StepEstimate,
@@ -70,12 +78,16 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    Plan: plan_document,
     CategoryCatalog: category_catalog_document,
     CheckpointMap: checkpoint_document,
     HardwareCatalog: hardware_catalog_document,
     ModelCatalog: model_catalog_document,
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
+    ParityCheck: parity_document,
+    RunCheck: check_document,
+    PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,

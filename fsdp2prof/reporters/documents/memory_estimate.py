@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fsdp2prof.reporters.charts.memory import memory_layer_chart
-from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
 from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
     layer_column,
+    name_column,
     number_column,
     show_category,
     show_frac,
@@ -53,9 +54,76 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 title="What would lower it",
                 blocks=[remedy_table("What would lower it", estimate.remedies)],
             ),
+            _range_section(estimate),
             given_section(estimate.model, estimate.mesh, estimate.policy, estimate.assumptions),
+            *([_tried(estimate)] if estimate.tried else []),
         ],
         result=estimate,
+    )
+
+
+def _tried(estimate: MemoryEstimate) -> Section:
+    """What was changed and estimated again; those that fit first."""
+    tried = sorted(estimate.tried, key=lambda one: not one.fits)
+    sizes = [size for one in tried for size in (one.reserved_bytes, one.headroom_bytes)]
+    table = Table(
+        name="tried",
+        title="Changes that were tried",
+        note="each estimated as the run itself; left: with context and communicators counted high",
+        columns=[
+            name_column("changes", "change"),
+            text_column("fits", "fits", lambda fits: "yes" if fits else "no"),
+            bytes_column("reserved_bytes", "reserved", sizes),
+            bytes_column("headroom_bytes", "left", sizes),
+        ],
+        rows=[[", ".join(one.changes), one.fits, one.reserved_bytes, one.headroom_bytes] for one in tried],
+    )
+    advice = Sentences(title="What fits", lines=estimate.advice, style="list")
+    return Section(anchor="tried", title="Changes that were tried", blocks=[table, advice])
+
+
+def _range_section(estimate: MemoryEstimate) -> Section:
+    """What is not known, and what no allocator counts, with where each range comes from."""
+    depends = Sentences(title="Whether it fits depends on", lines=estimate.depends_on, style="list")
+    return Section(
+        anchor="range",
+        title="What is not known",
+        blocks=[
+            *([depends] if estimate.depends_on else []),
+            *([_unknown_table(estimate)] if estimate.unknowns else []),
+            _outside_table(estimate),
+        ],
+    )
+
+
+def _unknown_table(estimate: MemoryEstimate) -> Table:
+    ends = [size for one in estimate.unknowns for size in (one.low_bytes, one.high_bytes)]
+    return Table(
+        name="unknowns",
+        title="What may move the reserved peak",
+        columns=[
+            text_column("name", "what"),
+            bytes_column("low_bytes", "least", ends),
+            bytes_column("high_bytes", "most", ends),
+        ],
+        rows=[[one.name, one.low_bytes, one.high_bytes] for one in estimate.unknowns],
+        remarks=[f"{one.name}: {one.why}" for one in estimate.unknowns],
+    )
+
+
+def _outside_table(estimate: MemoryEstimate) -> Table:
+    outside = estimate.outside_allocator_bytes
+    return Table(
+        name="outside_allocator",
+        title="Outside the allocator",
+        columns=[
+            text_column("name", "what"),
+            bytes_column("low_bytes", "least", [outside.high]),
+            bytes_column("high_bytes", "most", [outside.high]),
+        ],
+        rows=[[part.name, part.low, part.high] for part in outside.parts],
+        totals=[["all", outside.low, outside.high]],
+        remarks=[f"{part.name}: {part.source}" for part in outside.parts],
     )
 
 
