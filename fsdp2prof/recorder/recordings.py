@@ -24,9 +24,10 @@ from fsdp2prof.recorder.plans import announce, bytes_taken, newest, read_plan
 from fsdp2prof.recorder.rank_manifest import ManifestFile
 from fsdp2prof.recorder.requests import request_recording, take_request
 from fsdp2prof.recorder.roots import Roots
-from fsdp2prof.recorder.settings import Settings, leader, size_limit
+from fsdp2prof.recorder.settings import Settings, leader
 from fsdp2prof.recorder.stepping import OptimizerWatch
 from fsdp2prof.recorder.summaries import Summaries
+from fsdp2prof.units import parse_bytes
 
 __all__ = ["Recordings"]
 
@@ -59,7 +60,7 @@ class Recordings:
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._number = newest(self._run, before_attempt=self._attempt)
         self._scheduled = _first(self._options)
-        self._limit = None if self._options.max_size is None else size_limit(self._options.max_size)
+        self._limit = None if self._options.max_size is None else parse_bytes(self._options.max_size)
         self._recent: deque[StepInfo] = deque(maxlen=RECENT_STEPS)
         self._asked: str | None = None
         self._signalled = False

@@ -155,6 +155,7 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 
 __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
@@ -178,6 +179,7 @@ __all__ = [
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
+    "WATCH_SCHEMA",
     "AtPeak",
     "Attribution",
     "BandwidthRow",
@@ -302,4 +304,7 @@ __all__ = [
     "TraceTotals",
     "Unknown",
     "UnrecordedStep",
+    "WatchedRank",
+    "WatchedRun",
+    "WatchedTime",
 ]

@@ -35,6 +35,7 @@ from support.results import (
     trace_analysis,
 )
 from support.traces import two_kernel_trace
+from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
@@ -44,6 +45,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "watch": (results.WatchedRun, "fsdp2prof.watch/1", watched_run),
     "mesh": (
         results.MeshMap,
         "fsdp2prof.inspect.mesh/1",

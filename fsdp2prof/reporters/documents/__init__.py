@@ -30,6 +30,7 @@ from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.results import (
     CategoryCatalog,
     CheckpointEstimate,
@@ -51,6 +52,7 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
+    WatchedRun,
 )
 
 __all__ = ["BUILDERS", "build"]
@@ -76,6 +78,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
+    WatchedRun: watch_document,
 }
 """Type of a result -> its builder."""
 
