@@ -2,8 +2,8 @@
 
     python benchmarks/watch_overhead.py [--blocks 40] [--steps 25] [--nproc 2] [--json ratio.json]
 
-Blocks of steps alternate: without lines, with, with, without. Printed are of rank 0 the ratio with / without of
-the median step, over groups of four blocks, for wall time and CPU time; the same ratio of neighbouring blocks
+Blocks of steps alternate: without lines, with, with, without. Printed are of rank 0 the ratio with / without
+of the median step, over groups of four blocks, for wall time and CPU time; the same of neighbouring blocks
 that are both without; and the CPU time that a line takes, measured around it.
 """
 

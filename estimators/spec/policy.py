@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Literal, get_args
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
-from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
+from fsdp2prof.estimators.spec.optimizers import (
+    IMPLEMENTATIONS,
+    OPTIMIZERS,
+    OptimizerFactory,
+    OptimizerImpl,
+    OptimizerKind,
+)
 from fsdp2prof.estimators.spec.option import (
     ByUnit,
     Counted,
@@ -167,8 +173,9 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none")),
-        "The optimizer; none trains nothing, forward and backward only.",
+        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
+        "backward only.",
     )
     optimizer_impl: OptimizerImpl = option(
         "foreach", Words(words=tuple(IMPLEMENTATIONS)), "How the optimizer goes over its parameters."
@@ -280,9 +287,13 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | None:
-        """The row of the table of optimizers, ``None`` where nothing is trained."""
-        return OPTIMIZERS.get(self.optimizer)
+    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+        """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
+        return (
+            OptimizerFactory(source=self.optimizer)
+            if ":" in self.optimizer
+            else OPTIMIZERS.get(self.optimizer)
+        )
 
     @property
     def ac_every(self) -> int | None:

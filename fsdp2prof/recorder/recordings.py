@@ -38,6 +38,8 @@ LEAD_S = 2.0
 RECENT_STEPS = 100
 """Steps whose times are kept: what a slow one is compared with."""
 LEAST_FOR_MEDIAN = 10
+FIRST_SETTLED_STEP = 2
+"""From it on every optimizer has stepped, and who updates what is known."""
 
 
 class Recordings:
@@ -164,7 +166,9 @@ class Recordings:
         options = msgspec.structs.replace(self._options, at_step=plan.step)
         run = str(self._run / recording_folder(plan.number))
         settings = msgspec.structs.replace(self._settings, run=run, options=options)
-        self._own = ManifestFile(settings, self._identity, self._roots, self._watch)
+        self._own = ManifestFile(
+            settings, self._identity, self._roots, self._watch, settled=step >= FIRST_SETTLED_STEP
+        )
         self._own.folder.mkdir(parents=True, exist_ok=True)
         self._own.write()
         self._file.manifest.recordings.append(plan.number)
