@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
@@ -12,7 +13,10 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
-__all__ = ["assumptions", "check_modelled", "outside_allocator_bytes"]
+__all__ = ["EXECUTED_MICRO_BATCHES", "assumptions", "check_modelled", "outside_allocator_bytes"]
+
+EXECUTED_MICRO_BATCHES = 3
+"""Most micro-batches that are executed without a pipeline."""
 
 _CONTEXT = OutsidePart(
     name="CUDA context and kernels",
@@ -57,7 +61,8 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
 
     Each communicator takes memory by its number of channels and peers.
     """
-    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp)
+    sizes = [mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep]
+    sizes += [mesh.expert_fsdp_size] if mesh.ep > 1 else []
     communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
     parts = [_CONTEXT]
     if communicators:
@@ -68,17 +73,22 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
     return OutsideAllocator(low=low, high=high, parts=parts)
 
 
-def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     """Everything the numbers rest on, one sentence each."""
     workspace = format_bytes(BLAS_WORKSPACE_BYTES)
     notes = [
-        how,
+        *how,
         "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
         f"reserved: the caching allocator with {policy.allocator or 'expandable'} segments, "
         "replayed over two steps, the second with optimizer state",
         f"{_ATTENTION[policy.attention]}; a cuBLAS workspace of {workspace} each for forward and backward",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
+    if mesh.pp == 1 and policy.grad_accum > EXECUTED_MICRO_BATCHES:
+        notes.append(
+            f"{EXECUTED_MICRO_BATCHES} of {policy.grad_accum} micro-batches executed: those between the "
+            "first and the last allocate the same"
+        )
     if not policy.rules.reduce_scatter_input_on_default_stream:
         notes.append(
             f"torch {policy.rules.version}: the reduce-scatter's input is made on its own stream, "
@@ -109,6 +119,13 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         )
     if mesh.tp > 1:
         notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
+    if policy.loss == "fused":
+        notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
+    if mesh.ep > 1:
+        notes.append(
+            f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
+            f"{policy.imbalance:g} times the mean; none is dropped"
+        )
     if mesh.cp > 1:
         notes.append(
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 
-__all__ = ["fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
+__all__ = ["expert_mesh", "fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
 
 
 @contextmanager
@@ -40,13 +40,20 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
 
 
 def _forget_meshes() -> None:
-    """Forget the meshes of a process group that is gone: up to torch 2.9 the next one's get its groups."""
+    """Forget the meshes of a process group that is gone, and what DTensor worked out on them.
+
+    Up to torch 2.9 the next world's meshes get its groups; later, a redistribution on an equal mesh may be
+    given the shapes of the world before.
+    """
+    _redistribute._gen_transform_infos.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
     if hasattr(_mesh_resources, "child_to_root_mapping"):
         _mesh_resources.child_to_root_mapping.clear()
         _mesh_resources.root_to_flatten_mapping.clear()
         _mesh_resources.flatten_name_to_root_dims.clear()
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-        _redistribute._gen_transform_infos.cache_clear()
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -59,6 +66,14 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The part of the mesh ``parallelize_module`` gets, ``None`` without tensor parallelism."""
     return mesh["tp"] if mesh["tp"].size() > 1 else None
+
+
+def expert_mesh(mesh: MeshSpec) -> DeviceMesh | None:
+    """Mesh of the experts over the same ranks: dp_replicate, efsdp, ep; ``None`` if they have none."""
+    if mesh.ep == 1:
+        return None
+    shape = (mesh.dp_replicate, mesh.expert_fsdp_size, mesh.ep)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
 
 
 @contextmanager

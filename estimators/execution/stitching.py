@@ -1,9 +1,10 @@
 """Predict a deep model from two shallow executions: what repeats from block to block is repeated on paper.
 
-Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is 1, or K
-under ``every:K`` checkpointing). The shallow one is extended to the depth of the other and compared with it,
-event by event. Only if they agree is it extended to the depth asked for; otherwise the model is executed in
-full. Sizes outside of the blocks that grow with the depth (a stack of all norms) are extended linearly.
+Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is that of
+the model's layers, times K under ``every:K`` checkpointing). The shallow one is extended to the depth of the
+other and compared with it, event by event. Only if they agree is it extended to the depth asked for;
+otherwise the model is executed in full. Sizes outside of the blocks that grow with the depth (a stack of all
+norms) are extended linearly.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
 from fsdp2prof.estimators.execution.engine import Execution, execute
 from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.estimators.wrapping import fold_blocks, names_a_block
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
 
-__all__ = ["execute_stitched", "extend", "growth_between"]
+__all__ = ["depths_to_execute", "execute_stitched", "extend", "growth_between"]
 
 _TICK_NS = 1000
 _EDGE_BLOCKS = 4
@@ -37,29 +41,45 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    if mesh.pp == 1:
+        full = part_of(full, mesh, policy)
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks, period = full.blocks, policy.ac_every or 1
+    blocks = full.blocks
     policy = fold_blocks(policy, blocks)
-    depths = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
-    edge = _EDGE_BLOCKS + 2 * max(depth for depth in depths if isinstance(depth, int))
-    shallow = edge + period + (len(blocks) - edge) % period
-    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
-    repeats = repeats and not names_a_block(policy, blocks)
-    if not repeats or len(blocks) <= 2 * shallow + period:
+    depths = depths_to_execute(spec, mesh, policy, full)
+    if depths is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
+    shallow, period = depths
     first = execute(spec.with_layers(shallow), mesh, policy)
     second = execute(spec.with_layers(shallow + period), mesh, policy)
     growth = growth_between(first, second, period)
     if growth is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed: the middle ones differ"
-    parameters = sum(parameter.numel() for parameter in full.module.parameters())
+    parameters = full.parameters
     stitched = replace(extend(first, blocks, period, growth), parameters=parameters)
     return stitched, (
         f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "
         f"and repeated to {len(blocks)}"
     )
+
+
+def depths_to_execute(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model
+) -> tuple[int, int] | None:
+    """Blocks of the shallow execution, and how many the other has more; ``None``: execute all of them.
+
+    ``full`` is the model as built; the policy's names are folded already.
+    """
+    blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
+    prefetches = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
+    edge = _EDGE_BLOCKS + 2 * full.pattern.start
+    edge += 2 * max(depth for depth in prefetches if isinstance(depth, int))
+    shallow = edge + period + (len(blocks) - edge) % period
+    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
+    repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)
+    return (shallow, period) if repeats and len(blocks) > 2 * shallow + period else None
 
 
 def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[int, int] | None:
@@ -179,10 +199,11 @@ class _Unrolling:
 
     def _climb(self, rungs: list[Run]) -> None:
         by_block = {rung.block: rung for rung in rungs}
-        upwards = rungs[0].block == 0
+        upwards = (rungs[0].block or 0) <= (rungs[-1].block or 0)
         for block in range(self._deeper) if upwards else range(self._deeper - 1, -1, -1):
             template = self._template(block)
-            self._replay(by_block[template], block, block - template)
+            if template in by_block:  # else of another kind than this ladder's
+                self._replay(by_block[template], block, block - template)
 
     def _template(self, block: int) -> int:
         """Block of the shallow execution that a block of the deeper one copies."""

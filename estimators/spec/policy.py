@@ -8,10 +8,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
+    EIGHT_BIT,
     IMPLEMENTATIONS,
     OPTIMIZERS,
+    EightBitOptimizer,
     OptimizerFactory,
     OptimizerImpl,
     OptimizerKind,
@@ -23,11 +26,13 @@ from fsdp2prof.estimators.spec.option import (
     Flag,
     Integer,
     Names,
+    Number,
     PerUnit,
     Prefetched,
     Regex,
     Text,
     Words,
+    YesNo,
     option,
     options_of,
     plain,
@@ -39,8 +44,10 @@ __all__ = [
     "ActivationCheckpointing",
     "Allocator",
     "Attention",
+    "CheckpointingMode",
     "Chunked",
     "Every",
+    "ExpertShards",
     "Float8",
     "Loss",
     "PolicySpec",
@@ -60,6 +67,7 @@ that many ranks."""
 Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
 
+ExpertShards = Literal["auto", "experts", "hidden"]
 Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
@@ -84,7 +92,7 @@ class Chunked(Counted):
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full"]
+LossMode = Literal["full", "compiled", "fused", "logprobs"]
 Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
@@ -163,6 +171,11 @@ class PolicySpec:
     offload: bool = option(
         False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
     )
+    lora: Lora | None = option(
+        None,
+        LoraText(),
+        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE.",
+    )
     trainable: str | None = option(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."
     )
@@ -173,7 +186,7 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        Words(words=(*OPTIMIZERS, *EIGHT_BIT, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
     )
@@ -182,7 +195,10 @@ class PolicySpec:
     )
     clip_grad: bool = option(True, Flag(), "Clip the global gradient norm each step (foreach).")
     loss: Loss = option(
-        "full", Words(words=get_args(LossMode), counted=Chunked), "Over all logits at once, or in K pieces."
+        "full",
+        Words(words=get_args(LossMode), counted=Chunked),
+        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
+        "logprobs is that of reinforcement learning.",
     )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
@@ -194,6 +210,12 @@ class PolicySpec:
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
+    )
+    unshard_in_backward: bool | ByUnit = option(
+        True,
+        PerUnit(YesNo(), True),
+        "Whether parameters are gathered for backward; no for units whose backward needs none, as "
+        "tok_embeddings=no.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
@@ -238,6 +260,17 @@ class PolicySpec:
         Flag(unset=True),
         "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
+    )
+    expert_shards: ExpertShards = option(
+        "auto",
+        Words(words=get_args(ExpertShards)),
+        "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
+        "expert parallelism leaves more ranks than experts, as in torchtitan.",
+    )
+    imbalance: float = option(
+        1.0,
+        Number(1.0),
+        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
     )
     pp_stage: int = option(
         0,
@@ -287,13 +320,11 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+    def optimizer_kind(self) -> OptimizerKind | EightBitOptimizer | OptimizerFactory | None:
         """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
-        return (
-            OptimizerFactory(source=self.optimizer)
-            if ":" in self.optimizer
-            else OPTIMIZERS.get(self.optimizer)
-        )
+        if ":" in self.optimizer:
+            return OptimizerFactory(source=self.optimizer)
+        return OPTIMIZERS.get(self.optimizer) or EIGHT_BIT.get(self.optimizer)
 
     @property
     def ac_every(self) -> int | None:
