@@ -178,6 +178,7 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
@@ -208,6 +209,7 @@ __all__ = [
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
+    "WATCH_SCHEMA",
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
@@ -358,6 +360,9 @@ __all__ = [
     "Unknown",
     "UnrecordedStep",
     "UnshardedRow",
+    "WatchedRank",
+    "WatchedRun",
+    "WatchedTime",
     "WhatIf",
     "WhatIfChange",
     "WhatIfLayer",

@@ -45,6 +45,7 @@ from support.results import (
 )
 from support.run_checks import run_check
 from support.traces import two_kernel_trace
+from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
@@ -94,6 +95,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.check.parity/1",
         lambda: judge_parity(doubled_gradient()),
     ),
+    "watch": (results.WatchedRun, "fsdp2prof.watch/1", watched_run),
     "mesh": (
         results.MeshMap,
         "fsdp2prof.inspect.mesh/1",

@@ -35,6 +35,7 @@ from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
     BenchResult,
@@ -62,6 +63,7 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
+    WatchedRun,
     WhatIf,
 )
 
@@ -94,6 +96,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
     WhatIf: what_if_document,
+    WatchedRun: watch_document,
 }
 """Type of a result -> its builder."""
 
