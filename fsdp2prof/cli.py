@@ -29,6 +29,10 @@ _VERBS = {
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
+    "check": (
+        "fsdp2prof.commands.check:check",
+        "Check that a run is sharded as its mesh says, and for known mistakes.",
+    ),
     "inspect": (
         "fsdp2prof.commands.inspect:inspect",
         "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["fake_tensors"]
 
+_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+"""Loggers whose warnings are for people who train."""
+
 
 @contextmanager
 def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
@@ -43,9 +46,10 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
             gc.disable()
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        redistribution = logging.getLogger("torch.distributed.tensor._redistribute")
-        stack.callback(redistribution.setLevel, redistribution.level)
-        redistribution.setLevel(logging.ERROR)
+        for name in _ADVISERS:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=allow_real))
         stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
         yield mode

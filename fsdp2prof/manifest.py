@@ -56,6 +56,7 @@ __all__ = [
     "State",
     "StepInfo",
     "TensorInfo",
+    "UnshardedInfo",
     "node_file",
     "rank_folder",
     "recording_folder",
@@ -157,6 +158,12 @@ class RecordOptions(_Record):
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
     ] = True
+    verify: Annotated[
+        bool,
+        _told(
+            "Keep a checksum of every shard and gradient after the first step, for `check`: equal replicas?"
+        ),
+    ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
 
 
@@ -189,6 +196,8 @@ class RunInfo(_Record):
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
     rehearsal: Rehearsal | None = None
     """Null where the training ran."""
+    wrappers: list[str] = []
+    """Classes beside ``fully_shard`` that wrapped a model: DistributedDataParallel, FSDP1."""
     messages: list[str] = []
     """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
 
@@ -261,6 +270,12 @@ class ParameterInfo(_Record):
     """Placements on other mesh dimensions, as text; null for pure FSDP."""
     position: Index = -1
     """Index in ``named_parameters()`` of its root; -1 unknown."""
+    optimized: bool | None = None
+    """Whether an optimizer held it that had stepped by the second step; null unknown."""
+    checksum: str | None = None
+    """Of this rank's shard after the first step, with ``verify``."""
+    gradient_checksum: str | None = None
+    """Of its gradient then; null where it had none, or was not asked for."""
 
 
 class ParamGroupInfo(_Record):
@@ -319,6 +334,23 @@ class OptimizerInfo(_Record):
     param_groups: Index
     parameters: Amount
     defaults: dict[str, str] = {}
+    state_dtypes: dict[str, Amount] = {}
+    """Dtype -> bytes of its state on this rank, step counters left out."""
+
+
+class UnshardedInfo(_Record):
+    """A tensor that every rank holds whole: FSDP neither shards it nor reduces its gradient."""
+
+    kind: str
+    """``parameter`` or ``buffer`` of a root module, or ``optimizer`` for what an optimizer alone holds."""
+    fqn: str
+    """Name under its root; of an optimizer's its class and position: ``AdamW[3]``."""
+    root: Index
+    shape: Shape
+    dtype: str
+    nbytes: Amount
+    requires_grad: bool
+    has_gradient: bool = False
 
 
 class StepInfo(_Record):
@@ -376,11 +408,11 @@ class RankManifest(_Record):
     preferred one first; empty on CPU."""
     norms: list[str] = []
     """Classes of the models' normalizations, with their modules."""
-    ignored_parameters: list[str] = []
-    """Parameters under a root that FSDP does not shard (``ignored_params``)."""
     process_groups: list[ProcessGroupInfo] = []
     param_groups: list[ParamGroupInfo] = []
     optimizers: list[OptimizerInfo] = []
+    unsharded: list[UnshardedInfo] | None = None
+    """What every rank holds whole, the largest first and a thousand at most; null unknown."""
     steps: list[StepInfo] = []
     micro_batches: Index | None = None
     """Forwards with gradients of each root in a training step; null if unknown or not always the same."""
@@ -400,6 +432,11 @@ class RankManifest(_Record):
     messages: list[str] = []
     error: str | None = None
     """Last line of the exception that ended the rank."""
+
+    @property
+    def ignored_parameters(self) -> list[str]:
+        """Parameters under a root that FSDP does not shard (``ignored_params``)."""
+        return [one.fqn for one in self.unsharded or () if one.kind == "parameter"]
 
     @property
     def root_count(self) -> int:

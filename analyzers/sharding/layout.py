@@ -187,7 +187,7 @@ def _verdict(parameters: Sequence[ParameterSharding], ranks: Sequence[RankShare]
     if uneven:
         worst = max(uneven, key=lambda one: one.padding_bytes)
         said.append(
-            f"{plural(len(uneven), 'parameter')} of them divide unevenly: {format_bytes(padding)} of padding "
+            f"{len(uneven):,} of them divide unevenly: {format_bytes(padding)} of padding "
             f"({format_frac(padding / (padding + whole))}), most of it in {worst.fqn}."
         )
     empty = sum(one.empty_shards > 0 for one in parameters)

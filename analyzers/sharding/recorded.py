@@ -42,11 +42,13 @@ class RecordedGroup:
         return self.by_rank[min(self.by_rank)]
 
     def parameter(self, rank: int, position: int) -> ParameterInfo | None:
-        """A rank's word of a parameter by its position; None where the rank left nothing or has fewer."""
-        group = self.by_rank.get(rank)
+        """A rank's word of a parameter by its position; None where it left none, or tells of another."""
+        group, expected = self.by_rank.get(rank), self.first.parameters[position]
         if group is None or position >= len(group.parameters):
             return None
-        return group.parameters[position]
+        told = group.parameters[position]
+        same = (told.fqn, told.global_shape) == (expected.fqn, expected.global_shape)
+        return told if same else None
 
 
 def recorded_groups(manifests: Mapping[int, RankManifest]) -> list[RecordedGroup]:

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 
-__all__ = ["fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
+__all__ = ["expert_mesh", "fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
 
 
 @contextmanager
@@ -59,6 +59,14 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The part of the mesh ``parallelize_module`` gets, ``None`` without tensor parallelism."""
     return mesh["tp"] if mesh["tp"].size() > 1 else None
+
+
+def expert_mesh(mesh: MeshSpec) -> DeviceMesh | None:
+    """Mesh of the experts over the same ranks: dp_replicate, efsdp, ep; ``None`` if they have none."""
+    if mesh.ep == 1:
+        return None
+    shape = (mesh.dp_replicate, mesh.expert_fsdp_size, mesh.ep)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
 
 
 @contextmanager

@@ -39,7 +39,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
             model=model,
             extra=None,
             policy=policy,
-            optimizer=build_optimizer(model.module, policy),
+            optimizer=build_optimizer(model, policy),
             host=host,
             device=stand_in_device(),
             loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,

@@ -69,6 +69,7 @@ def merge_nodes(nodes: dict[int, RunInfo]) -> RunInfo:
         versions=first.versions,
         environment=first.environment,
         options=first.options,
+        wrappers=sorted({name for info in infos for name in info.wrappers}),
         messages=_messages(nodes),
     )
 

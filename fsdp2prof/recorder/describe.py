@@ -20,10 +20,10 @@ from fsdp2prof.manifest import (
     ProcessGroupInfo,
     TensorInfo,
 )
+from fsdp2prof.recorder.ownership import state_dtypes
 from fsdp2prof.recorder.roots import Root, param_groups
 
 __all__ = [
-    "describe_ignored_parameters",
     "describe_norms",
     "describe_optimizers",
     "describe_param_groups",
@@ -46,26 +46,6 @@ def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
             for index, group in enumerate(param_groups(state))
         ]
     return groups
-
-
-def describe_ignored_parameters(roots: Iterable[Root]) -> list[str]:
-    """Name the parameters under every root that FSDP does not shard."""
-    ignored: dict[str, None] = {}
-    for root in roots:
-        infos = [
-            parameter._module_info
-            for state in root.states
-            for group in param_groups(state)
-            for parameter in group.fsdp_params
-        ]
-        managed = {(id(info.module), info.param_name) for info in infos}
-        for info in infos:
-            managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-        for fqn, module in root.module.named_modules() if root.module is not None and infos else ():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and (id(module), name) not in managed:
-                    ignored[f"{fqn}.{name}".lstrip(".")] = None
-    return list(ignored)
 
 
 def describe_norms(roots: Iterable[Root]) -> list[str]:
@@ -103,6 +83,7 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
             param_groups=len(optimizer.param_groups),
             parameters=sum(len(group["params"]) for group in optimizer.param_groups),
             defaults={name: repr(value) for name, value in optimizer.defaults.items()},
+            state_dtypes=state_dtypes(tensor for _, _, tensor in _optimizer_state(optimizer)),
         )
         for optimizer in optimizers
     ]

@@ -103,6 +103,7 @@ def launch(
     if rehearsal is not None:
         expected = {rehearsal.rank}
     info.state = _state(code, manifests, expected, interrupted)
+    info.wrappers = sorted(wrappers)
     info.messages = _messages(records, code, expected, processes, alive_pids, wrappers)
     write_json(path / node_file(node_rank), info)
     return Outcome(code, info)

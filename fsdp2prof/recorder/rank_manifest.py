@@ -12,7 +12,7 @@ import torch
 
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
-from fsdp2prof.recorder import compiling, describe, devices
+from fsdp2prof.recorder import compiling, describe, devices, ownership
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.roots import Roots
@@ -40,6 +40,8 @@ class ManifestFile:
             environment=relevant_environment(),
             rehearsal=settings.rehearsal,
         )
+        self._verify = settings.options.verify
+        self._settled = False
         self._roots = roots
         self._watch = watch
 
@@ -70,8 +72,11 @@ class ManifestFile:
         """Fill in FSDP's structures and write; before the first forward there is nothing to tell."""
         groups = describe.describe_param_groups(self._roots)
         if groups:
+            optimizers = self._watch.optimizers if self._settled else []
+            ownership.add_ownership(groups, self._roots, optimizers)
+            self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
+            ownership.keep_checksums(groups, self.manifest.param_groups)
             self.manifest.param_groups = groups
-            self.manifest.ignored_parameters = describe.describe_ignored_parameters(self._roots)
             self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)
         self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
@@ -81,6 +86,18 @@ class ManifestFile:
         self.manifest.attention_backends = devices.attention_backends(self.device_type)
         self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
         self.write()
+
+    def describe_first(self) -> None:
+        """As :meth:`describe`, with checksums if asked for: after the first step, on all ranks alike."""
+        self.describe()
+        if self._verify:
+            ownership.add_checksums(self.manifest.param_groups, self._roots)
+            self.write()
+
+    def describe_settled(self) -> None:
+        """As :meth:`describe`, and who updates what: after the second step every optimizer has stepped."""
+        self._settled = True
+        self.describe()
 
     def describe_tensors(self, address: Callable[[torch.Tensor], int]) -> None:
         """Add the storages of known role that are alive now."""

@@ -103,7 +103,9 @@ class RankSession:
         self._captures.advance(self._step)
         self._forward_began = False
         if self._step == 1:
-            self._guard(self._file.describe)
+            self._guard(self._file.describe_first)
+        elif self._step == 2:
+            self._guard(self._file.describe_settled)
         if captured:
             self._guard(self._captures.end_step)
             if self._active:

@@ -25,6 +25,7 @@ from fsdp2prof.results.catalog import (
     HardwareCatalog,
     ModelCatalog,
 )
+from fsdp2prof.results.check import CHECK_SCHEMA, CheckRow, RunCheck, UnshardedRow
 from fsdp2prof.results.checkpoint import (
     CHECKPOINT_SCHEMA,
     CheckpointEntry,
@@ -124,6 +125,7 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
@@ -161,6 +163,7 @@ __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
+    "CHECK_SCHEMA",
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
@@ -173,6 +176,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PARITY_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "SHARDING_SCHEMA",
@@ -192,6 +196,7 @@ __all__ = [
     "CatalogWord",
     "CategoryBytes",
     "CategoryCatalog",
+    "CheckRow",
     "CheckpointEntry",
     "CheckpointEstimate",
     "CheckpointFile",
@@ -258,6 +263,9 @@ __all__ = [
     "OutsideAllocator",
     "OutsidePart",
     "ParameterSharding",
+    "ParityCheck",
+    "ParityRow",
+    "ParityStep",
     "PathSegment",
     "Peak",
     "PhaseSpan",
@@ -275,6 +283,7 @@ __all__ = [
     "Redistribution",
     "Remedy",
     "RunAnalysis",
+    "RunCheck",
     "RunComparison",
     "RunRank",
     "RunSummary",
@@ -306,4 +315,5 @@ __all__ = [
     "TraceTotals",
     "Unknown",
     "UnrecordedStep",
+    "UnshardedRow",
 ]

@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
+from fsdp2prof.analyzers.sharding.parity import judge_parity
 from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_models
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
@@ -27,6 +28,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
+from support.parity_measurements import doubled_gradient
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -34,6 +36,7 @@ from support.results import (
     run_comparison,
     trace_analysis,
 )
+from support.run_checks import run_check
 from support.traces import two_kernel_trace
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
@@ -44,6 +47,12 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "check": (results.RunCheck, "fsdp2prof.check/1", run_check),
+    "parity": (
+        results.ParityCheck,
+        "fsdp2prof.check.parity/1",
+        lambda: judge_parity(doubled_gradient()),
+    ),
     "mesh": (
         results.MeshMap,
         "fsdp2prof.inspect.mesh/1",

@@ -11,6 +11,7 @@ from fsdp2prof.reporters.documents.catalogs import (
     hardware_catalog_document,
     model_catalog_document,
 )
+from fsdp2prof.reporters.documents.check import check_document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
@@ -26,6 +27,7 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.parity import parity_document
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
@@ -45,7 +47,9 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    ParityCheck,
     RunAnalysis,
+    RunCheck,
     RunComparison,
     ShardingMap,
     StepEstimate,
@@ -71,6 +75,8 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ModelCatalog: model_catalog_document,
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
+    ParityCheck: parity_document,
+    RunCheck: check_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,

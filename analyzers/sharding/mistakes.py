@@ -1,0 +1,365 @@
+"""Known mistakes in how FSDP2 is set up: wrapping, optimizer, dtypes, meshes, devices, variables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+
+from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, finding, listed
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
+from fsdp2prof.results import Finding, Severity
+from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
+
+__all__ = ["find_mistakes"]
+
+_FEW_PARAMETERS = 4
+"""A model of fewer has nothing to wrap one by one."""
+_LARGE_BYTES = 256 << 20
+"""From here on memory that a mistake costs is worth failing a job in CI."""
+_FROZEN_FRAC = 0.5
+"""Of all elements, from which on the frozen ones are called the base of adapters."""
+_HALF = ("bfloat16", "float16")
+_DATA_DIMENSIONS = ("dp", "ddp", "cp", "data", "replicate", "context")
+"""Beginnings of names of mesh dimensions over which gradients must be reduced."""
+
+_OVERRIDES = {
+    "NCCL_ALGO": "the algorithm for every size",
+    "NCCL_PROTO": "the protocol for every size",
+    "NCCL_NTHREADS": "the threads of a channel",
+    "NCCL_MIN_NCHANNELS": "the number of channels",
+    "NCCL_MAX_NCHANNELS": "the number of channels",
+    "NCCL_MIN_CTAS": "the number of channels",
+    "NCCL_MAX_CTAS": "the number of channels",
+    "NCCL_BUFFSIZE": "the size of a channel's buffer",
+    "NCCL_CROSS_NIC": "which NICs a ring uses",
+    "NCCL_TOPO_FILE": "the topology",
+    "NCCL_GRAPH_FILE": "the rings and trees",
+}
+"""Variables that take a choice away from NCCL's tuning; source: NCCL's documentation of its environment."""
+_DISABLING = {
+    "NCCL_P2P_DISABLE": "NVLink and PCIe between GPUs",
+    "NCCL_SHM_DISABLE": "shared memory between processes",
+    "NCCL_IB_DISABLE": "InfiniBand and RoCE",
+    "NCCL_NVLS_ENABLE": "NVLink SHARP",
+}
+_DEBUGGING = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before: nothing overlaps"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by further ones"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host waits for every collective"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "kernels of all streams queue up behind each other"),
+}
+
+
+def find_mistakes(evidence: RunEvidence) -> list[Finding]:
+    """Return the findings about the run's setup, in the order of the rules."""
+    return [found for rule in _RULES for found in rule(evidence)]
+
+
+def _wrappers(evidence: RunEvidence) -> Iterator[Finding]:
+    names = evidence.info.wrappers
+    if not names:
+        return
+    said = listed(names)
+    if not evidence.sharded:
+        problem = f"This training wraps its model with {said}, not with fully_shard: FSDP2 shards nothing."
+        yield finding("not_fully_shard", "high", problem, "Wrap with fully_shard instead.", wrappers=names)
+        return
+    problem = f"{said} wraps a model beside fully_shard."
+    change = (
+        "Around the same model it reduces gradients a second time, or those of no group: use fully_shard "
+        "alone, with a mesh of two dimensions for replicas (HSDP)."
+    )
+    yield finding("another_wrapper", "medium", problem, change, wrappers=names)
+
+
+def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
+    groups: dict[int, list[ParamGroupInfo]] = defaultdict(list)
+    for group in evidence.first.param_groups:
+        groups[group.root].append(group)
+    for members in groups.values():
+        only = members[0]
+        if (
+            len(members) > 1
+            or only.fqn
+            or only.shard_world_size < 2
+            or len(only.parameters) < _FEW_PARAMETERS
+        ):
+            continue
+        whole = sum(prod(p.global_shape) * _item(only.param_dtype or p.dtype) for p in only.parameters)
+        problem = (
+            f"Only the root is wrapped: {plural(len(only.parameters), 'parameter')} are gathered in one "
+            f"all-gather of {format_bytes(whole)}, which nothing overlaps, and all stay in memory together."
+        )
+        change = "Call fully_shard on every block before the root."
+        severity: Severity = "high" if whole >= _LARGE_BYTES else "medium"
+        yield finding("root_only", severity, problem, change, fqn="", gathered_bytes=whole)
+
+
+def _outside(evidence: RunEvidence) -> Iterator[Finding]:
+    """Parameters of no group: whole on every rank, their gradients never reduced."""
+    told = [one for one in evidence.first.unsharded or () if one.kind == "parameter"]
+    trained = [one for one in told if one.requires_grad]
+    frozen = [one for one in told if not one.requires_grad]
+    if trained and evidence.world_size > 1:
+        size = sum(one.nbytes for one in trained)
+        problem = (
+            f"{plural(len(trained), 'trainable parameter')} ({format_bytes(size)}) are in no group: "
+            f"{listed([one.fqn for one in trained])}. Every rank holds them whole and nobody reduces their "
+            "gradients: ranks drift apart, unless the script reduces them itself."
+        )
+        change = "Take them out of ignored_params, or all-reduce their gradients before the optimizer."
+        yield finding("unreduced_parameters", "high", problem, change, bytes=size)
+    if frozen:
+        size = sum(one.nbytes for one in frozen)
+        problem = (
+            f"{plural(len(frozen), 'frozen parameter')} ({format_bytes(size)}) are in no group: every rank "
+            f"holds them whole: {listed([one.fqn for one in frozen])}."
+        )
+        severity: Severity = "medium" if size >= _LARGE_BYTES else "info"
+        yield finding("unsharded_frozen", severity, problem, "Shard them, too, to save memory.", bytes=size)
+
+
+def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
+    """What the optimizers hold is what FSDP shards."""
+    stray = [one for one in evidence.first.unsharded or () if one.kind == "optimizer"]
+    trained = [one for _, one in evidence.first_parameters if one.requires_grad]
+    left_out = [one for one in trained if one.optimized is False]
+    dead = [one for one in stray if not one.has_gradient]
+    if dead and left_out:
+        problem = (
+            f"An optimizer holds {plural(len(dead), 'parameter')} without gradient that no module has any "
+            f"more ({listed([one.fqn for one in dead])}), while {plural(len(left_out), 'sharded parameter')} "
+            "are in no optimizer: it was built before fully_shard, which replaces parameters. Its step "
+            "changes nothing."
+        )
+        change = "Build the optimizer from model.parameters() after the last fully_shard."
+        yield finding("optimizer_before_fully_shard", "high", problem, change, parameters=len(left_out))
+    elif left_out:
+        problem = (
+            f"{plural(len(left_out), 'trainable parameter')} are in no optimizer that stepped: "
+            f"{listed([one.fqn for one in left_out])}. Their gradients are reduced and never used."
+        )
+        change = "Freeze them, or give them to an optimizer."
+        yield finding("not_optimized", "medium", problem, change, parameters=len(left_out))
+    alive = [one for one in stray if one.has_gradient]
+    if alive and evidence.world_size > 1:
+        size = sum(one.nbytes for one in alive)
+        problem = (
+            f"An optimizer updates {plural(len(alive), 'parameter')} ({format_bytes(size)}) outside every "
+            f"module that fully_shard wrapped: {listed([one.fqn for one in alive])}. Nobody reduces their "
+            "gradients."
+        )
+        change = "Call fully_shard on the module around all of them, last."
+        yield finding("unreduced_parameters", "high", problem, change, bytes=size)
+
+
+def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
+    for optimizer in evidence.first.optimizers:
+        half = {name: size for name, size in optimizer.state_dtypes.items() if name in _HALF and size}
+        if "adam" not in optimizer.class_name.lower() or not half:
+            continue
+        name = next(iter(half))
+        problem = (
+            f"The states of {optimizer.class_name} are {name}: the model was loaded in {name}, and updates "
+            "smaller than its rounding are lost."
+        )
+        change = (
+            f"Build the model in float32 and gather it in {name} (MixedPrecisionPolicy(param_dtype)); the "
+            "sharded copy costs 6 more bytes a parameter, divided by the ranks."
+        )
+        yield finding("half_precision_states", "medium", problem, change, states=half)
+
+
+def _unreduced_dimension(evidence: RunEvidence) -> Iterator[Finding]:
+    """A mesh dimension whose ranks see different data, and over which FSDP does not reduce."""
+    said: set[tuple[int, str]] = set()
+    for rank, manifest in evidence.sharded.items():
+        for root, reduced in _reduced_by_root(evidence, rank).items():
+            for other in manifest.process_groups:
+                name = other.mesh_dim or other.desc.removeprefix("mesh_")
+                left = [one for one in other.ranks if one not in reduced]
+                is_data = name.startswith(_DATA_DIMENSIONS) and rank in other.ranks
+                if not is_data or not left or (root, name) in said:
+                    continue
+                said.add((root, name))
+                problem = (
+                    f"FSDP reduces gradients over {plural(len(reduced), 'rank')}, and not over the mesh "
+                    f"dimension `{name}`: rank {rank} never adds its gradients to those of {listed(left)}."
+                )
+                change = (
+                    f"Shard on the mesh flattened with `{name}`, or give fully_shard a mesh of two "
+                    "dimensions (HSDP)."
+                )
+                yield finding("unreduced_dimension", "high", problem, change, dimension=name, root=root)
+
+
+def _reduced_by_root(evidence: RunEvidence, rank: int) -> dict[int, set[int]]:
+    """Root -> ranks whose gradients end in this rank's shards: of its shard groups and of their replicas."""
+    reduced: dict[int, set[int]] = defaultdict(set)
+    for position, group in enumerate(evidence.sharded[rank].param_groups):
+        if not group.requires_grad:
+            continue
+        replicas = evidence.process_group(rank, group.all_reduce_group)
+        for each in replicas.ranks if replicas is not None else [rank]:
+            theirs = evidence.sharded.get(each)
+            if theirs is None or position >= len(theirs.param_groups):
+                reduced[group.root].add(each)
+                continue
+            shards = evidence.process_group(each, theirs.param_groups[position].shard_group)
+            reduced[group.root] |= {each} if shards is None else set(shards.ranks)
+    return reduced
+
+
+def _devices(evidence: RunEvidence) -> Iterator[Finding]:
+    """Ranks of one host have a device each, the one of their local rank."""
+    by_device: dict[tuple[str, int, str], list[int]] = defaultdict(list)
+    odd: list[int] = []
+    for rank, manifest in evidence.manifests.items():
+        index, seen = manifest.device.index, manifest.environment.get("CUDA_VISIBLE_DEVICES", "")
+        if manifest.device.type == "cpu" or index is None:
+            continue
+        by_device[manifest.host, index, seen].append(rank)
+        if index != manifest.local_rank and not seen:
+            odd.append(rank)
+    shared = {place: sorted(ranks) for place, ranks in by_device.items() if len(ranks) > 1}
+    change = "Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group."
+    for (host, index, _), ranks in sorted(shared.items()):
+        problem = f"Ranks {listed(ranks)} share device {index} of {host}."
+        yield finding("shared_device", "high", problem, change, ranks=ranks)
+    if odd and not shared:
+        problem = (
+            f"Ranks {listed(sorted(odd))} are not on the device of their local rank: set_device was given "
+            "something else, the global rank perhaps, which fails on a second node."
+        )
+        yield finding("device_of_another_rank", "medium", problem, change, ranks=sorted(odd))
+
+
+def _variables(evidence: RunEvidence) -> Iterator[Finding]:
+    """Variables that take a choice from NCCL, or make everything wait."""
+    on_device = {rank: one for rank, one in evidence.manifests.items() if one.device.type != "cpu"}
+    if not on_device:
+        return
+    environment = next(iter(on_device.values())).environment
+    set_ones = {name: environment[name] for name in _OVERRIDES if name in environment}
+    if set_ones:
+        what = ", ".join(f"{name}={value} ({_OVERRIDES[name]})" for name, value in set_ones.items())
+        problem = f"NCCL's tuning is overridden: {what}."
+        change = "Unset them, measure, and set again only what is faster on this cluster and version."
+        yield finding("nccl_overridden", "low", problem, change, variables=set_ones)
+    off = {
+        name: environment[name]
+        for name in _DISABLING
+        if name in environment and environment[name] == ("0" if name.endswith("ENABLE") else "1")
+    }
+    if off:
+        what = ", ".join(f"{name}={value} ({_DISABLING[name]})" for name, value in off.items())
+        problem = f"Transports are switched off: {what}."
+        yield finding("transport_disabled", "medium", problem, "Unset them.", variables=off)
+    slow = {
+        name: environment[name]
+        for name, (value, _) in _DEBUGGING.items()
+        if environment.get(name, "").upper() == value
+    }
+    if slow:
+        what = ", ".join(f"{name}={value} ({_DEBUGGING[name][1]})" for name, value in slow.items())
+        yield finding(
+            "debugging_variables", "medium", f"Made for debugging: {what}.", "Unset them.", variables=slow
+        )
+    yield from _differing_variables({rank: one.environment for rank, one in on_device.items()})
+
+
+def _differing_variables(environments: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    names = {*_OVERRIDES, *_DISABLING}
+    differing = sorted(
+        name for name in names if len({environment.get(name) for environment in environments.values()}) > 1
+    )
+    if differing:
+        problem = (
+            f"Ranks have different values of {listed(differing)}: NCCL may hang in the first collective."
+        )
+        change = "Export the same variables to every node."
+        yield finding("variables_differ", "high", problem, change, variables=differing)
+
+
+def _adapters(evidence: RunEvidence) -> Iterator[Finding]:
+    """A frozen base that is kept in fp32."""
+    roots: dict[int, list[ParameterInfo]] = defaultdict(list)
+    for group, parameter in evidence.first_parameters:
+        roots[group.root].append(parameter)
+    for parameters in roots.values():
+        frozen = [one for one in parameters if not one.requires_grad and one.dtype == "float32"]
+        numel = sum(prod(one.global_shape) for one in parameters)
+        base = sum(prod(one.global_shape) for one in frozen)
+        if not numel or base < _FROZEN_FRAC * numel or base == numel:
+            continue
+        held = 4 * sum(prod(one.padded_local_shape) for one in frozen)
+        problem = (
+            f"{format_frac(base / numel)} of the model is frozen and kept in float32: {format_bytes(held)} a "
+            "rank, cast again in every all-gather. Adapters train as well on a bfloat16 base."
+        )
+        change = f"Load the base in bfloat16: {format_bytes(held // 2)} a rank less."
+        severity: Severity = "medium" if held >= _LARGE_BYTES else "low"
+        yield finding("frozen_in_fp32", severity, problem, change, saves_bytes=held // 2)
+
+
+def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
+    """Resharding to fewer ranks helps where they are on one node and the shard group is not."""
+    for group in evidence.first.param_groups:
+        if isinstance(group.reshard_after_forward, bool):
+            continue
+        rank = next(iter(evidence.sharded))
+        whole = evidence.process_group(rank, group.shard_group)
+        part = evidence.process_group(rank, group.post_forward_group)
+        if whole is None or part is None:
+            continue
+        before, after = evidence.nodes(whole.ranks), evidence.nodes(part.ranks)
+        if before is None or after is None or after < before:
+            continue
+        size = group.reshard_after_forward
+        where = "is on one node already" if before == 1 else f"still crosses {after} nodes"
+        problem = (
+            f"reshard_after_forward={size} cannot help: the group of "
+            f"{size if before > 1 else len(whole.ranks)} ranks {where}, and every rank "
+            f"keeps 1/{size} instead of 1/{len(whole.ranks)} of the parameters."
+        )
+        change = "Use True, or False where memory allows."
+        yield finding(
+            "reshard_cannot_help", "low", problem, change, fqn=group.fqn, reshard_after_forward=size
+        )
+        return
+
+
+def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
+    contexts: dict[int, set[int]] = defaultdict(set)
+    for group in evidence.first.param_groups:
+        if group.shard_world_size > 1:
+            contexts[group.comm_context].add(group.root)
+    roots = {root for members in contexts.values() for root in members}
+    if len(roots) < 2 or len(contexts) < 2:
+        return
+    problem = (
+        f"{plural(len(roots), 'root module')} use {len(contexts)} sets of communication streams: each keeps "
+        "all-gather and reduce-scatter buffers of its own, and they do not wait for each other."
+    )
+    change = "Wrap one module around all, or share the streams: torch.distributed.fsdp.share_comm_ctx([...])."
+    yield finding("streams_not_shared", "low", problem, change, roots=len(roots))
+
+
+def _item(dtype: str) -> int:
+    return dtype_bytes(dtype) or 0
+
+
+_RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
+    _wrappers,
+    _root_only,
+    _outside,
+    _optimizer,
+    _half_states,
+    _unreduced_dimension,
+    _devices,
+    _variables,
+    _adapters,
+    _integer_reshard,
+    _several_roots,
+)

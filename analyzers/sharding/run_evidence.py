@@ -1,0 +1,78 @@
+"""What the checks of a run go by: its manifests, put together once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, recorded_groups
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest, RunInfo
+from fsdp2prof.results import EvidenceValue, Finding, Severity
+
+__all__ = ["RunEvidence", "finding", "listed"]
+
+_SHOWN = 8
+"""Names or ranks in a sentence."""
+
+
+class RunEvidence:
+    """A run as its ranks describe it."""
+
+    def __init__(self, info: RunInfo, manifests: Mapping[int, RankManifest]) -> None:
+        self.info = info
+        self.manifests = manifests
+        self.sharded = {rank: one for rank, one in sorted(manifests.items()) if one.param_groups}
+
+    @cached_property
+    def groups(self) -> list[RecordedGroup]:
+        """Parameter groups, each in the words of every rank that has it."""
+        return recorded_groups(self.sharded)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, as they say or as the launcher saw."""
+        said = [manifest.world_size for manifest in self.manifests.values()]
+        return max([*said, self.info.world_size or 0, *(rank + 1 for rank in self.manifests)], default=0)
+
+    @property
+    def first(self) -> RankManifest:
+        """Of the lowest rank that has parameter groups, else an empty one."""
+        return next(iter(self.sharded.values()), RankManifest())
+
+    @property
+    def first_parameters(self) -> list[tuple[ParamGroupInfo, ParameterInfo]]:
+        """Parameters of the lowest rank, each with its group."""
+        return [(group, one) for group in self.first.param_groups for one in group.parameters]
+
+    def process_group(self, rank: int, name: str | None) -> ProcessGroupInfo | None:
+        """A process group of a rank by its name."""
+        groups = self.sharded[rank].process_groups
+        return next((one for one in groups if one.name == name), None)
+
+    def nodes(self, ranks: Sequence[int]) -> int | None:
+        """Hosts that some ranks are on; None where one of them left nothing."""
+        if any(rank not in self.manifests for rank in ranks):
+            return None
+        return len({self.manifests[rank].host for rank in ranks})
+
+
+def finding(
+    name: str,
+    severity: Severity,
+    problem: str,
+    change: str = "",
+    *,
+    fqn: str | None = None,
+    **evidence: EvidenceValue,
+) -> Finding:
+    """Return a finding whose message says what is wrong, then what to change."""
+    message = f"{problem} {change}" if change else problem
+    return Finding(
+        id=name, severity=severity, fqn=fqn, message=message, change=change, evidence=dict(evidence)
+    )
+
+
+def listed(names: Sequence[object]) -> str:
+    """Write the first of some names or ranks."""
+    shown = ", ".join(map(str, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else shown

@@ -1,0 +1,148 @@
+"""``fsdp2prof check``: is the sharding what you think?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.errors import ThresholdError, UsageError
+from fsdp2prof.results import SEVERITIES, Finding
+
+__all__ = ["check"]
+
+_FIRST = "run"
+_MOST_RANKS = 64
+"""Of a parity check: processes of one machine."""
+
+
+class _RunFirst(click.Group):
+    """A group whose first command needs no name: ``check RUN`` is ``check run RUN``."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            args = [_FIRST, *args]
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_RunFirst)
+def check() -> None:
+    """Check that a run is sharded as its mesh says, and for known mistakes.
+
+    `fsdp2prof check RUN` is short for `fsdp2prof check run RUN`. Exit code 3 says that something is wrong.
+    """
+
+
+def _fail_on(findings: Sequence[Finding], least: str) -> None:
+    """Raise ``ThresholdError`` for findings that are at least so severe."""
+    if least == "never":
+        return
+    counted = SEVERITIES[: SEVERITIES.index(least) + 1]
+    if grave := [one for one in findings if one.severity in counted]:
+        raise ThresholdError(f"check failed: {', '.join(dict.fromkeys(one.id for one in grave))}")
+
+
+@check.command(short_help="A recorded run: shards, groups, replicas, setup.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--fail-at",
+    type=click.Choice([*SEVERITIES, "never"]),
+    default="high",
+    show_default=True,
+    help="Least severity of a finding that gives exit code 3.",
+)
+@output_options()
+def run(run: Path, *, fail_at: str, output: Output) -> None:
+    """Whether every parameter is sharded as its mesh says, on all ranks alike, and known mistakes.
+
+    RUN is the folder that `fsdp2prof record -o RUN` wrote; with `record --verify` replicas are compared, too.
+    """
+    from fsdp2prof.workflows.check import check_run
+
+    checked = check_run(run)
+    output.render(checked)
+    _fail_on(checked.findings, fail_at)
+
+
+@check.command(short_help="Sharded beside plain: every loss, gradient and parameter.")
+@click.option("--model", required=True, metavar="PKG:FUNCTION", help="Gives the module, or (module, loss).")
+@click.option(
+    "--batch",
+    required=True,
+    metavar="PKG:FUNCTION",
+    help="batch(index, rank, world_size) of one micro-batch.",
+)
+@click.option(
+    "--world-size", type=click.IntRange(1, _MOST_RANKS), metavar="N", help="Ranks; else --mesh says."
+)
+@click.option("--mesh", help="For example dp_replicate=2,dp_shard=2.  [dp_shard=N]")
+@click.option(
+    "--shard",
+    metavar="PKG:FUNCTION",
+    help="shard(module, mesh) calls fully_shard; by default on every member of a list, and on the root.",
+)
+@click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of each step.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds.")
+@output_options()
+def parity(
+    model: str,
+    batch: str,
+    *,
+    world_size: int | None,
+    mesh: str | None,
+    shard: str | None,
+    steps: int,
+    micro_batches: int,
+    seed: int,
+    device: str,
+    timeout: float,
+    output: Output,
+) -> None:
+    """Train plain on one process and under fully_shard on several, with the same weights and data.
+
+    Every loss, full gradient and parameter is compared, with a tolerance by dtype, and the first that differs
+    is named. Ranks are processes of this machine, with gloo on the CPU or NCCL on --device cuda.
+    """
+    from fsdp2prof.workflows.parity import check_parity
+
+    sizes = _sizes(mesh, world_size)
+    with output.progress(f"training {model} on {math.prod(sizes.values())} ranks"):
+        found = check_parity(
+            model=model,
+            batch=batch,
+            shard=shard,
+            mesh=sizes,
+            steps=steps,
+            micro_batches=micro_batches,
+            seed=seed,
+            device=device,
+            timeout_s=timeout,
+        )
+    output.render(found)
+    if found.first is not None:
+        raise ThresholdError(
+            f"parity failed: {found.first.kind} {found.first.name} of step {found.first.step}"
+        )
+
+
+def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
+    """The dimensions of the mesh that have more than one rank, in its order; ``dp_shard`` always."""
+    from fsdp2prof.estimators.spec.mesh import MeshSpec
+
+    if mesh is None:
+        return {"dp_shard": world_size or 2}
+    spec = MeshSpec.parse(mesh)
+    if world_size is not None and world_size != spec.world_size:
+        raise UsageError(f"--mesh has {spec.world_size} ranks, --world-size says {world_size}; give one")
+    if spec.world_size > _MOST_RANKS:
+        raise UsageError(f"--mesh: {spec.world_size} ranks on one machine are more than {_MOST_RANKS}")
+    return {name: size for name, size in asdict(spec).items() if size > 1 or name == "dp_shard"}

@@ -1,0 +1,16 @@
+"""From a run directory to what is wrong with how it was sharded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp2prof.analyzers.sharding import check
+from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.results import RunCheck
+
+__all__ = ["check_run"]
+
+
+def check_run(path: Path) -> RunCheck:
+    """Check a recorded run. Raises ``RunDirectoryError`` for what is none."""
+    return check.check_run(open_run(path))

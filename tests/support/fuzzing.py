@@ -1,0 +1,249 @@
+"""Every kind of input with a good sample of it, ways to spoil it, and what the product does with it."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import pickle
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from synthetic import Schedule, record, transformer
+from synthetic import write as write_trace
+
+from fsdp2prof.estimators.spec.inputs import load_config, make_spec
+from fsdp2prof.manifest import rank_folder
+from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.recorder.recording_file import write_recording
+from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
+from fsdp2prof.workflows.check import check_run
+from fsdp2prof.workflows.compare import compare
+from fsdp2prof.workflows.hang import analyze_hang
+from fsdp2prof.workflows.inspect import inspect_checkpoint, inspect_run_sharding
+from fsdp2prof.workflows.job_files import open_job
+from support import flight_dumps
+from support.checkpoints import written_checkpoint
+from support.mutations import HOSTILE, mutated
+from support.results import HOSTILE as HOSTILE_NAME
+from support.run_checks import two_ranks
+from support.snapshots import SnapshotBuilder
+
+__all__ = ["KINDS", "Kind", "limited", "spoil"]
+
+CPU_SECONDS = 30.0
+"""Of one input: good ones take some hundredths."""
+MEMORY_BYTES = 4 << 30
+"""Of address space on top of what the process has."""
+
+_VALUES = (*HOSTILE, HOSTILE_NAME, "../../escaped", "/etc/passwd", "<script>alert(1)</script>")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of input."""
+
+    file: str
+    """Where it lies under a folder of its own."""
+    make: Callable[[Path], Any]
+    """(empty folder) -> a good document, JSON-like or bytes; other files that belong to it are written."""
+    encode: Callable[[Any], bytes]
+    use: Callable[[Path], Any]
+    """(folder) -> result."""
+
+
+def spoil(kind: Kind, document: Any, seed: int) -> bytes:
+    """Spoil a document: by its structure, by its bytes, or both."""
+    rng = random.Random(seed)
+    how = rng.random()
+    if not isinstance(document, bytes) and how < 0.7:
+        (document,) = mutated(document, 1, seed, _VALUES)
+        try:
+            content = kind.encode(document)
+        except (ValueError, TypeError, OverflowError, RecursionError):  # what its format cannot hold
+            content = kind.encode({})
+        return content if how < 0.6 else _spoil_bytes(content, rng)
+    return _spoil_bytes(document if isinstance(document, bytes) else kind.encode(document), rng)
+
+
+def _spoil_bytes(content: bytes, rng: random.Random) -> bytes:
+    spoiled = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 5, 20))):
+        if not spoiled:
+            break
+        at, how = rng.randrange(len(spoiled)), rng.randrange(5)
+        if how == 0:
+            spoiled[at] = rng.randrange(256)
+        elif how == 1:
+            del spoiled[at:]
+        elif how == 2:
+            del spoiled[at : at + rng.randrange(1, 40)]
+        elif how == 3:
+            spoiled[at:at] = rng.choice(
+                (b"\x00", b"\xff" * 8, b"9" * 400, b"[" * 3000, b"\x1b]52;c;A\x07", b'"')
+            )
+        else:
+            spoiled[at:at] = spoiled[at : at + rng.randrange(1, 200)]
+    return bytes(spoiled)
+
+
+class TookTooLongError(Exception):
+    """An input took more time than any may."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Bound the processor time and the memory of what runs inside; the machine's load does not count."""
+
+    def stop(*_: Any) -> None:
+        raise TookTooLongError
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document).encode("utf-8", "surrogatepass")
+
+
+def _pickle(document: Any) -> bytes:
+    return pickle.dumps(document, protocol=4)
+
+
+def _bytes(document: Any) -> bytes:
+    return document if isinstance(document, bytes) else _json(document)
+
+
+def _trace(folder: Path) -> Any:
+    (recording, *_) = record(Schedule(roots=(transformer(1),), shard=2))
+    document = json.loads(write_trace(recording, folder / "good.json").read_text())
+    (folder / "good.json").unlink()
+    return document
+
+
+def _snapshot(_: Path) -> Any:
+    frames = [{"filename": "train.py", "line": 3, "name": "step"}]
+    builder = SnapshotBuilder().label("START", "ProfilerStep#3").alloc(100, 512, frames=frames)
+    builder.free(100, 512).alloc(200, 7).label("END", "ProfilerStep#3")
+    builder.event("oom", 0, 10**9, device_free=5, frames=frames)
+    builder.segment(100, [(512, 512, "active_allocated"), (512, 0, "inactive")])
+    return builder.snapshot()
+
+
+def _npz(folder: Path) -> bytes:
+    builder = SnapshotBuilder().label("START", "a").alloc(100, 10).free(100, 10).alloc(200, 7)
+    (one,) = read_memory(builder.write(folder / "snapshot.pickle"))
+    write_recording(folder / "memory.npz", one)
+    arrays = dict(np.load(folder / "memory.npz"))
+    (folder / "snapshot.pickle").unlink()
+    np.savez(folder / "plain.npz", **arrays)  # without compression spoiled bytes reach the arrays
+    content = (folder / "plain.npz").read_bytes()
+    (folder / "plain.npz").unlink()
+    return content
+
+
+def _run(folder: Path) -> Any:
+    run = two_ranks()
+    documents: dict[str, Any] = {"run.json": _builtin(run.info)}
+    for one in run.ranks:
+        (folder / rank_folder(one.rank)).mkdir(exist_ok=True)
+        documents[f"{rank_folder(one.rank)}/manifest.json"] = _builtin(one.manifest)
+    for name in documents:
+        (folder / name).touch()
+    return documents
+
+
+def _builtin(document: Any) -> Any:
+    return json.loads(msgspec.json.encode(document))
+
+
+def _use_run(folder: Path) -> list[Any]:
+    """The documents lie in one file, spoiled together; each goes where it belongs."""
+    try:
+        documents = json.loads((folder / "all.json").read_bytes())
+    except (ValueError, UnicodeDecodeError):
+        documents = {}
+    for name in ("run.json", *(f"{rank_folder(rank)}/manifest.json" for rank in range(2))):
+        content = documents.get(name) if isinstance(documents, dict) else (folder / "all.json").read_bytes()
+        (folder / name).write_bytes(content if isinstance(content, bytes) else _json(content))
+    return [check_run(folder), inspect_run_sharding(folder), analyze_run(open_job(folder))]
+
+
+def _checkpoint(folder: Path) -> bytes:
+    state = {"model": {"weight": torch.zeros(3, 5)}, "step": 1}
+    content = (written_checkpoint(folder / "dcp", state) / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(content)
+    return content
+
+
+def _dump(_: Path) -> Any:
+    calls = [flight_dumps.call("all_reduce", 8, seq, state="started") for seq in (1, 2)]
+    return flight_dumps.document(calls, {"0": [0, 1]})
+
+
+def _config(_: Path) -> Any:
+    return {
+        "model": "llama3-8b",
+        "layers": 1,
+        "hardware": "h100-sxm",
+        "mesh": {"dp_shard": 4, "tp": 1},
+        "policy": {"ac": "full", "batch_size": 1, "seq_len": 16, "wrap": ["block"], "loss": "chunked:2"},
+    }
+
+
+def _baseline(folder: Path) -> Any:
+    trace = _trace(folder)
+    (folder / "trace.json").write_text(json.dumps(trace))
+    return json.loads(msgspec.json.encode(analyze_trace(open_job(folder / "trace.json"), cache=False)))
+
+
+KINDS = {
+    "trace": Kind(
+        "rank0.json", _trace, _json, lambda at: analyze_trace(open_job(at / "rank0.json"), cache=False)
+    ),
+    "gzip": Kind(
+        "rank0.json.gz",
+        lambda at: gzip.compress(_json(_trace(at)), mtime=0),
+        _bytes,
+        lambda at: analyze_trace(open_job(at / "rank0.json.gz"), cache=False),
+    ),
+    "snapshot": Kind(
+        "rank0.pickle", _snapshot, _pickle, lambda at: analyze_memory(open_job(at / "rank0.pickle"))
+    ),
+    "npz": Kind("memory.npz", _npz, _bytes, lambda at: read_memory(at / "memory.npz") and None),
+    "run": Kind("all.json", _run, _json, _use_run),
+    "checkpoint": Kind(".metadata", _checkpoint, _bytes, lambda at: inspect_checkpoint(at, None)),
+    "flight recorder": Kind("fr_0.json", _dump, _json, lambda at: analyze_hang(at)),
+    "flight pickle": Kind("fr_0", _dump, _pickle, lambda at: analyze_hang(at)),
+    "config": Kind(
+        "config.yaml",
+        _config,
+        _json,
+        lambda at: make_spec(load_config(at / "config.yaml")).model.kind and None,
+    ),
+    "baseline": Kind("base.json", _baseline, _json, lambda at: compare(at / "base.json", at / "trace.json")),
+}
+"""Name -> kind."""
+
+
+def good(kind: Kind, folder: Path) -> Any:
+    """A good document of a kind; what belongs to it lies in the folder."""
+    return copy.deepcopy(kind.make(folder))

@@ -1,0 +1,51 @@
+"""What is rounding and what is not, by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from support.parity_measurements import doubled_gradient, measured
+
+from fsdp2prof.analyzers.sharding.parity import TOLERANCES, judge_parity
+from fsdp2prof.tables.parity import Measured
+
+
+def judge(*rows: Measured, **changes: Any):
+    return judge_parity(dataclasses.replace(doubled_gradient(), by_rank=(rows,), **changes))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("factor", "state"), [(0.0, "equal"), (0.9, "close"), (1.1, "differs")])
+def test_the_tolerance_is_that_of_the_dtype(dtype: str, factor: float, state: str) -> None:
+    row = dataclasses.replace(measured(0, "loss", "of rank 0", factor * TOLERANCES[dtype]), dtype=dtype)
+    assert judge(row).rows[0].state == state
+
+
+def test_a_tensor_of_noise_is_measured_by_the_others() -> None:
+    """A gradient of norm 1e-9 beside one of norm 1: as far off as it is large, and still rounding."""
+    noise, large = measured(0, "gradient", "bias", 1e-9, norm=1e-9), measured(0, "gradient", "weight", 0.0)
+    assert judge(noise, large).passed
+    assert not judge(noise).passed
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_what_is_not_finite_differs(error: float) -> None:
+    found = judge(measured(0, "loss", "of rank 0", error), plain_losses=(math.nan,))
+    assert [row.state for row in found.rows] == ["differs"]
+    assert found.steps[0].plain_loss is None
+    assert found.warnings[-1] == "A loss is not finite."
+
+
+def test_the_first_in_the_order_of_a_step_is_named() -> None:
+    found = judge(
+        measured(0, "parameter", "weight", 1.0),
+        measured(0, "gradient", "weight", 1.0),
+        measured(-1, "parameter", "weight", 0.0),
+    )
+    assert found.first is not None
+    assert (found.first.kind, found.first.ratio) == ("gradient", 2.0)
+    assert found.hint is not None
+    assert found.hint.startswith("every gradient is 2 times")
