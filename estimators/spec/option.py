@@ -28,6 +28,7 @@ __all__ = [
     "Regex",
     "Text",
     "Words",
+    "Written",
     "option",
     "options_of",
     "plain",
@@ -111,8 +112,15 @@ def plain(specification: Any) -> dict[str, Any]:
     """The values as a file holds them, which read back as the same."""
     values = {name: getattr(specification, name) for name in options_of(specification)}
     return {
-        name: str(value) if isinstance(value, (Counted, ByUnit)) else value for name, value in values.items()
+        name: str(value) if isinstance(value, (Counted, ByUnit, Written)) else value
+        for name, value in values.items()
     }
+
+
+class Written:
+    """A value that its text stands for in a file."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
     IMPLEMENTATIONS,
@@ -40,6 +41,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Allocator",
     "Attention",
+    "CheckpointingMode",
     "Chunked",
     "Every",
     "ExpertShards",
@@ -165,6 +167,11 @@ class PolicySpec:
     orig_dtype: str = option("float32", Dtype(), "Dtype of the shards, gradients and optimizer state.")
     offload: bool = option(
         False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
+    )
+    lora: Lora | None = option(
+        None,
+        LoraText(),
+        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE.",
     )
     trainable: str | None = option(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."
