@@ -25,7 +25,8 @@ def markdown(outcomes: Sequence[Outcome], verdict: Sequence[str] = ()) -> str:
             for one in outcomes
         ),
     ]
-    title = f"### fsdp2prof: {f'{failed} of {plural(len(outcomes), "condition")} failed' if failed else met}"
+    told = f"{failed} of {plural(len(outcomes), 'condition')} failed" if failed else met
+    title = f"### fsdp2prof: {told}"
     said = [_text(line) for line in verdict]
     return "\n\n".join([title, *said, "\n".join(rows)]) + "\n"
 
