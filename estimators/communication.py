@@ -98,6 +98,7 @@ def group_traffic(
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
             backward_prefetch=group.backward_prefetch or None,
+            unshard_in_backward=group.unshard_in_backward,
         )
         for group in groups
     ]

@@ -93,6 +93,7 @@ class ParameterGroup:
     """Of its reduce-scatter."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
+    unshard_in_backward: bool = True
     is_expert: bool = False
     """Its parameters are experts with a mesh of their own."""
 
@@ -157,6 +158,7 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
             reduce_dtype=unit.reduce_dtype,
             gradient_dtype=unit.reduce_dtype or unit.param_dtype or same[0].dtype,
             backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            unshard_in_backward=unit.unshard_in_backward,
             is_expert=mesh.ep > 1 and same[0].is_expert,
         )
         for unit in sorted(units, key=lambda unit: order[unit])

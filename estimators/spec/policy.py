@@ -11,8 +11,10 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
+    EIGHT_BIT,
     IMPLEMENTATIONS,
     OPTIMIZERS,
+    EightBitOptimizer,
     OptimizerFactory,
     OptimizerImpl,
     OptimizerKind,
@@ -30,6 +32,7 @@ from fsdp2prof.estimators.spec.option import (
     Regex,
     Text,
     Words,
+    YesNo,
     option,
     options_of,
     plain,
@@ -183,7 +186,7 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        Words(words=(*OPTIMIZERS, *EIGHT_BIT, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
     )
@@ -207,6 +210,12 @@ class PolicySpec:
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
+    )
+    unshard_in_backward: bool | ByUnit = option(
+        True,
+        PerUnit(YesNo(), True),
+        "Whether parameters are gathered for backward; no for units whose backward needs none, as "
+        "tok_embeddings=no.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
@@ -311,13 +320,11 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+    def optimizer_kind(self) -> OptimizerKind | EightBitOptimizer | OptimizerFactory | None:
         """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
-        return (
-            OptimizerFactory(source=self.optimizer)
-            if ":" in self.optimizer
-            else OPTIMIZERS.get(self.optimizer)
-        )
+        if ":" in self.optimizer:
+            return OptimizerFactory(source=self.optimizer)
+        return OPTIMIZERS.get(self.optimizer) or EIGHT_BIT.get(self.optimizer)
 
     @property
     def ac_every(self) -> int | None:

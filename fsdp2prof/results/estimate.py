@@ -98,6 +98,7 @@ class EstimatedPolicy:
     loss_parallel: bool | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
+    unshard_in_backward: bool | str | None = None
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None
