@@ -28,7 +28,7 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.vocabulary import EXPOSED_PARTS
 
-__all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
+__all__ = ["METRICS", "Condition", "Metric", "Outcome", "check", "judge", "parse"]
 
 Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis | RunComparison
 Kind: TypeAlias = Literal["trace", "memory", "run", "comparison"]
@@ -87,15 +87,15 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A condition that held, with the worst value and its rank."""
+class Outcome:
+    """A condition that was tested, with the worst value and its rank."""
 
     condition: Condition
     rank: int | None
     """None for a value of all ranks together."""
     value: float
     ranks: int
-    """Ranks on which it held."""
+    """Ranks on which it held: the gate fails unless there are none."""
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
@@ -122,26 +122,32 @@ def parse(text: str, of: Kind | None = None) -> Condition:
     return Condition(metric, symbol, float(number), text.strip())
 
 
-def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Failure]:
-    """Return the conditions that hold, in the order given.
+def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
+    """Return the conditions that hold, in the order given; raises what :func:`judge` does."""
+    return [outcome for outcome in judge(conditions, analysis) if outcome.ranks]
+
+
+def judge(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
+    """Test every condition, in the order given.
 
     Raises ``UsageError`` if the analysis is not of the kind a metric needs, ``InputError`` if a metric is
     undefined on every rank.
     """
-    return [failure for condition in conditions if (failure := _evaluate(condition, analysis)) is not None]
+    return [_evaluate(condition, analysis) for condition in conditions]
 
 
-def _evaluate(condition: Condition, analysis: Analysis) -> Failure | None:
+def _evaluate(condition: Condition, analysis: Analysis) -> Outcome:
     values = {rank: v for rank, v in _values(condition, analysis).items() if v is not None}
     if not values:
         raise InputError(
             f"{condition.text}: {condition.metric} is undefined here, so the condition cannot be tested"
         )
     held = {rank: value for rank, value in values.items() if condition.holds(value)}
-    if not held:
-        return None
-    worst = min(held, key=held.__getitem__) if "<" in condition.operator else max(held, key=held.__getitem__)
-    return Failure(condition, worst, held[worst], len(held))
+    among = held or values
+    worst = (
+        min(among, key=among.__getitem__) if "<" in condition.operator else max(among, key=among.__getitem__)
+    )
+    return Outcome(condition, worst, among[worst], len(held))
 
 
 def _values(condition: Condition, analysis: Analysis) -> _PerRank:
