@@ -8,7 +8,9 @@ from pathlib import Path
 
 __all__ = ["read_transports"]
 
-_LINE = re.compile(r"Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?: \[(?:send|receive)\])? via (\S+)")
+_LINE = re.compile(
+    r"Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?: \[(?:send|receive)\])? via (\S+)"
+)
 _MOST_BYTES = 64 << 20
 
 
