@@ -28,8 +28,19 @@ def one_rank(**extra: str) -> dict[str, str]:
 
 
 def ended(command: list[str], folder: Path, **options: object) -> tuple[int, bytes]:
-    """Exit code and stdout of a command in a folder of its own, in a session of its own."""
+    """Exit code and stdout of a command in a folder of its own, in a session of its own.
+
+    Signals begin at their defaults, whoever started the tests; ``preexec_fn`` may set them otherwise.
+    """
     folder.mkdir()
+    prepare = options.pop("preexec_fn", None)
+
+    def begin() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        if callable(prepare):
+            prepare()
+
     done = subprocess.run(
         command,
         cwd=folder,
@@ -37,6 +48,7 @@ def ended(command: list[str], folder: Path, **options: object) -> tuple[int, byt
         timeout=200,
         check=False,
         start_new_session=True,
+        preexec_fn=begin,
         **{"stdin": subprocess.DEVNULL, "env": one_rank(), **options},  # type: ignore[call-overload]
     )
     return done.returncode, done.stdout
