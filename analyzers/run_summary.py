@@ -43,6 +43,7 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         shard_groups=groups,
         optimizers=next((_optimizers(manifest) for manifest in manifests if manifest.optimizers), []),
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed_rank=None if info.rehearsal is None else info.rehearsal.rank,
         shard_families=shard_families(groups),
     )
 
@@ -96,6 +97,8 @@ def _rank(record: RankRecord) -> RunRank:
 
 
 def _missing(run: RunDirectory, world_size: int | None) -> list[RunRank]:
+    if run.info.rehearsal is not None:
+        return []
     present = {record.rank for record in run.ranks}
     return [_nothing(rank, "missing", []) for rank in range(world_size or 0) if rank not in present]
 

@@ -26,10 +26,12 @@ def estimate_checkpoint(
     """
     if mesh.tp > 1 or mesh.pp > 1:
         raise ModelError("checkpoint sizes are modelled for FSDP and HSDP meshes: leave tp and pp at 1")
+    if mesh.ep > 1:
+        raise ModelError("checkpoint files under expert parallelism are not modelled: leave ep at 1")
     if bandwidth_bytes_per_s is not None and bandwidth_bytes_per_s <= 0:
         raise ModelError("bandwidth: must be more than 0 bytes per second")
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-    freeze(built.module, policy)
+    freeze(built, policy)
     parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     parameter_bytes = sum(p.numel * dtype_bytes(p.dtype) for p in parameters)
@@ -82,8 +84,8 @@ def _verdict(
 def _shard_bytes(parameters: list[ShardedParameter], policy: PolicySpec, rank: int) -> int:
     total = 0
     for parameter in parameters:
-        shape = (parameter.shard_rows(rank), *parameter.shape[1:])
-        total += parameter.shard_numel(rank) * dtype_bytes(parameter.dtype)
-        if parameter.requires_grad and shape[0]:
-            total += optimizer_state_bytes(policy, shape, parameter.dtype)
+        numel = parameter.shard_numel(rank)
+        total += numel * dtype_bytes(parameter.dtype)
+        if parameter.requires_grad and numel:
+            total += optimizer_state_bytes(policy, (numel,), parameter.dtype)
     return total

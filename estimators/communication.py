@@ -16,7 +16,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, stage_of
+from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, part_of
 from fsdp2prof.estimators.wrapping import reshard_rule
 from fsdp2prof.results import CommEstimate
 
@@ -36,9 +36,9 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
 
 def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
     """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
-    freeze(built.module, policy)
+    freeze(built, policy)
     check_parallelism(built, mesh, policy)
-    built = stage_of(built, mesh, policy)
+    built = part_of(built, mesh, policy)
     groups = parameter_groups(built, mesh, policy)
     ledger = Ledger()
     walk_step(
@@ -49,7 +49,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
         keep_between=mesh.pp > 1,
     )
     rule = reshard_rule(built, policy)
-    notes = [*_notes(policy), *([] if rule is None else [rule])]
+    notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if policy.extra_model is not None:
         extra_policy = replace(policy, trainable=None, extra_model=None)
@@ -66,7 +66,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     _add_step_end(ledger, groups, mesh, policy)
     return summarise(
         ledger.to_rows(),
-        model=model_as_built(built, sum(parameter.numel() for parameter in built.module.parameters())),
+        model=model_as_built(built, built.parameters),
         mesh=mesh_as_given(mesh),
         policy=policy_as_given(policy),
         assumptions=notes,
@@ -82,8 +82,9 @@ def group_traffic(
     fqns = sorted((group.fqn for group in groups), key=lambda fqn: fqn == "")  # the root ends last
     trained = [parameter.requires_grad for group in groups for parameter in group.parameters]
     flow = forward_flow(model, fqns, policy) if len(set(trained)) > 1 else dict.fromkeys(fqns, True)
-    traffic = {
-        group.fqn: GroupTraffic(
+    expert_shard = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
+    traffic = [
+        GroupTraffic(
             root=root,
             fqn=group.fqn,
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
@@ -92,15 +93,15 @@ def group_traffic(
             reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.get(group.fqn, False),
-            shard=shard,
-            reduce=shard,
+            shard=expert_shard if group.is_expert else shard,
+            reduce=expert_shard if group.is_expert else shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
             backward_prefetch=group.backward_prefetch or None,
         )
         for group in groups
-    }
-    return [traffic[fqn] for fqn in flow]
+    ]
+    return [group for fqn in flow for group in traffic if group.fqn == fqn]
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
@@ -118,12 +119,17 @@ def _add_step_end(
 ) -> None:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
+    apart = [parameter for group in groups if group.is_expert for parameter in group.parameters]
     reductions: list[tuple[Axis, str, int]] = []
     if policy.clip_grad and policy.optimizer != "none":
-        trained = sum(parameter.requires_grad for parameter in parameters)
+        every = policy.rules.clipping_reduces_every_norm
+        experts = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
+        trained = sum(parameter.requires_grad for parameter in parameters) - len(apart)
         axes = (shard, Axis(size=mesh.tp, mesh_dim="tp"))
-        norms = trained if policy.rules.clipping_reduces_every_norm else 1
-        reductions += [(axis, policy.orig_dtype, norms) for axis in axes]
+        reductions += [(axis, policy.orig_dtype, trained if every else 1) for axis in axes]
+        if apart:
+            reductions.append((experts, policy.orig_dtype, len(apart) if every else 1))
+            reductions.append((Axis(size=mesh.ep, mesh_dim="ep"), policy.orig_dtype, 1))
     if policy.fp8_all_gather:
         scaled = sum(parameter.gather_dtype == "float8_e4m3fn" for parameter in parameters)
         reductions.append((shard, "float32", scaled))

@@ -26,7 +26,7 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism, stage_of
+from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
@@ -63,7 +63,7 @@ def predict_memory(
     check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    parameter_groups(stage_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
+    parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how = execute_stitched(model, mesh, local)
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
@@ -87,13 +87,14 @@ def predict_memory(
     )
     reserved = int(recording.segments.size.sum())
     unknown = unknowns(on_device, reserved, execution.blocks, mesh, policy)
-    estimate = _estimate(execution, how, recording, manifest, mesh, policy, hardware, unknown)
+    told = [how, *built.notes]
+    estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
 def _estimate(
     execution: Execution,
-    how: str,
+    how: Sequence[str],
     recording: MemoryRecording,
     manifest: RankManifest,
     mesh: MeshSpec,

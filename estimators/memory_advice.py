@@ -51,7 +51,7 @@ def _of_analysis(found: Sequence[Remedy], mesh: MeshSpec, policy: PolicySpec) ->
     hows = {
         "activation_checkpointing": "checkpoint every block (ac=full)" if policy.ac != "full" else None,
         "chunked_loss": f"compute head and loss in {_CHUNKS} chunks (loss=chunked:{_CHUNKS})"
-        if policy.loss_chunks is None
+        if policy.loss == "full"
         else None,
         "smaller_batch": f"halve the micro-batch (batch_size={policy.batch_size // 2}, "
         f"grad_accum={2 * policy.grad_accum})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
@@ -57,7 +58,8 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
 
     Each communicator takes memory by its number of channels and peers.
     """
-    sizes = (mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp)
+    sizes = [mesh.fsdp_size, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep]
+    sizes += [mesh.expert_fsdp_size] if mesh.ep > 1 else []
     communicators = sum(size > 1 for size in sizes) + policy.separate_reduce_scatter_group
     parts = [_CONTEXT]
     if communicators:
@@ -68,11 +70,11 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
     return OutsideAllocator(low=low, high=high, parts=parts)
 
 
-def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
+def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     """Everything the numbers rest on, one sentence each."""
     workspace = format_bytes(BLAS_WORKSPACE_BYTES)
     notes = [
-        how,
+        *how,
         "rank 0, which holds a full shard of every parameter; materialized from meta, nothing is loaded",
         f"reserved: the caching allocator with {policy.allocator or 'expandable'} segments, "
         "replayed over two steps, the second with optimizer state",
@@ -109,6 +111,13 @@ def assumptions(how: str, mesh: MeshSpec, policy: PolicySpec) -> list[str]:
         )
     if mesh.tp > 1:
         notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
+    if policy.loss == "fused":
+        notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
+    if mesh.ep > 1:
+        notes.append(
+            f"expert parallelism executed: tokens spread evenly, and this rank's experts receive "
+            f"{policy.imbalance:g} times the mean; none is dropped"
+        )
     if mesh.cp > 1:
         notes.append(
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "

@@ -7,7 +7,7 @@ the groups FSDP would form, without executing anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,16 +21,16 @@ from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ParameterGroup", "ShardedParameter", "freeze", "parameter_groups"]
+__all__ = ["ParameterGroup", "ShardedParameter", "freeze", "parameter_groups", "shard_dim"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedParameter:
-    """One parameter as FSDP shards it on dimension 0."""
+    """One parameter as FSDP shards it."""
 
     fqn: str
     shape: tuple[int, ...]
-    """Shape FSDP sees: whole, or this rank's part under tensor parallelism."""
+    """Shape FSDP sees: whole, or this rank's part under tensor or expert parallelism."""
     dtype: str
     """Original dtype, of the shard."""
     requires_grad: bool
@@ -42,6 +42,9 @@ class ShardedParameter:
     """Index in the model's ``named_parameters()``."""
     replicated: bool = False
     """Whole on every tensor-parallel rank."""
+    dim: int = 0
+    """Dimension that is sharded; only dimension 0 is padded."""
+    is_expert: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,6 +54,8 @@ class ShardedParameter:
     @property
     def padded_shard_numel(self) -> int:
         """Elements of one shard with dimension 0 padded: ``ceil(d0 / N) * rest``."""
+        if self.dim:
+            return self.numel // self.shards
         return chunk_rows(self.shape[0], self.shards) * _product(self.shape[1:])
 
     @property
@@ -60,10 +65,14 @@ class ShardedParameter:
 
     def shard_rows(self, rank: int) -> int:
         """Rows of dimension 0 that shard ``rank`` holds: short or zero at the end when uneven."""
+        if self.dim:
+            return self.shape[0]
         return rows_of_shard(self.shape[0], self.shards, rank)[1]
 
     def shard_numel(self, rank: int) -> int:
         """Elements shard ``rank`` holds, padding left out."""
+        if self.dim:
+            return self.padded_shard_numel
         return self.shard_rows(rank) * _product(self.shape[1:])
 
 
@@ -84,20 +93,26 @@ class ParameterGroup:
     """Of its reduce-scatter."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
+    is_expert: bool = False
+    """Its parameters are experts with a mesh of their own."""
 
 
-def freeze(module: nn.Module, policy: PolicySpec) -> None:
-    """Set ``requires_grad`` of every parameter from ``policy.trainable``.
+def freeze(model: Model, policy: PolicySpec) -> None:
+    """Freeze what ``policy.trainable`` does not match, and what the batches do not reach.
 
     Raises ``ModelError`` if no parameter stays trainable.
     """
+    for fqn in model.idle:
+        model.module.get_submodule(fqn).requires_grad_(False)
     if policy.trainable is None:
         return
     pattern = re.compile(policy.trainable)
+    idle = tuple(f"{fqn}." for fqn in model.idle)
     trainable = 0
-    for fqn, parameter in module.named_parameters():
-        parameter.requires_grad_(pattern.search(fqn) is not None)
-        trainable += parameter.requires_grad
+    for fqn, parameter in model.module.named_parameters():
+        trains = pattern.search(fqn) is not None and not fqn.startswith(idle)
+        parameter.requires_grad_(trains)
+        trainable += trains
     if trainable == 0:
         raise ModelError(f"trainable: {policy.trainable!r} matches no parameter of the model")
 
@@ -106,8 +121,9 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
     """FSDP's parameter groups in the order of the wrapped modules in the model, the root first.
 
     A parameter belongs to its nearest wrapped ancestor; one shared by several modules of a group counts
-    once. Groups without parameters do not exist. Raises ``ModelError`` for what ``fully_shard`` would
-    refuse: a parameter shared between groups, a scalar parameter, a reshard size that does not divide.
+    once. Under expert parallelism a module's experts form a group of their own beside it. Groups without
+    parameters do not exist. Raises ``ModelError`` for what ``fully_shard`` would refuse: a parameter shared
+    between groups, a scalar parameter, a size that does not divide.
     """
     units = wrap_units(model, policy)
     owner_of = {fqn: unit for unit in units for fqn in unit.fqns}
@@ -132,18 +148,34 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
     groups = [
         ParameterGroup(
             fqn=unit.label,
-            parameters=tuple(members[unit]),
-            reshard_after_forward=_resolve_reshard(unit, mesh.fsdp_size),
-            shards=mesh.fsdp_size,
+            parameters=tuple(same),
+            reshard_after_forward=_resolve_reshard(unit, same[0].shards),
+            shards=same[0].shards,
             replicas=mesh.dp_replicate,
             reduce_dtype=unit.reduce_dtype,
-            gradient_dtype=unit.reduce_dtype or unit.param_dtype or members[unit][0].dtype,
+            gradient_dtype=unit.reduce_dtype or unit.param_dtype or same[0].dtype,
             backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            is_expert=mesh.ep > 1 and same[0].is_expert,
         )
         for unit in sorted(units, key=lambda unit: order[unit])
-        if members[unit]
+        for same in _of_one_mesh(members[unit], mesh)
     ]
     return tuple(groups)
+
+
+def shard_dim(shape: Sequence[int], mesh: MeshSpec, policy: PolicySpec) -> int:
+    """Dimension on which FSDP shards an expert parameter, of which this rank has ``shape``."""
+    if policy.expert_shards == "auto":
+        return int(mesh.ep > 1 and mesh.expert_fsdp_size > shape[0])
+    return int(policy.expert_shards == "hidden")
+
+
+def _of_one_mesh(parameters: Sequence[ShardedParameter], mesh: MeshSpec) -> list[list[ShardedParameter]]:
+    """Divide a unit's parameters by the mesh they are sharded over, in the order of their first."""
+    parts: dict[bool, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        parts.setdefault(mesh.ep > 1 and parameter.is_expert, []).append(parameter)
+    return list(parts.values())
 
 
 def _resolve_reshard(unit: WrapUnit, shards: int) -> bool | int:
@@ -178,15 +210,25 @@ def _sharded(
         and parameter.ndim == 2
         and any(fqn.startswith(f"{block}.") for block in model.blocks)
     )
+    is_expert = fqn.rpartition(".")[0] in model.experts
+    shards = mesh.expert_fsdp_size if is_expert else mesh.fsdp_size
+    dim = shard_dim(shape, mesh, policy) if is_expert else 0
+    if dim and shape[dim] % shards:
+        raise ModelError(
+            f"{fqn}: FSDP shards dimension {dim} evenly only, and {shards} ranks do not divide its "
+            f"{shape[dim]}: set expert_shards=experts"
+        )
     return ShardedParameter(
         fqn=fqn,
         shape=shape,
         dtype=dtype,
         requires_grad=parameter.requires_grad,
-        shards=mesh.fsdp_size,
+        shards=shards,
         gather_dtype="float8_e4m3fn" if is_float8 else unit.param_dtype or dtype,
         position=position,
         replicated=mesh.tp > 1 and shape == whole,
+        dim=dim,
+        is_expert=is_expert,
     )
 
 

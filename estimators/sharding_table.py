@@ -21,12 +21,14 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built, and for pipeline stages.
     """
+    if mesh.ep > 1:
+        raise ModelError("mesh: experts on a mesh of their own are not laid out: leave ep at 1")
     if mesh.pp > 1:
         raise ModelError("mesh: a pipeline stage is sharded on its own: leave pp at 1")
     policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    freeze(built.module, policy)
+    freeze(built, policy)
     whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
     parameters = [
         _layout(group, parameter, whole[parameter.fqn], mesh)
@@ -61,7 +63,7 @@ def _layout(
         fqn=one.fqn,
         global_shape=whole,
         shape=one.shape,
-        dim=0,
+        dim=one.dim,
         dtype=one.dtype,
         reduce_dtype=group.reduce_dtype,
         gather_dtype=one.gather_dtype,
@@ -75,7 +77,7 @@ def _placements(one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec) -
     """Of FSDP's DTensor: replicas, shards, and what tensor parallelism did before it."""
     replicas = ("Replicate()",) if mesh.dp_replicate > 1 else ()
     if mesh.tp == 1:
-        return (*replicas, "Shard(dim=0)")
+        return (*replicas, f"Shard(dim={one.dim})")
     cut = next((axis for axis, size in enumerate(whole) if one.shape[axis] != size), None)
     shard = f"_StridedShard(dim=0, sf={mesh.tp})" if cut == 0 else "Shard(dim=0)"
     return (*replicas, shard, "Replicate()" if cut is None else f"Shard(dim={cut})")

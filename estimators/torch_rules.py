@@ -90,6 +90,16 @@ def installed_root_obeys_reshard() -> bool:
     return signature(fully_shard).parameters["reshard_after_forward"].default is None
 
 
+def expert_mesh_refusal() -> str | None:
+    """Why parameters of one module cannot be sharded over meshes of their own, ``None`` if they can."""
+    import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    if hasattr(_fsdp_common, "ShardPlacementResult"):
+        return None
+    return f"torch {torch.__version__} shards all parameters of a module over one mesh"
+
+
 def fsdp_method_refusal(name: str) -> str | None:
     """Why an ``FSDPModule`` cannot be told something, ``None`` if it has the method."""
     import torch

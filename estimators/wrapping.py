@@ -158,7 +158,7 @@ def _ordered(model: Model, policy: PolicySpec, names: Mapping[str, nn.Module]) -
     repeated = [fqn for fqn, count in Counter(chain.from_iterable(units)).items() if count > 1]
     if repeated:
         raise ModelError(f"wrap: {repeated[0]} would be sharded twice")
-    if policy.loss_chunks is not None and any("output" in unit for unit in units):
+    if policy.loss_chunks is not None and any("output" in unit or "lm_head" in unit for unit in units):
         raise ModelError("loss=chunked:K runs the head K times: leave it to the root group, do not wrap it")
     position = {fqn: index for index, fqn in enumerate(names)}
     return [*sorted(units, key=lambda unit: (-unit[0].count("."), position[unit[0]])), _ROOT]
@@ -254,7 +254,7 @@ def _matching(
     if item == "block":
         if not model.blocks:
             raise ModelError(f"{option}: {model.name} has no repeated block; name classes or modules to wrap")
-        return [(fqn,) for fqn in model.blocks]
+        return [(fqn,) for fqn in (*model.towers, *model.blocks)]
     if "+" in item:
         unit = tuple(item.split("+"))
         missing = next((fqn for fqn in unit if fqn not in names), None)

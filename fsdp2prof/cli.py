@@ -16,6 +16,11 @@ __all__ = ["cli", "main"]
 
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
+    "rehearse": (
+        "fsdp2prof.commands.rehearse:rehearse",
+        "Run a training command as one rank of a large world, alone, and record it.",
+    ),
+    "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
         "Analyse a run directory, traces, snapshots or a hang.",

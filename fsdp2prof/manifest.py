@@ -8,7 +8,10 @@
     RUN/rank-00000/trace.json.gz       Kineto trace of the recorded steps
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
     RUN/rank-00000/memory.npz          the exact storage count of a CPU run
+    RUN/rank-00000/summary.json        RunAnalysis of the rank, where ``--summary`` keeps no more
     RUN/communication.json             CommEstimate, in an estimate saved as a run only
+    RUN/recording-0001/recording.json  RecordingInfo, in a run that may record several times; beside it
+    RUN/recording-0001/rank-00000/     what a rank recorded then, as above
 
 Written by the recorder, read by everything else. Times are nanoseconds, sizes bytes. Fields may be added;
 a reader refuses a schema with a higher number.
@@ -28,11 +31,15 @@ __all__ = [
     "MANIFEST_SCHEMA",
     "NODE_FILES",
     "OOM_SNAPSHOT_FILE",
+    "RECORDING_FILE",
+    "RECORDING_SCHEMA",
     "RUN_FILE",
     "RUN_SCHEMA",
     "SNAPSHOT_FILE",
     "STORAGE_COUNT_FILE",
+    "SUMMARY_FILE",
     "TRACE_FILE",
+    "TRIGGER_FILE",
     "DeviceInfo",
     "MeshInfo",
     "OptimizerInfo",
@@ -42,6 +49,8 @@ __all__ = [
     "RankManifest",
     "RankRecord",
     "RecordOptions",
+    "RecordingInfo",
+    "Rehearsal",
     "RunDirectory",
     "RunInfo",
     "State",
@@ -50,10 +59,13 @@ __all__ = [
     "UnshardedInfo",
     "node_file",
     "rank_folder",
+    "recording_folder",
+    "recording_number",
 ]
 
 RUN_SCHEMA = "fsdp2prof.run/1"
 MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
+RECORDING_SCHEMA = "fsdp2prof.recording/1"
 
 RUN_FILE = "run.json"
 NODE_FILES = "run-node-*.json"
@@ -63,6 +75,10 @@ SNAPSHOT_FILE = "memory.pickle"
 OOM_SNAPSHOT_FILE = "oom.pickle"
 """Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
+SUMMARY_FILE = "summary.json"
+RECORDING_FILE = "recording.json"
+TRIGGER_FILE = "trigger.json"
+"""Asks a running job for a recording; its first rank takes it away."""
 COMMUNICATION_FILE = "communication.json"
 """Of an estimate saved as a run: the predicted collectives of a step."""
 
@@ -70,6 +86,17 @@ COMMUNICATION_FILE = "communication.json"
 def rank_folder(rank: int) -> str:
     """Name of a rank's folder in a run directory."""
     return f"rank-{rank:05d}"
+
+
+def recording_folder(number: int) -> str:
+    """Name of the folder of one of several recordings; they count from 1."""
+    return f"recording-{number:04d}"
+
+
+def recording_number(name: str) -> int | None:
+    """Number of the recording whose folder has a name; None for other names."""
+    number = name.removeprefix("recording-")
+    return int(number) if number != name and number.isdigit() and len(number) >= 4 else None
 
 
 def node_file(node_rank: int) -> str:
@@ -108,9 +135,25 @@ class RecordOptions(_Record):
     wait: Annotated[int, _told("Steps before the warm-up.", ge=0)] = 1
     warmup: Annotated[int, _told("Steps the profiler warms up.", ge=0)] = 1
     active: Annotated[int, _told("Steps to trace.", ge=0)] = 3
-    start_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    at_step: Annotated[int | None, _told("First step to trace, counted from 0; overrides --wait.")] = None
+    every: Annotated[int | None, _told("Record again every so many steps.")] = None
+    on_slow: Annotated[
+        float | None, _told("Record when a step takes so many times as long as the median of those before.")
+    ] = None
+    on_demand: Annotated[bool, _told("Stay, and record whenever `fsdp2prof trigger RUN` asks for it.")] = (
+        False
+    )
+    signal: Annotated[
+        str | None, _told("Record when this signal, USR1 or USR2, comes to fsdp2prof or to a rank.")
+    ] = None
+    max_size: Annotated[
+        str | None, _told("Begin no further recording once those of the run take so much: 20GB.")
+    ] = None
     memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
     memory_steps: Annotated[int, _told("How many of them.", ge=0)] = 1
+    summary: Annotated[
+        bool, _told("Keep no trace: each rank analyses its own steps and leaves the result.")
+    ] = False
     ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
@@ -122,6 +165,18 @@ class RecordOptions(_Record):
         ),
     ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False
+
+
+class Rehearsal(_Record):
+    """One process that stood for a rank of a world that was not there: its collectives moved nothing."""
+
+    world_size: Index
+    rank: Index
+    """The rank it was."""
+    local_world_size: Index = 1
+    """``LOCAL_WORLD_SIZE``, as torchrun would have set it."""
+    meta: bool = False
+    """Its tensors had sizes and no data."""
 
 
 class RunInfo(_Record):
@@ -139,10 +194,26 @@ class RunInfo(_Record):
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     options: RecordOptions = msgspec.field(default_factory=RecordOptions)
+    rehearsal: Rehearsal | None = None
+    """Null where the training ran."""
     wrappers: list[str] = []
     """Classes beside ``fully_shard`` that wrapped a model: DistributedDataParallel, FSDP1."""
     messages: list[str] = []
     """What a person should know: ranks without a sign of life, a crash, a schedule cut short."""
+
+
+class RecordingInfo(_Record):
+    """``recording.json``: one of several recordings of a run, as its first rank announced it."""
+
+    schema: str = RECORDING_SCHEMA
+    number: Index = 0
+    step: Index = 0
+    """First traced step, of every rank; the first memory step where none is traced."""
+    reason: str = ""
+    """Why it was made, for a person."""
+    announced_at_step: int = 0
+    attempt: int = 0
+    """How often torchrun had restarted the ranks."""
 
 
 class DeviceInfo(_Record):
@@ -324,6 +395,8 @@ class RankManifest(_Record):
     script: list[str] = []
     selected: bool = True
     """False where ``--ranks`` left this rank out: it has a manifest and nothing else."""
+    rehearsal: Rehearsal | None = None
+    """Null where the training ran."""
     versions: dict[str, str] = {}
     environment: dict[str, str] = {}
     device: DeviceInfo = msgspec.field(default_factory=lambda: DeviceInfo(type="cpu"))
@@ -347,6 +420,8 @@ class RankManifest(_Record):
     """Those of them whose backward reduced gradients (``set_requires_gradient_sync``)."""
     traced_steps: list[Index] = []
     memory_steps: list[Index] = []
+    recordings: list[Index] = []
+    """Numbers of those it took part in, in a run that may record several times."""
     memory_source: str | None = None
     """``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []
@@ -380,6 +455,8 @@ class RankRecord:
     trace: Path | None
     memory: Path | None
     """``memory.pickle`` (CUDA snapshot) or ``memory.npz`` (storage count)."""
+    summary: Path | None = None
+    """Where it stands for both."""
     messages: tuple[str, ...] = ()
 
 
@@ -392,6 +469,8 @@ class RunDirectory:
     ranks: tuple[RankRecord, ...]
     messages: tuple[str, ...] = ()
     """What a person should know, the ranks' own messages included."""
+    recordings: tuple[int, ...] = ()
+    """Numbers of its recordings, where it may have several."""
 
     def rank(self, rank: int) -> RankRecord | None:
         """Return one rank's record, or None where it left nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -71,7 +71,27 @@ def merge(analyses: Sequence[RecordingAnalysis]) -> MemoryAnalysis:
     return summarise(
         MemoryAnalysis(
             ranks=ranks,
-            findings=[*([imbalance] if imbalance else []), *_merged(fullest_first)],
+            findings=[
+                *([imbalance] if imbalance else []),
+                *_merged((one.rank.rank, one.findings) for one in fullest_first),
+            ],
+            warnings=[text for one in analyses for text in one.warnings],
+        )
+    )
+
+
+def merge_results(analyses: Sequence[MemoryAnalysis]) -> MemoryAnalysis:
+    """Put the results of single ranks together, as :func:`merge` does their recordings."""
+    fullest_first = sorted(analyses, key=lambda one: -one.ranks[0].peak.allocated_bytes)
+    ranks = [rank for one in fullest_first for rank in one.ranks]
+    imbalance = rank_imbalance(ranks)
+    return summarise(
+        MemoryAnalysis(
+            ranks=ranks,
+            findings=[
+                *([imbalance] if imbalance else []),
+                *_merged((one.ranks[0].rank, one.findings) for one in fullest_first),
+            ],
             warnings=[text for one in analyses for text in one.warnings],
         )
     )
@@ -122,15 +142,15 @@ def _figures(rank: RankMemory) -> MemoryFigures:
     )
 
 
-def _merged(analyses: Sequence[RecordingAnalysis]) -> list[Finding]:
+def _merged(analyses: Iterable[tuple[int, Sequence[Finding]]]) -> list[Finding]:
     """Say what many ranks have in common once, in the words of the first, and name the ranks."""
     first: dict[tuple[str, str | None], Finding] = {}
     where: dict[tuple[str, str | None], list[int]] = {}
-    for one in analyses:
-        for finding in one.findings:
+    for rank, findings in analyses:
+        for finding in findings:
             key = finding.id, finding.fqn
             first.setdefault(key, finding)
-            where.setdefault(key, []).append(one.rank.rank)
+            where.setdefault(key, []).append(rank)
     merged = [
         replace(finding, evidence={**finding.evidence, "ranks": sorted(set(where[key]))})
         for key, finding in first.items()

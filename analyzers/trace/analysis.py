@@ -25,6 +25,7 @@ from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
 from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
+from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
@@ -34,6 +35,7 @@ from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import (
     Attribution,
+    CrossRank,
     GroupRow,
     HostSyncRow,
     RankTrace,
@@ -51,6 +53,7 @@ __all__ = [
     "analyze_tables",
     "analyze_trace",
     "merge",
+    "merge_results",
     "throughput",
 ]
 
@@ -66,6 +69,7 @@ class RankAnalysis:
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
     spans: list[RankSpans]
+    kernels: list[KernelSum]
     warnings: list[str]
 
 
@@ -141,6 +145,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         spans=rank_spans(tables),
+        kernels=kernel_sums(tables),
         warnings=tables.warnings,
     )
 
@@ -174,6 +179,7 @@ def merge(
     result = TraceAnalysis(
         ranks=[_with_speed(analysis.rank, references, dtype) for analysis in analyses],
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed=any(manifest.rehearsal is not None for manifest in manifests),
         groups=[row for analysis in analyses for row in analysis.groups],
         attribution=_total(analysis.attribution for analysis in analyses),
         cross_rank=comparison.result,
@@ -184,7 +190,49 @@ def merge(
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
         timeline=step_timeline(steps, comparison),
     )
-    return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
+    if result.rehearsed:  # whatever depends on how long a collective took
+        groups = [replace(row, busbw_bytes_per_s=None) for row in result.groups]
+        result = replace(result, groups=groups, prefetch=[], bandwidth=[], timeline=None)
+    else:
+        result = replace(result, findings=findings.find(result, manifests, references.thresholds))
+    result = summarise(result)
+    windows, step_ns = result.totals.windows, result.totals.step_ns
+    kernels = kernel_rows((one.kernels for one in analyses), windows, step_ns) if windows else []
+    return replace(result, kernels=kernels)
+
+
+def merge_results(
+    analyses: Sequence[TraceAnalysis],
+    manifests: Sequence[RankManifest],
+    thresholds: FindingThresholds,
+) -> TraceAnalysis:
+    """Put the results of single ranks together, without the collectives that ranks are compared by.
+
+    What ranks waited for each other is not known then. Bandwidth, kernels and timeline are those of the
+    lowest rank.
+    """
+    analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
+    steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
+    ranks = [rank for one in analyses for rank in one.ranks]
+    alone = [] if len(ranks) < 2 else ["kept as summaries: what ranks waited for each other is not known"]
+    result = TraceAnalysis(
+        ranks=[replace(one, unrecorded_step=steps.get(one.rank, one.unrecorded_step)) for one in ranks],
+        unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
+        rehearsed=any(one.rehearsed for one in analyses),
+        groups=[row for one in analyses for row in one.groups],
+        attribution=_total(one.attribution for one in analyses),
+        cross_rank=CrossRank(match_key=None, matched=0, unmatched=0),
+        findings=[],
+        warnings=[*(line for one in analyses for line in one.warnings), *alone],
+        prefetch=[row for one in analyses for row in one.prefetch],
+        bandwidth=analyses[0].bandwidth,
+        kernels=analyses[0].kernels,
+        timeline=analyses[0].timeline,
+        host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
+    )
+    if not result.rehearsed:
+        result = replace(result, findings=findings.find(result, manifests, thresholds))
+    return summarise(result)
 
 
 def throughput(

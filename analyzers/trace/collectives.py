@@ -95,7 +95,10 @@ def collect(
     and phase come from the phase at its issue. Its kind comes from metadata, else from the operator around
     its launch, else from the kernel's name, else from the FSDP label.
     """
-    sources = _device_sources(trace, device) if len(device) else _gloo_sources(trace)
+    if manifest is not None and manifest.rehearsal is not None:
+        sources = _rehearsed_sources(trace)
+    else:
+        sources = _device_sources(trace, device) if len(device) else _gloo_sources(trace)
     sources = _in_order(sources)
     row = find_rows(phases, sources.thread, sources.issue_ns)
     facts = _Facts(trace, sources)
@@ -138,7 +141,7 @@ def collect(
         seq=facts.number("seq"),
         comms_id=facts.number("comms_id"),
     )
-    issuers = trace.events.name.matches(lambda name: name.startswith("c10d::") and op_of(name) is not None)
+    issuers = trace.events.name.matches(_issues_collective)
     issued = intervals.distinct(sources.operator[sources.operator >= 0])
     return Collectives(
         table=table,
@@ -210,6 +213,40 @@ def _gloo_sources(trace: Trace) -> _Sources:
         activity=none[:0],
         owner=none[:0],
     )
+
+
+def _rehearsed_sources(trace: Trace) -> _Sources:
+    """The issuing operators themselves, the outermost of those in each other: no transfer followed them."""
+    events = trace.events
+    issuers = np.flatnonzero(events.name.matches(_issues_collective))
+    issuers = issuers[np.lexsort((-events.end_ns[issuers], events.start_ns[issuers], events.thread[issuers]))]
+    outermost = []
+    thread, reach = -1, 0
+    for row in issuers.tolist():
+        if events.thread[row] != thread or events.start_ns[row] >= reach:
+            thread, reach = events.thread[row], events.end_ns[row]
+            outermost.append(row)
+    issuers = np.array(outermost, dtype=np.int64)
+    none = np.full(len(issuers), -1, dtype=np.int64)
+    return _Sources(
+        start=trace.events.start_ns[issuers],
+        end=trace.events.end_ns[issuers],
+        stream=none,
+        named=issuers,
+        params=none,
+        operator=issuers,
+        range=none,
+        issue_ns=trace.events.start_ns[issuers],
+        issue_end_ns=trace.events.end_ns[issuers],
+        thread=trace.events.thread[issuers].astype(np.int64),
+        in_graph=np.zeros(len(issuers), dtype=np.bool_),
+        activity=none[:0],
+        owner=none[:0],
+    )
+
+
+def _issues_collective(name: str) -> bool:
+    return name.startswith("c10d::") and op_of(name) is not None
 
 
 def _in_order(sources: _Sources) -> _Sources:

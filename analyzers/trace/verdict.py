@@ -36,6 +36,8 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
     """Return at most three sentences: what bounds the step, the most expensive layer, what to try."""
     if not analysis.totals.step_ns:
         return []
+    if analysis.rehearsed:
+        return [_rehearsal(analysis)]
     return [_bound(analysis), *_most_expensive(analysis), *try_first(analysis.findings)]
 
 
@@ -47,6 +49,8 @@ def try_first(findings: Iterable[Finding], aim: str = "") -> list[str]:
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
     """Say how long an unrecorded step takes, then name the largest losses of the traced one."""
+    if analysis.rehearsed:
+        return []
     totals = analysis.totals
     losses = {
         part: frac
@@ -76,6 +80,14 @@ def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
 
 def _is_slowed(step: UnrecordedStep | None) -> bool:
     return step is not None and step.slowdown is not None and step.slowdown >= _SLOWED
+
+
+def _rehearsal(analysis: TraceAnalysis) -> str:
+    rank = analysis.ranks[0]
+    return (
+        f"Rehearsed as rank {rank.rank} of {rank.world_size}: memory, counts and bytes are that rank's; "
+        "durations of collectives mean nothing, and steps are without communication."
+    )
 
 
 # What bounds the step.

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2prof.errors import Fsdp2ProfError, ModelError
+from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
+    expert_mesh,
     fake_process_group,
-    fake_tensors,
     fsdp_mesh,
     stand_in_device,
     tensor_parallel_mesh,
@@ -45,7 +46,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import stage_of
+from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
@@ -95,7 +97,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
             if extra is not None:
                 materialize(extra.module, stand_in_device(), host)
             with provenance.following():
-                optimizer = build_optimizer(model.module, policy)
+                optimizer = build_optimizer(model, policy)
             stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
             loop = TrainingLoop(
                 model=model,
@@ -126,7 +128,7 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
         recording = tracker.recording()
         return Execution(
             name=model.name,
-            parameters=sum(parameter.numel() for parameter in model.module.parameters()),
+            parameters=model.parameters,
             blocks=model.blocks,
             recording=recording,
             tensors=tensors,
@@ -151,10 +153,12 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
 
 def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
     """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
-    model = stage_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    model = part_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
     choose_norm(model, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        experts = expert_mesh(mesh)
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)
+        exchange_tokens(model, policy, experts)
     return model
 
 

@@ -1,28 +1,21 @@
-"""A training job that exists on paper: fake tensors and a fake process group of any size, in this process."""
+"""A training job that exists on paper: a fake process group of any size, in this process."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says what c10d's operators return
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 
-__all__ = ["fake_process_group", "fake_tensors", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
+__all__ = ["expert_mesh", "fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
 
 
 @contextmanager
@@ -68,35 +61,12 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if mesh["tp"].size() > 1 else None
 
 
-@contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.
-
-    DTensor works out its results' shapes with fake tensors of the *global* shape and borrows the active fake
-    mode for them; here it uses one of its own, so that they are not counted as this rank's memory. Where a
-    program reads a tensor's value it gets 1. The garbage collector rests meanwhile: what a cycle keeps alive
-    does not depend on when it runs. Warnings are for people who train, and are not shown.
-    """
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate_apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with unset_fake_temporarily():
-            return propagate(propagator, op_schema)
-
-    with ExitStack() as stack:
-        stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
-        if gc.isenabled():
-            stack.callback(gc.enable)
-            gc.disable()
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        redistribution = logging.getLogger("torch.distributed.tensor._redistribute")
-        stack.callback(redistribution.setLevel, redistribution.level)
-        redistribution.setLevel(logging.ERROR)
-        mode = stack.enter_context(FakeTensorMode())
-        stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
-        yield mode
+def expert_mesh(mesh: MeshSpec) -> DeviceMesh | None:
+    """Mesh of the experts over the same ranks: dp_replicate, efsdp, ep; ``None`` if they have none."""
+    if mesh.ep == 1:
+        return None
+    shape = (mesh.dp_replicate, mesh.expert_fsdp_size, mesh.ep)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
 
 
 @contextmanager
@@ -114,20 +84,6 @@ def _events() -> Iterator[None]:
     finally:
         torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
         torch.accelerator.current_stream = current_stream
-
-
-class _OneForEveryValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers ``tensor.item()`` where there is no data: 1, in the tensor's type."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            return 1.0 if args[0].is_floating_point() else args[0].dtype is torch.bool or 1
 
 
 def stand_in_device() -> torch.device:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.execution.fake_world import fake_tensors
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.fake_tensors import fake_tensors
 
 __all__ = ["forward_flow"]
 
@@ -47,7 +47,7 @@ def forward_flow(model: Model, groups: Sequence[str], policy: PolicySpec) -> dic
         _materialize(module)
         batch = model.make_batch(policy.batch_size, policy.seq_len, torch.device("cpu"))
         try:
-            model.loss(module, batch, None)
+            model.loss(module, batch, "full")
         except Exception as error:  # the user's own model may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ModelError(f"model {model.name}: its forward failed on fake tensors: {reason}") from error

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp2prof.estimators.execution.fake_world import stand_in_device
-from fsdp2prof.estimators.models.builtin import logits_loss
+from fsdp2prof.estimators.models.losses import logits_loss
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -88,8 +88,8 @@ class PipelineStage:
             self._output = root(*batch.args)
             return self._output
         received = Batch(args=(self.activations[micro_batch],), targets=batch.targets)
-        if policy.loss_chunks is not None:
-            return self._model.loss(root, received, policy.loss_chunks)
+        if policy.loss != "full":
+            return self._model.loss(root, received, policy.loss)
         assert batch.targets is not None
         self._output = root(*received.args)
         return logits_loss(self._output, batch.targets)

@@ -1,9 +1,10 @@
 """Predict a deep model from two shallow executions: what repeats from block to block is repeated on paper.
 
-Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is 1, or K
-under ``every:K`` checkpointing). The shallow one is extended to the depth of the other and compared with it,
-event by event. Only if they agree is it extended to the depth asked for; otherwise the model is executed in
-full. Sizes outside of the blocks that grow with the depth (a stack of all norms) are extended linearly.
+Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is that of
+the model's layers, times K under ``every:K`` checkpointing). The shallow one is extended to the depth of the
+other and compared with it, event by event. Only if they agree is it extended to the depth asked for;
+otherwise the model is executed in full. Sizes outside of the blocks that grow with the depth (a stack of all
+norms) are extended linearly.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
@@ -40,10 +42,11 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks, period = full.blocks, policy.ac_every or 1
+    blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
     policy = fold_blocks(policy, blocks)
     depths = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
-    edge = _EDGE_BLOCKS + 2 * max(depth for depth in depths if isinstance(depth, int))
+    edge = _EDGE_BLOCKS + 2 * full.pattern.start
+    edge += 2 * max(depth for depth in depths if isinstance(depth, int))
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
     repeats = repeats and not names_a_block(policy, blocks)
@@ -54,7 +57,7 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     growth = growth_between(first, second, period)
     if growth is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed: the middle ones differ"
-    parameters = sum(parameter.numel() for parameter in full.module.parameters())
+    parameters = full.parameters
     stitched = replace(extend(first, blocks, period, growth), parameters=parameters)
     return stitched, (
         f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "
@@ -179,10 +182,11 @@ class _Unrolling:
 
     def _climb(self, rungs: list[Run]) -> None:
         by_block = {rung.block: rung for rung in rungs}
-        upwards = rungs[0].block == 0
+        upwards = (rungs[0].block or 0) <= (rungs[-1].block or 0)
         for block in range(self._deeper) if upwards else range(self._deeper - 1, -1, -1):
             template = self._template(block)
-            self._replay(by_block[template], block, block - template)
+            if template in by_block:  # else of another kind than this ladder's
+                self._replay(by_block[template], block, block - template)
 
     def _template(self, block: int) -> int:
         """Block of the shallow execution that a block of the deeper one copies."""

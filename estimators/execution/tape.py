@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, takewhile, zip_longest
 
 import numpy as np
 
 from fsdp2prof.estimators.execution.engine import Execution
+from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import NEVER, LabelTable
 
 __all__ = ["Event", "Run", "Tape", "read_tape"]
+
+_FEWEST_RUNGS = 3
+"""Of a ladder through the blocks of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def _runs(execution: Execution) -> list[Run]:
         if inside and event.birth:
             block_of[event.thing] = cells[at].block
         block = cells[at].block if inside else block_of.get(event.thing)
-        key = at if inside else ("own", block)
+        key = at if inside else ("own", block, event.birth)
         if not runs or runs[-1].key != key:
             runs.append(Run(key, block, []))
         runs[-1].events.append(event)
@@ -112,19 +116,23 @@ def _events(execution: Execution) -> Iterator[tuple[int, Event]]:
 
 def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
     """Find every block's forwards and backwards from the labels that begin them."""
-    index_of = {f"({fqn})": index for index, fqn in enumerate(blocks)}
+    index_of = {fqn: index for index, fqn in enumerate(blocks)}
     found: list[_Cell] = []
     last_end = 0
     phase = ""
     for row, name in enumerate(labels.name.to_list()):
-        kind, _, fqn = (name or "").partition(" ")
-        if kind in ("FSDP::root_pre_forward", "FSDP::pre_backward"):
+        label = parse_label(name or "")
+        if label is None:
+            continue
+        kind = label.kind
+        if kind in ("root_pre_forward", "pre_backward"):
             phase = kind.rpartition("pre_")[2]
-        block = index_of.get(fqn)
+        block = None if label.fqn is None or " for " in (name or "") else index_of.get(label.fqn)
         if block is None:
             continue
         start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
-        if kind == f"FSDP::pre_{phase}":  # a forward recomputed in backward begins no cell
+        again = bool(found) and (found[-1].kind, found[-1].block) == (kind, block)  # its experts' group
+        if kind == f"pre_{phase}" and not again:  # a forward recomputed in backward begins no cell
             if found:
                 found[-1] = _closed(found[-1], kind, block, start, last_end)
             found.append(_Cell(kind, block, start, NEVER))
@@ -136,7 +144,7 @@ def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
 
 def _closed(cell: _Cell, kind: str, block: int, start: int, last_end: int) -> _Cell:
     """End a cell where the next one of its ladder starts, else with its own last label."""
-    step = 1 if cell.kind == "FSDP::pre_forward" else -1
+    step = 1 if cell.kind == "pre_forward" else -1
     continues = kind == cell.kind and block == cell.block + step
     return _Cell(cell.kind, cell.block, cell.start, start if continues else last_end)
 
@@ -169,16 +177,31 @@ def _continues(before: Run, run: Run, following: Run | None) -> bool:
 
 
 def _mark_ladders(runs: list[Run], blocks: int, ladders: int) -> int:
-    """Number, from ``ladders`` on, every sequence of runs that goes through all blocks up or down."""
-    sequences = (list(range(blocks)), list(range(blocks - 1, -1, -1)))
+    """Number, from ``ladders`` on, every sequence of runs that goes through the blocks up or down.
+
+    Through all of them, or through those of one kind: every d-th block from one of the first on.
+    """
     index = 0
     while index < len(runs):
-        window = [run.block for run in runs[index : index + blocks] if run.ladder is None]
-        if window in sequences:
-            for run in runs[index : index + blocks]:
-                run.ladder = ladders
-            ladders += 1
-            index += blocks
-        else:
-            index += 1
+        length = _ladder_length(runs, index, blocks)
+        for run in runs[index : index + length]:
+            run.ladder = ladders
+        ladders += length > 0
+        index += max(length, 1)
     return ladders
+
+
+def _ladder_length(runs: list[Run], index: int, blocks: int) -> int:
+    """Rungs of the ladder that begins with a run, 0 if none does."""
+    free = [run.block for run in runs[index : index + blocks] if run.ladder is None]
+    if free in (list(range(blocks)), list(range(blocks - 1, -1, -1))):
+        return blocks
+    climbed = [block for block in takewhile(lambda block: block is not None, free) if block is not None]
+    if len(climbed) < _FEWEST_RUNGS:
+        return 0
+    step = climbed[1] - climbed[0]
+    pairs = pairwise(climbed)
+    length = 1 + sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == step, pairs))
+    low, high = sorted((climbed[0], climbed[length - 1]))
+    reaches_both = step != 0 and low < max(abs(step), _FEWEST_RUNGS) and high + abs(step) >= blocks
+    return length if reaches_both and length >= _FEWEST_RUNGS else 0

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.execution.expert_parallel import by_mesh, clip_gradients, expert_placement
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.models.model import Model
@@ -41,7 +42,11 @@ MODEL_ROOT, EXTRA_ROOT = 0, 1
 
 
 def shard(
-    model: Model, policy: PolicySpec, mesh: DeviceMesh, tensor_parallel: DeviceMesh | None
+    model: Model,
+    policy: PolicySpec,
+    mesh: DeviceMesh,
+    tensor_parallel: DeviceMesh | None,
+    experts: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Freeze, parallelize, checkpoint and shard a model on meta, in that order; returns its root.
 
@@ -49,7 +54,8 @@ def shard(
     installed torch cannot do.
     """
     units = wrap_units(model, policy)
-    freeze(model.module, policy)
+    placement = expert_placement(model, policy, mesh, experts)
+    freeze(model, policy)
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")
@@ -70,6 +76,7 @@ def shard(
                 mp_policy=_mixed_precision(unit),
                 offload_policy=offload,
                 reshard_after_forward=unit.reshard_after_forward,
+                shard_placement_fn=placement,
             )
         except NotImplementedError as error:
             raise ModelError(f"torch {torch.__version__} cannot shard {model.name}: {error}") from error
@@ -90,13 +97,18 @@ def _tell(root: FSDPModule, method: str, value: int) -> None:
     getattr(root, method)(value)
 
 
-def build_optimizer(module: nn.Module, policy: PolicySpec) -> torch.optim.Optimizer | None:
-    """Build the policy's optimizer over the trainable parameters, ``None`` if it trains nothing."""
+def build_optimizer(model: Model, policy: PolicySpec) -> torch.optim.Optimizer | None:
+    """Build the policy's optimizer over the trainable parameters, ``None`` if it trains nothing.
+
+    Experts on a mesh of their own are a parameter group of their own: one operator cannot go over both.
+    """
     kind = policy.optimizer_kind
     if kind is None:
         return None
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return kind.build(parameters, policy.optimizer_impl)
+    groups = [
+        {"params": [parameter for parameter in part if parameter.requires_grad]} for part in by_mesh(model)
+    ]
+    return kind.build(groups if len(groups) > 1 else groups[0]["params"], policy.optimizer_impl)
 
 
 def materialize(module: nn.Module, device: torch.device, host: HostMemory) -> None:
@@ -141,13 +153,13 @@ class TrainingLoop:
             batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
             if self.extra is not None:
                 with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
-                    self.extra.loss(self.extra.module, batch, policy.loss_chunks)
+                    self.extra.loss(self.extra.module, batch, policy.loss)
             with ExitStack() as stack:
                 if self.loss_is_parallel:
                     stack.enter_context(loss_parallel())
                 if self.extra is not None:
                     stack.enter_context(record_function(root_label(MODEL_ROOT)))
-                loss = self.model.loss(root, batch, policy.loss_chunks)
+                loss = self.model.loss(root, batch, policy.loss)
                 loss.backward()  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
@@ -156,7 +168,7 @@ class TrainingLoop:
             return
         with self.host():
             if self.policy.clip_grad:
-                torch.nn.utils.clip_grad_norm_(self.model.module.parameters(), 1.0, foreach=True)
+                clip_gradients(self.model)
             self.optimizer.step()
 
 

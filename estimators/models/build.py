@@ -24,11 +24,11 @@ def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -
     that fails or allocates memory.
     """
     if spec.kind == "huggingface":
-        from fsdp2prof.estimators.models.foreign import build_huggingface
+        from fsdp2prof.estimators.models.huggingface import build_huggingface
 
         return build_huggingface(Path(spec.source), orig_dtype, spec.layers)
     if spec.kind == "factory":
-        from fsdp2prof.estimators.models.foreign import build_factory
+        from fsdp2prof.estimators.models.factory import build_factory
 
         if spec.layers is not None:
             raise ModelError(f"model {spec.source}: a factory decides its own number of layers")

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -16,12 +15,14 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.models.llama import LlamaTransformer
-from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.models.losses import loss_of_model
+from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
+from fsdp2prof.estimators.spec.policy import Chunked, Loss
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["build_builtin", "logits_loss", "meta_construction", "token_batch", "token_loss"]
+__all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
 
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3")
 _ROWS = ("wo", "w2")
@@ -35,10 +36,11 @@ _RANDOM = {
 }
 
 
-class _NoRandomness(TorchFunctionMode):
+class _NoData(TorchFunctionMode):
     """Leave tensors as they are where they would be filled at random: on meta there is nothing to fill.
 
-    torch's meta kernels of these are Python and import the compiler, which takes seconds.
+    torch's meta kernels of these are Python and import the compiler, which takes seconds. ``torch.tensor``
+    gives an empty one of its shape, since fake tensors do not know one that it makes on meta.
     """
 
     def __torch_function__(
@@ -51,6 +53,8 @@ class _NoRandomness(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _RANDOM:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        if func is torch.tensor and "device" not in kwargs:
+            return torch.empty_like(func(*args, **kwargs, device="cpu"), device="meta")
         return func(*args, **kwargs)
 
 
@@ -60,7 +64,7 @@ def meta_construction(orig_dtype: str) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, orig_dtype))
     try:
-        with torch.device("meta"), _NoRandomness():
+        with torch.device("meta"), _NoData():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -74,11 +78,14 @@ def build_builtin(config: TransformerConfig, seq_len: int, orig_dtype: str) -> M
         )
     with meta_construction(orig_dtype):
         module = GptTransformer(config) if config.family == "gpt" else LlamaTransformer(config, seq_len)
-    parallel = config.family != "gpt" and not config.tied
+    parallel = config.family != "gpt" and not (config.tied or config.experts or config.latent)
+    sparse = [config.experts is not None and config.experts.is_in(layer) for layer in range(config.layers)]
     return Model(
         name=config.name,
         module=module,
         blocks=tuple(f"layers.{index}" for index in range(config.layers)),
+        experts=tuple(f"layers.{layer}.feed_forward.experts" for layer, has in enumerate(sparse) if has),
+        pattern=LayerPattern.of(sparse),
         config=config,
         make_batch=partial(token_batch, config.vocab_size),
         loss=token_loss,
@@ -94,19 +101,12 @@ def token_batch(vocab_size: int, batch_size: int, seq_len: int, device: torch.de
     return Batch(args=(tokens,), targets=targets)
 
 
-def token_loss(module: nn.Module, batch: Batch, chunks: int | None) -> Tensor:
-    """Mean cross-entropy of the next token over fp32 logits, whole or in ``chunks`` recomputed pieces."""
-    if chunks is not None:
-        loss: Tensor = module(*batch.args, batch.targets, chunks)
+def token_loss(module: nn.Module, batch: Batch, how: Loss) -> Tensor:
+    """Loss of the next token; what is chunked runs the head inside of the model's own forward."""
+    if isinstance(how, Chunked):
+        loss: Tensor = module(*batch.args, batch.targets, how.count)
         return loss
-    logits = module(*batch.args)
-    assert batch.targets is not None
-    return logits_loss(logits, batch.targets)
-
-
-def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over fp32 logits (B, S, V) of the targets (B, S)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss_of_model("output", module, batch, how)
 
 
 def _tensor_parallel_plan(config: TransformerConfig, loss_parallel: bool) -> dict[str, ParallelStyle]:

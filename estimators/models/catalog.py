@@ -15,7 +15,62 @@ from typing import Any, Literal
 
 from fsdp2prof.errors import ModelError
 
-__all__ = ["BUILTIN_MODELS", "TransformerConfig", "builtin_config"]
+__all__ = ["BUILTIN_MODELS", "ExpertShape", "LatentShape", "TransformerConfig", "builtin_config"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertShape:
+    """Shape of a mixture of experts, which takes the feed-forward's place in a block."""
+
+    count: int
+    top_k: int
+    """Experts that a token goes to."""
+    ffn_dim: int
+    """Of one routed expert."""
+    shared_ffn_dim: int = 0
+    """Of the experts that every token passes, together."""
+    first: int = 0
+    """Blocks before it are dense."""
+    every: int = 1
+    """From there on the last of so many blocks has experts, the others are dense."""
+    sigmoid: bool = False
+    """Scores by sigmoid instead of softmax."""
+    normalised: bool = False
+    """A token's scores are divided by their sum."""
+    weighs_inputs: bool = False
+    """Scores scale what goes into the experts instead of what comes out."""
+    bias: bool = False
+    """Router and experts have biases."""
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a block has experts."""
+        return layer >= self.first and (layer - self.first + 1) % self.every == 0
+
+    def parameters(self, dim: int) -> int:
+        """Of router, routed and shared experts."""
+        biases = self.count * (2 * self.ffn_dim + dim + 1) if self.bias else 0
+        return dim * (3 * self.count * self.ffn_dim + self.count + 3 * self.shared_ffn_dim) + biases
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape:
+    """Shape of multi-head latent attention: keys and values from a compressed vector."""
+
+    q_rank: int
+    """Of the compressed queries; 0 projects them at once."""
+    kv_rank: int
+    nope_dim: int
+    """Of a head's queries and keys without positions."""
+    rope_dim: int
+    """Of those with, which all heads' keys share."""
+    value_dim: int
+
+    def parameters(self, dim: int, heads: int) -> int:
+        """Of all projections and norms."""
+        queries = heads * (self.nope_dim + self.rope_dim)
+        q = dim * self.q_rank + self.q_rank * (queries + 1) if self.q_rank else dim * queries
+        kv = dim * (self.kv_rank + self.rope_dim) + self.kv_rank
+        return q + kv + self.kv_rank * heads * (self.nope_dim + self.value_dim) + heads * self.value_dim * dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +94,10 @@ class TransformerConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     """RMSNorm of each head's queries and keys."""
+    experts: ExpertShape | None = None
+    latent: LatentShape | None = None
+    sinks: bool = False
+    """Attention has a learned sink a head, and a bias on its output."""
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -54,8 +113,19 @@ class TransformerConfig:
             return embedding + self.context * self.dim + self.layers * layer + 2 * self.dim
         attention = 2 * self.dim * q + 2 * self.dim * kv
         attention += (q + 2 * kv if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
-        return embedding * (1 if self.tied else 2) + self.layers * layer + self.dim
+        attention += self.dim + self.heads if self.sinks else 0
+        if self.latent is not None:
+            attention = self.latent.parameters(self.dim, self.heads)
+        sparse = self.sparse_layers
+        ffn = (self.layers - sparse) * 3 * self.dim * self.ffn_dim
+        ffn += sparse * self.experts.parameters(self.dim) if self.experts is not None else 0
+        layers = self.layers * (attention + 2 * self.dim) + ffn
+        return embedding * (1 if self.tied else 2) + layers + self.dim
+
+    @property
+    def sparse_layers(self) -> int:
+        """Blocks with experts."""
+        return 0 if self.experts is None else sum(map(self.experts.is_in, range(self.layers)))
 
 
 _LLAMA = partial(TransformerConfig, family="llama")
@@ -67,6 +137,20 @@ _QWEN2 = partial(_QWEN, context=32_768, qkv_bias=True)
 _QWEN3 = partial(_QWEN, vocab_size=151_936, context=40_960, qk_norm=True)
 _GPT2 = partial(TransformerConfig, family="gpt", vocab_size=50_257, context=1024, tied=True)
 _GPT3 = partial(_GPT2, context=2048)
+_MIXTRAL = partial(_QWEN, norm_eps=1e-5)
+_QWEN3_MOE = partial(_QWEN3, head_dim=128)
+_DEEPSEEK = partial(TransformerConfig, family="llama", context=4096, norm_eps=1e-6)
+_LLAMA4 = partial(_LLAMA, vocab_size=202_048, context=8192, rope_theta=5e5, head_dim=128)
+_GPT_OSS = partial(_QWEN, vocab_size=201_088, context=131_072, qkv_bias=True, sinks=True, head_dim=64)
+_LATENT = partial(LatentShape, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+
+
+def _routed(count: int, top_k: int, ffn_dim: int, **rest: Any) -> ExpertShape:
+    """Return the shape of experts whose scores are normalised, unless said otherwise."""
+    return ExpertShape(count=count, top_k=top_k, ffn_dim=ffn_dim, **{"normalised": True, **rest})
+
+
+_LLAMA4_EXPERTS = {"shared_ffn_dim": 8192, "sigmoid": True, "normalised": False, "weighs_inputs": True}
 
 
 def _of(
@@ -111,6 +195,71 @@ _ALL = (
     _of(_QWEN3, "qwen3-8b", 4096, 36, 32, 8, 12_288, head_dim=128),
     _of(_QWEN3, "qwen3-14b", 5120, 40, 40, 8, 17_408, head_dim=128),
     _of(_QWEN3, "qwen3-32b", 5120, 64, 64, 8, 25_600, head_dim=128),
+    _of(
+        _MIXTRAL,
+        "mixtral-8x7b",
+        4096,
+        32,
+        32,
+        8,
+        0,
+        vocab_size=32_000,
+        context=32_768,
+        experts=_routed(8, 2, 14_336),
+    ),
+    _of(
+        _MIXTRAL,
+        "mixtral-8x22b",
+        6144,
+        56,
+        48,
+        8,
+        0,
+        vocab_size=32_768,
+        context=65_536,
+        experts=_routed(8, 2, 16_384),
+    ),
+    _of(_QWEN3_MOE, "qwen3-30b-a3b", 2048, 48, 32, 4, 0, head_dim=128, experts=_routed(128, 8, 768)),
+    _of(_QWEN3_MOE, "qwen3-235b-a22b", 4096, 94, 64, 4, 0, head_dim=128, experts=_routed(128, 8, 1536)),
+    _of(
+        _DEEPSEEK,
+        "deepseek-v3-16b",
+        2048,
+        27,
+        16,
+        16,
+        10_944,
+        vocab_size=102_400,
+        head_dim=192,
+        latent=_LATENT(q_rank=0),
+        experts=_routed(64, 6, 1408, shared_ffn_dim=2816, first=1, normalised=False),
+    ),
+    _of(
+        _DEEPSEEK,
+        "deepseek-v3-671b",
+        7168,
+        61,
+        128,
+        128,
+        18_432,
+        vocab_size=129_280,
+        head_dim=192,
+        latent=_LATENT(q_rank=1536),
+        experts=_routed(256, 8, 2048, shared_ffn_dim=2048, first=3, sigmoid=True),
+    ),
+    _of(_GPT_OSS, "gpt-oss-20b", 2880, 24, 64, 8, 0, head_dim=64, experts=_routed(32, 4, 2880, bias=True)),
+    _of(_GPT_OSS, "gpt-oss-120b", 2880, 36, 64, 8, 0, head_dim=64, experts=_routed(128, 4, 2880, bias=True)),
+    _of(_LLAMA4, "llama4-scout", 5120, 48, 40, 8, 0, experts=_routed(16, 1, 8192, **_LLAMA4_EXPERTS)),
+    _of(
+        _LLAMA4,
+        "llama4-maverick",
+        5120,
+        48,
+        40,
+        8,
+        16_384,
+        experts=_routed(128, 1, 8192, every=2, **_LLAMA4_EXPERTS),
+    ),
     _of(_GPT2, "gpt2", 768, 12, 12, 12, 3072),
     _of(_GPT2, "gpt2-medium", 1024, 24, 16, 16, 4096),
     _of(_GPT2, "gpt2-large", 1280, 36, 20, 20, 5120),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
-from fsdp2prof.estimators.models.llama import chunked_loss
+from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["GptBlock", "GptTransformer"]
 

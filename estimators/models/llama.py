@@ -1,4 +1,4 @@
-"""Llama 2/3 and Qwen 2/3 as real modules: RMSNorm, rotary grouped-query attention, SwiGLU.
+"""Llama, Qwen, DeepSeek and their like as real modules: RMSNorm, rotary attention, SwiGLU or experts.
 
 The computations are those the families are trained with, because a memory estimate runs them: RMSNorm in
 fp32 as separate operators, Llama's rotary embedding in complex fp32, scaled dot-product attention over
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils.checkpoint import checkpoint
 
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
+from fsdp2prof.estimators.models.experts import MixtureOfExperts
+from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["LlamaTransformer", "TransformerBlock"]
 
@@ -95,7 +96,8 @@ class Attention(nn.Module):
         self.wq = nn.Linear(config.dim, q, bias=config.qkv_bias)
         self.wk = nn.Linear(config.dim, kv, bias=config.qkv_bias)
         self.wv = nn.Linear(config.dim, kv, bias=config.qkv_bias)
-        self.wo = nn.Linear(q, config.dim, bias=False)
+        self.wo = nn.Linear(q, config.dim, bias=config.sinks)
+        self.sinks = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
@@ -112,8 +114,61 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(
             xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True
         )
+        if self.sinks is not None:  # takes its part of the softmax: here a gate a head
+            out = out * torch.sigmoid(-self.sinks).view(1, -1, 1, 1)
         projected: Tensor = self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
         return projected
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention: keys and values are projected from a compressed vector.
+
+    Values are narrower than queries and keys, which flash attention does not take: on a GPU the efficient
+    kernel runs, and so it does on tensors without data.
+    """
+
+    def __init__(self, config: TransformerConfig, shape: LatentShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width = config.heads * (shape.nope_dim + shape.rope_dim)
+        self.wq = nn.Linear(config.dim, width, bias=False) if not shape.q_rank else None
+        self.wq_a = nn.Linear(config.dim, shape.q_rank, bias=False) if shape.q_rank else None
+        self.q_norm = RMSNorm(shape.q_rank, config.norm_eps) if shape.q_rank else None
+        self.wq_b = nn.Linear(shape.q_rank, width, bias=False) if shape.q_rank else None
+        self.wkv_a = nn.Linear(config.dim, shape.kv_rank + shape.rope_dim, bias=False)
+        self.kv_norm = RMSNorm(shape.kv_rank, config.norm_eps)
+        kv_width = config.heads * (shape.nope_dim + shape.value_dim)
+        self.wkv_b = nn.Linear(shape.kv_rank, kv_width, bias=False)
+        self.wo = nn.Linear(config.heads * shape.value_dim, config.dim, bias=False)
+
+    def forward(self, x_bsd: Tensor, rotary: Tensor) -> Tensor:
+        """Attend within each sequence."""
+        batch, seq, _ = x_bsd.shape
+        nope, rope, value = self.shape.nope_dim, self.shape.rope_dim, self.shape.value_dim
+        if self.wq is not None:
+            queries = self.wq(x_bsd)
+        else:
+            assert self.wq_a is not None and self.q_norm is not None and self.wq_b is not None  # noqa: PT018
+            queries = self.wq_b(self.q_norm(self.wq_a(x_bsd)))
+        q_nope, q_rope = queries.view(batch, seq, -1, nope + rope).split([nope, rope], dim=-1)
+        xq = torch.cat([q_nope, rotate_complex(q_rope, rotary)], dim=-1)
+        latent, k_rope = self.wkv_a(x_bsd).split([self.shape.kv_rank, rope], dim=-1)
+        k_rope = rotate_complex(k_rope.unsqueeze(2), rotary)
+        keys_values = self.wkv_b(self.kv_norm(latent)).view(batch, seq, -1, nope + value)
+        k_nope, xv = keys_values.split([nope, value], dim=-1)
+        xk = torch.cat([k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
+        out = _attend(xq.transpose(1, 2), xk.transpose(1, 2), xv.transpose(1, 2))
+        projected: Tensor = self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
+        return projected
+
+
+def _attend(xq: Tensor, xk: Tensor, xv: Tensor) -> Tensor:
+    """Causal attention whose values may be narrower than its keys."""
+    if is_fake(xq):
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        out: Tensor = kernel(xq, xk, xv, None, True, is_causal=True)[0]
+        return out
+    return F.scaled_dot_product_attention(xq, xk, xv, is_causal=True)
 
 
 class FeedForward(nn.Module):
@@ -134,10 +189,16 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm attention and feed-forward with residuals: the unit FSDP wraps."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        self.attention = (
+            Attention(config) if config.latent is None else LatentAttention(config, config.latent)
+        )
+        self.feed_forward: nn.Module
+        if config.experts is not None and config.experts.is_in(layer):
+            self.feed_forward = MixtureOfExperts(config, config.experts)
+        else:
+            self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
@@ -158,11 +219,11 @@ class LlamaTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerBlock(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_weights()
-        pairs = config.head_dim // 2
+        pairs = (config.head_dim if config.latent is None else config.latent.rope_dim) // 2
         if config.family == "llama":
             table = torch.empty(seq_len, pairs, dtype=torch.complex64)
         else:
@@ -176,7 +237,8 @@ class LlamaTransformer(nn.Module):
 
     def init_buffers(self) -> None:
         """Fill the rotary table, which construction and ``to_empty`` leave empty."""
-        seq_len, width = self.rotary.shape[-2], self.config.head_dim
+        seq_len, latent = self.rotary.shape[-2], self.config.latent
+        width = self.config.head_dim if latent is None else latent.rope_dim
         with torch.device(self.rotary.device):
             steps = torch.arange(0, width, 2, dtype=torch.float32) / width
             angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
@@ -199,14 +261,3 @@ class LlamaTransformer(nn.Module):
             logits: Tensor = self.output(hidden)
             return logits
         return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
-
-
-def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
-    """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
-
-    def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-    pieces = zip(hidden_bsd.chunk(chunks, dim=1), targets_bs.chunk(chunks, dim=1), strict=True)
-    losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in pieces]
-    return torch.stack(losses).sum() / targets_bs.numel()

@@ -16,7 +16,7 @@ _MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSpec:
-    """Sizes of the mesh dimensions, slowest first: pp, dp_replicate, dp_shard, cp, tp.
+    """Sizes of the mesh dimensions, slowest first: pp, dp_replicate, dp_shard, cp, tp; ep lies inside.
 
     Raises ``ModelError`` if a size is not a positive integer or the mesh has no rank.
     """
@@ -31,6 +31,8 @@ class MeshSpec:
     """Context-parallel ranks; FSDP shards over dp_shard x cp, flattened."""
     tp: int = 1
     """Tensor-parallel ranks, sequence parallelism included."""
+    ep: int = 1
+    """Expert-parallel ranks, out of those of dp_shard x cp: each holds a part of the experts whole."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,6 +66,11 @@ class MeshSpec:
     def fsdp_size(self) -> int:
         """Ranks of one FSDP shard group: dp_shard x cp."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_fsdp_size(self) -> int:
+        """Ranks over which FSDP shards the experts: what ep leaves of dp_shard x cp."""
+        return self.fsdp_size // self.ep
 
     @property
     def fsdp_dim(self) -> str:

@@ -9,7 +9,13 @@ from typing import Any, ClassVar, Literal, get_args
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
-from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
+from fsdp2prof.estimators.spec.optimizers import (
+    IMPLEMENTATIONS,
+    OPTIMIZERS,
+    OptimizerFactory,
+    OptimizerImpl,
+    OptimizerKind,
+)
 from fsdp2prof.estimators.spec.option import (
     ByUnit,
     Counted,
@@ -17,6 +23,7 @@ from fsdp2prof.estimators.spec.option import (
     Flag,
     Integer,
     Names,
+    Number,
     PerUnit,
     Prefetched,
     Regex,
@@ -35,6 +42,7 @@ __all__ = [
     "Attention",
     "Chunked",
     "Every",
+    "ExpertShards",
     "Float8",
     "Loss",
     "PolicySpec",
@@ -54,6 +62,7 @@ that many ranks."""
 Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
 
+ExpertShards = Literal["auto", "experts", "hidden"]
 Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
@@ -78,7 +87,7 @@ class Chunked(Counted):
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full"]
+LossMode = Literal["full", "compiled", "fused", "logprobs"]
 Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
@@ -167,15 +176,19 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none")),
-        "The optimizer; none trains nothing, forward and backward only.",
+        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
+        "backward only.",
     )
     optimizer_impl: OptimizerImpl = option(
         "foreach", Words(words=tuple(IMPLEMENTATIONS)), "How the optimizer goes over its parameters."
     )
     clip_grad: bool = option(True, Flag(), "Clip the global gradient norm each step (foreach).")
     loss: Loss = option(
-        "full", Words(words=get_args(LossMode), counted=Chunked), "Over all logits at once, or in K pieces."
+        "full",
+        Words(words=get_args(LossMode), counted=Chunked),
+        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
+        "logprobs is that of reinforcement learning.",
     )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
@@ -232,6 +245,17 @@ class PolicySpec:
         "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
     )
+    expert_shards: ExpertShards = option(
+        "auto",
+        Words(words=get_args(ExpertShards)),
+        "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
+        "expert parallelism leaves more ranks than experts, as in torchtitan.",
+    )
+    imbalance: float = option(
+        1.0,
+        Number(1.0),
+        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
+    )
     pp_stage: int = option(
         0,
         Integer(0, MOST_LAYERS),
@@ -280,9 +304,13 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | None:
-        """The row of the table of optimizers, ``None`` where nothing is trained."""
-        return OPTIMIZERS.get(self.optimizer)
+    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+        """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
+        return (
+            OptimizerFactory(source=self.optimizer)
+            if ":" in self.optimizer
+            else OPTIMIZERS.get(self.optimizer)
+        )
 
     @property
     def ac_every(self) -> int | None:

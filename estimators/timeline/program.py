@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, fake_tensors, stand_in_device
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
@@ -17,6 +17,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
+from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 
 __all__ = ["capture_step"]
@@ -38,7 +39,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
             model=model,
             extra=None,
             policy=policy,
-            optimizer=build_optimizer(model.module, policy),
+            optimizer=build_optimizer(model, policy),
             host=host,
             device=stand_in_device(),
             loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
@@ -18,29 +19,33 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["add_parallel_traffic", "check_parallelism", "stage_blocks", "stage_of"]
+__all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks", "stage_of"]
 
 
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
     config = model.config
-    for dim in ("tp", "cp", "pp"):
+    for dim in ("tp", "cp", "pp", "ep"):
         if getattr(mesh, dim) > 1 and config is None:
             raise ModelError(
                 f"mesh: {dim}={getattr(mesh, dim)} is modelled for built-in models, not {model.name}"
             )
     if config is None:
         return
+    _check_expert_parallelism(config, mesh, policy)
     for name in ("heads", "kv_heads"):
         if getattr(config, name) % mesh.tp:
             raise ModelError(
                 f"mesh: tp={mesh.tp} does not divide the {getattr(config, name)} {name} of {model.name}"
             )
+    if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs"):
+        raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if mesh.tp > 1 and model.tensor_parallel is None:
         raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
     pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * mesh.tp
@@ -62,11 +67,56 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 
 
+def _check_expert_parallelism(config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
+    if mesh.cp > 1 and config.latent is not None:
+        raise ModelError(f"mesh: cp={mesh.cp} is not modelled for the latent attention of {config.name}")
+    if mesh.ep == 1:
+        if policy.imbalance != 1:
+            raise ModelError(
+                "imbalance: rows are exchanged under expert parallelism only: add ep to the mesh"
+            )
+        return
+    if config.experts is None:
+        raise ModelError(f"mesh: ep={mesh.ep} for {config.name}, which has no experts")
+    if config.experts.count % mesh.ep:
+        raise ModelError(
+            f"mesh: ep={mesh.ep} does not divide the {config.experts.count} experts of {config.name}"
+        )
+    if mesh.fsdp_size % mesh.ep:
+        raise ModelError(f"mesh: ep={mesh.ep} does not divide the {mesh.fsdp_size} ranks of dp_shard x cp")
+    if mesh.tp * mesh.cp * mesh.pp > 1:
+        raise ModelError("expert parallelism is modelled with FSDP and HSDP: leave tp, cp and pp at 1")
+    if policy.trainable is not None or policy.offload:
+        raise ModelError("expert parallelism with frozen or offloaded parameters is not modelled")
+    if isinstance(policy.reshard, int):
+        raise ModelError("reshard to a number of ranks with experts on a mesh of their own is not modelled")
+    if refusal := expert_mesh_refusal():
+        raise ModelError(f"mesh: ep={mesh.ep}: {refusal}; 2.11 or newer gives experts one of their own")
+
+
 def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range:
     """Layers of one pipeline stage: as even as possible, the first stages one longer."""
     size, longer = divmod(config.layers, mesh.pp)
     start = stage * size + min(stage, longer)
     return range(start, start + size + (stage < longer))
+
+
+def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+    """The part of a model that is built on a rank: its pipeline stage, its experts."""
+    return _with_local_experts(stage_of(model, mesh, policy), mesh)
+
+
+def _with_local_experts(model: Model, mesh: MeshSpec) -> Model:
+    if mesh.ep == 1:
+        return model
+    from torch import nn
+
+    for fqn in model.experts:
+        module = model.module.get_submodule(fqn)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            local = parameter.data.narrow(0, 0, parameter.shape[0] // mesh.ep).clone()
+            module.register_parameter(name, nn.Parameter(local))
+    return replace(model, expert_ranks=mesh.ep)
 
 
 def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
@@ -101,6 +151,7 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     return replace(
         model,
         blocks=tuple(f"layers.{index}" for index in kept),
+        experts=tuple(fqn for fqn in model.experts if int(fqn.split(".")[1]) in kept),
         tensor_parallel=None if plan is None else plan_of_stage,
     )
 
@@ -122,6 +173,13 @@ def add_parallel_traffic(
         notes.append(
             "tensor parallelism as analysed: sequence-parallel norms and residuals, vocabulary-sharded "
             f"embedding and head, loss {'parallel' if policy.loss_parallel else 'over gathered logits'}"
+        )
+    if mesh.ep > 1 and config.experts is not None:
+        _add_expert_parallel(ledger, config, owners, mesh, policy)
+        notes.append(
+            f"expert parallelism: each of {mesh.ep} ranks holds {config.experts.count // mesh.ep} of "
+            f"{config.experts.count} experts whole; tokens go to {config.experts.top_k}, none is dropped, "
+            f"and this rank's experts receive {policy.imbalance:g} times the mean"
         )
     if mesh.cp > 1:
         _add_context_parallel(ledger, config, owners, mesh, policy)
@@ -226,6 +284,53 @@ def _add_replicated_gradients(
                     payload_bytes=parameter.numel * dtype_bytes(dtype),
                     count=reductions,
                 )
+
+
+def _add_expert_parallel(
+    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
+) -> None:
+    """Rows go to their experts and come back, and so do their gradients; recomputing sends them again.
+
+    Under both kinds of checkpointing the exchange is recomputed up to what came back, whose sum with the
+    tokens saves no more than its place.
+    """
+    assert config.experts is not None
+    rows = _tokens(mesh, policy) * config.experts.top_k
+    sizes = {"there": rows, "back": ceil(rows * policy.imbalance)}
+    for block, fqn in enumerate(owners):
+        if not config.experts.is_in(block):
+            continue
+        recomputes = policy.ac == "op" or _recomputed(policy, block)
+        for phase, times in (("forward", 1), ("backward", int(recomputes))):
+            _exchange(ledger, mesh, policy, fqn, phase, "int64", config.experts.count, times)
+        for size in sizes.values():
+            elements = size * config.dim
+            for phase, times in (("forward", 1), ("backward", 1 + recomputes)):
+                _exchange(ledger, mesh, policy, fqn, phase, policy.compute_dtype, elements, times)
+
+
+def _exchange(
+    ledger: Ledger,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    fqn: str,
+    phase: str,
+    dtype: str,
+    elements: int,
+    times: int,
+) -> None:
+    """Add all-to-alls among the expert-parallel ranks, ``times`` in a micro-batch."""
+    width = 8 if dtype == "int64" else dtype_bytes(dtype)
+    ledger.add(
+        root=0,
+        fqn=fqn,
+        phase=phase,
+        op="all_to_all",
+        axis=Axis(size=mesh.ep, mesh_dim="ep"),
+        dtype=dtype,
+        payload_bytes=elements * width,
+        count=times * policy.grad_accum,
+    )
 
 
 def _add_context_parallel(

@@ -59,7 +59,8 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Which profiling cycle of a folder that holds several (iteration_N); by default the newest.",
+        help="Which recording of a run that has several (recording-000N), or profiling cycle of a folder "
+        "(iteration_N); by default the newest.",
     )
     return numbers_option("--ranks", "Ranks to read")(iteration(with_choice))
 

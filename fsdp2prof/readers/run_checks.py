@@ -5,17 +5,19 @@ from __future__ import annotations
 from datetime import datetime
 from math import prod
 
-from fsdp2prof.manifest import ParameterInfo, RankManifest, RunInfo
+from fsdp2prof.manifest import ParameterInfo, RankManifest, RecordingInfo, RunInfo
 
 __all__ = ["check_document"]
 
 _MOST_ELEMENTS = 1 << 56
 
 
-def check_document(document: RunInfo | RankManifest) -> None:
+def check_document(document: RunInfo | RankManifest | RecordingInfo) -> None:
     """Raise ``ValueError`` with the first thing that no recorder writes."""
     if isinstance(document, RunInfo):
         _check_times(document)
+        return
+    if isinstance(document, RecordingInfo):
         return
     for group in document.param_groups:
         names = group.mesh.dim_names

@@ -12,19 +12,25 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
+    RECORDING_FILE,
+    RECORDING_SCHEMA,
     RUN_FILE,
     SNAPSHOT_FILE,
     STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
     TRACE_FILE,
     RankManifest,
     RankRecord,
+    RecordingInfo,
     RunDirectory,
     RunInfo,
+    recording_folder,
+    recording_number,
 )
 from fsdp2prof.readers.run_documents import UnreadableError, read_document
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 
-__all__ = ["is_run_directory", "open_run"]
+__all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
 
 _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
 
@@ -32,6 +38,46 @@ _RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
 def is_run_directory(path: Path) -> bool:
     """Whether ``path`` is a folder that a recorder wrote: it has a node's file or ranks with a manifest."""
     return path.is_dir() and (bool(node_ranks(path)) or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
+
+
+def open_rank(folder: Path) -> RunDirectory:
+    """Open one rank's folder as a run of its own."""
+    rank = _rank_of(folder)
+    if rank is None:
+        raise RunDirectoryError(f"{folder}: not a rank's folder")
+    return RunDirectory(path=folder, info=RunInfo(), ranks=(_read_rank(rank, folder, RunInfo()),))
+
+
+def open_recording(run: RunDirectory, number: int) -> RunDirectory:
+    """Open one of the recordings of a run: the same run, its ranks with what they left then.
+
+    Raises ``RunDirectoryError`` for a number that it does not have.
+    """
+    if number not in run.recordings:
+        raise RunDirectoryError(f"{run.path}: no recording {number}; it has {_listed(run.recordings)}")
+    folder = run.path / recording_folder(number)
+    messages = list(run.messages)
+    try:
+        info = read_document(folder / RECORDING_FILE, RecordingInfo, RECORDING_SCHEMA)
+        which = f"recording {number} of {len(run.recordings)}, from step {info.step}: {info.reason}"
+        more = f"; --iteration shows another of {_listed(run.recordings)}" if len(run.recordings) > 1 else ""
+        messages.append(which + more)
+    except UnreadableError as error:
+        messages.append(str(error))
+    records = _records(folder, run.info)
+    for record in records:
+        messages += [f"rank {record.rank}: {text}" for text in record.messages]
+    return RunDirectory(
+        path=folder,
+        info=run.info,
+        ranks=records,
+        messages=tuple(dict.fromkeys(messages)),
+        recordings=run.recordings,
+    )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else ", ".join(map(str, numbers)) or "none"
 
 
 def open_run(path: str | Path) -> RunDirectory:
@@ -52,8 +98,7 @@ def open_run(path: str | Path) -> RunDirectory:
             f"{root}: not a run directory: neither {RUN_FILE} nor a rank's manifest in it"
         )
     info, messages = read_run_info(root)
-    folders = sorted((rank, folder) for folder in root.iterdir() if (rank := _rank_of(folder)) is not None)
-    records = tuple(_read_rank(rank, folder, info) for rank, folder in folders)
+    records = _records(root, info)
     if missing := _missing_ranks(info, records):
         messages.append(missing)
         if info.state == "complete":
@@ -61,7 +106,24 @@ def open_run(path: str | Path) -> RunDirectory:
     for record in records:  # the launcher has summed up what the ranks it saw said
         untold = [text for text in record.messages if not any(text in told for told in info.messages)]
         messages += [f"rank {record.rank}: {text}" for text in untold]
-    return RunDirectory(path=root, info=info, ranks=records, messages=tuple(dict.fromkeys(messages)))
+    return RunDirectory(
+        path=root,
+        info=info,
+        ranks=records,
+        messages=tuple(dict.fromkeys(messages)),
+        recordings=_recordings(root),
+    )
+
+
+def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:
+    folders = sorted((rank, folder) for folder in root.iterdir() if (rank := _rank_of(folder)) is not None)
+    return tuple(_read_rank(rank, folder, info) for rank, folder in folders)
+
+
+def _recordings(root: Path) -> tuple[int, ...]:
+    """Numbers of the recordings that some rank took part in."""
+    folders = ((recording_number(folder.name), folder) for folder in root.glob("recording-*/"))
+    return tuple(sorted(n for n, folder in folders if n is not None and any(folder.glob("rank-*/"))))
 
 
 def _rank_of(folder: Path) -> int | None:
@@ -82,7 +144,9 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
             messages.append(str(error))
     trace = folder / TRACE_FILE
     memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
-    if manifest is not None and manifest.state == "complete":
+    summary = folder / SUMMARY_FILE
+    summarised = summary.is_file()
+    if manifest is not None and manifest.state == "complete" and not summarised:
         if manifest.traced_steps and not trace.is_file():
             messages.append(f"complete, but {TRACE_FILE} is missing")
         if manifest.memory_steps and memory is None:
@@ -93,6 +157,7 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
         manifest=manifest,
         trace=trace if trace.is_file() else None,
         memory=memory,
+        summary=summary if summarised else None,
         messages=tuple(messages),
     )
 
@@ -109,6 +174,8 @@ def _state_messages(manifest: RankManifest) -> list[str]:
 
 
 def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> str | None:
+    if info.rehearsal is not None:
+        return None
     worlds = [record.manifest.world_size for record in records if record.manifest is not None]
     world_size = info.world_size or max(worlds, default=0)
     missing = sorted(set(range(world_size)) - {record.rank for record in records})

@@ -8,12 +8,12 @@ from typing import TypeVar
 import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.manifest import RankManifest, RecordingInfo, RunInfo
 from fsdp2prof.readers.run_checks import check_document
 
 __all__ = ["UnreadableError", "read_document"]
 
-_Document = TypeVar("_Document", RunInfo, RankManifest)
+_Document = TypeVar("_Document", RunInfo, RankManifest, RecordingInfo)
 
 
 class UnreadableError(RunDirectoryError):

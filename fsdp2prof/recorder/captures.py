@@ -49,6 +49,11 @@ class Captures:
         return "traced" if self._kind == "plain" and self._profiled else self._kind
 
     @property
+    def is_recording_memory(self) -> bool:
+        """Whether a recording of memory runs, which will be written when it ends."""
+        return self._memory is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left to be captured."""
         return self._step >= self.end
@@ -145,7 +150,7 @@ class Captures:
             trace.finish()
         memory, self._memory = self._memory, None
         if memory is not None:
-            self._file.describe_tensors()
+            self._file.describe_tensors(memory.address)
             memory.finish()
             self._manifest.allocator_settings |= memory.allocator_settings
             self._manifest.allocator = devices.allocator_stats(self._manifest.device.type)
@@ -215,8 +220,10 @@ class Captures:
             )
             self._manifest.memory_source = self._memory.source
             self._file.describe()
-            self._file.describe_tensors()
-        self._memory.begin_step(self._step)
+            self._memory.begin_step(self._step)
+            self._file.describe_tensors(self._memory.address)
+        else:
+            self._memory.begin_step(self._step)
 
     def _put_off(self, *, begun: bool = False, keep: bool = False) -> None:
         self._schedule.put_off(self._step, begun=begun, keep=keep)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
@@ -88,8 +89,13 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> list[OptimizerInfo]:
     ]
 
 
-def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[TensorInfo]:
-    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now."""
+def describe_tensors(
+    roots: Iterable[Root], optimizers: Iterable[Optimizer], address: Callable[[torch.Tensor], int]
+) -> list[TensorInfo]:
+    """List the storages of parameters (gathered too), gradients and optimizer state that are alive now.
+
+    ``address`` gives that of a tensor's storage in the memory recording.
+    """
     tensors: list[TensorInfo] = []
     owners: dict[int, tuple[int, str, str]] = {}
     for root in roots:
@@ -100,14 +106,15 @@ def describe_tensors(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> 
                     owners[id(parameter.sharded_param)] = owner
                     # Not resharded yet: a root after a forward without backward (frozen, or evaluated).
                     gathered = parameter.all_gather_outputs
-                    tensors += [_tensor("unsharded_parameter", owner, output) for output in gathered]
-                    tensors.append(_tensor("sharded_parameter", owner, parameter._sharded_param_data))
+                    tensors += [_tensor("unsharded_parameter", owner, one, address) for one in gathered]
+                    data = parameter._sharded_param_data
+                    tensors.append(_tensor("sharded_parameter", owner, data, address))
                     if (gradient := parameter.sharded_param.grad) is not None:
-                        tensors.append(_tensor("sharded_gradient", owner, gradient))
+                        tensors.append(_tensor("sharded_gradient", owner, gradient, address))
     for optimizer in optimizers:
         for parameter, key, tensor in _optimizer_state(optimizer):
             index, fqn, name = owners.get(id(parameter), (0, "", "not sharded"))
-            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor))
+            tensors.append(_tensor("optimizer_state", (index, fqn, f"{name}.{key}"), tensor, address))
     return [tensor for tensor in tensors if tensor.nbytes]
 
 
@@ -177,10 +184,14 @@ def _parameter(parameter: Any, mesh_info: Any, positions: dict[str, int]) -> Par
         requires_grad=parameter.sharded_param.requires_grad,
         all_gather_dtypes=dtypes,
         all_gather_numels=numels,
-        address=parameter._sharded_param_data.untyped_storage().data_ptr(),
+        address=_data_pointer(parameter._sharded_param_data),
         tensor_parallel=_other_placements(parameter) if parameter.is_dtensor else None,
         position=positions.get(name, -1),
     )
+
+
+def _data_pointer(tensor: torch.Tensor) -> int | None:
+    return None if isinstance(tensor, FakeTensor) else tensor.untyped_storage().data_ptr()
 
 
 def _custom(comm: Any) -> str | None:
@@ -216,16 +227,21 @@ def _optimizer_state(optimizer: Optimizer) -> Iterable[tuple[Any, str, torch.Ten
                 yield parameter, str(key), value
 
 
-def _tensor(category: str, owner: tuple[int, str, str], tensor: torch.Tensor) -> TensorInfo:
+def _tensor(
+    category: str,
+    owner: tuple[int, str, str],
+    tensor: torch.Tensor,
+    address: Callable[[torch.Tensor], int],
+) -> TensorInfo:
     root, fqn, name = owner
-    storage = _local(tensor).untyped_storage()
+    local = _local(tensor)
     return TensorInfo(
         category=category,
         root=root,
         fqn=fqn,
         name=name,
-        address=storage.data_ptr(),
-        nbytes=storage.nbytes(),
+        address=address(local),
+        nbytes=local.untyped_storage().nbytes(),
     )
 
 

@@ -21,11 +21,13 @@ from fsdp2prof.manifest import (
     RankManifest,
     RankRecord,
     RecordOptions,
+    Rehearsal,
     RunInfo,
     State,
     node_file,
 )
 from fsdp2prof.recorder.host_processes import RankProcesses, end_orphans
+from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
 
@@ -55,21 +57,31 @@ class Outcome:
 
 
 def launch(
-    command: list[str], path: Path, options: RecordOptions, *, node_rank: int = 0, force: bool = False
+    command: list[str],
+    path: Path,
+    options: RecordOptions,
+    *,
+    node_rank: int = 0,
+    force: bool = False,
+    rehearsal: Rehearsal | None = None,
 ) -> Outcome:
     """Record ``command`` into ``path`` and wait for it; other nodes may record into the same directory.
 
+    With ``rehearsal`` the command is one process, which stands for a rank of a world that is not there.
     Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
     """
     if shutil.which(command[0]) is None:
         raise InputError(_why_not_found(command))
-    info = prepare_run(path, options, command, node_rank=node_rank, force=force)
-    settings = Settings(run=str(path.resolve()), options=options, node_rank=node_rank).encode()
+    info = prepare_run(path, options, command, node_rank=node_rank, force=force, rehearsal=rehearsal)
+    settings = Settings(
+        run=str(path.resolve()), options=options, node_rank=node_rank, rehearsal=rehearsal
+    ).encode()
     alive = path.resolve() / f".alive-{node_rank:05d}"
     alive.mkdir(exist_ok=True)
     processes = RankProcesses(settings)
     try:
-        status, interrupted = _run(command, _child_environment(settings, alive), processes)
+        environment = _child_environment(settings, alive) | _rendezvous(rehearsal)
+        status, interrupted = _run(command, environment, processes, _Trigger(options, path))
         killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
         _mark_dead_ranks(records_of_node(path, node_rank), killed)
         alive_pids = {int(file.name) for file in alive.iterdir()}
@@ -88,6 +100,8 @@ def launch(
     info.world_size = max((manifest.world_size for manifest in manifests), default=None)
     seen = {process.rank for process in processes.seen.values()}
     expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
+    if rehearsal is not None:
+        expected = {rehearsal.rank}
     info.state = _state(code, manifests, expected, interrupted)
     info.wrappers = sorted(wrappers)
     info.messages = _messages(records, code, expected, processes, alive_pids, wrappers)
@@ -112,7 +126,35 @@ def _child_environment(settings: str, alive: Path) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def _run(command: list[str], environment: dict[str, str], processes: RankProcesses) -> tuple[int, bool]:
+def _rendezvous(rehearsal: Rehearsal | None) -> dict[str, str]:
+    """What torchrun would tell the rank; its device is the first of this machine, its peers are nowhere."""
+    if rehearsal is None:
+        return {}
+    node = rehearsal.rank // rehearsal.local_world_size
+    sizes = {"WORLD_SIZE": rehearsal.world_size, "LOCAL_WORLD_SIZE": rehearsal.local_world_size}
+    ranks = {"RANK": rehearsal.rank, "LOCAL_RANK": 0, "GROUP_RANK": node}
+    numbers = {name: str(number) for name, number in (sizes | ranks).items()}
+    return {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Trigger:
+    """The signal that asks for a recording, which the command does not get."""
+
+    options: RecordOptions
+    run: Path
+
+    def takes(self, number: int) -> bool:
+        """Ask the ranks for a recording if the signal is the one that does."""
+        if self.options.signal is None or number != signal.Signals[f"SIG{self.options.signal}"]:
+            return False
+        request_recording(self.run, f"signal {self.options.signal}")
+        return True
+
+
+def _run(
+    command: list[str], environment: dict[str, str], processes: RankProcesses, trigger: _Trigger
+) -> tuple[int, bool]:
     """Start the command and hand on signals until it ends; returns its status and whether any came."""
     watched = _FORWARDED | {signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
@@ -129,6 +171,8 @@ def _run(command: list[str], environment: dict[str, str], processes: RankProcess
             ) from error
         while True:
             received = signal.sigtimedwait(watched, processes.look())
+            if received is not None and trigger.takes(received.si_signo):
+                continue
             if received is not None and received.si_signo in _FORWARDED:
                 interrupted = True
                 if received.si_code != _FROM_KERNEL:

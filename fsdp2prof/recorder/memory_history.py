@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp2prof.files import replacing
 from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
-from fsdp2prof.recorder import compiling
+from fsdp2prof.recorder import compiling, without_data
 from fsdp2prof.recorder.roots import Root
 
 __all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture", "why_not"]
@@ -32,6 +32,9 @@ class MemoryCapture(Protocol):
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the recording with the first."""
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return where the recording finds the tensor's storage, while it runs."""
 
     def finish(self) -> None:
         """Stop and write the recording."""
@@ -57,10 +60,10 @@ def why_not(device_type: str, roots: Iterable[Root]) -> str | None:
 
 
 def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
-    """Return the capture for a device type; anything but ``cuda`` is counted on the CPU."""
-    if device_type == "cuda":
+    """Return the capture for a device type; what is not in the memory of a ``cuda`` device is counted."""
+    if device_type == "cuda" and without_data.fake_mode() is None:
         return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)
-    return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, stacks=stacks)
+    return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, device_type, stacks=stacks)
 
 
 class CpuMemoryCapture:
@@ -68,12 +71,16 @@ class CpuMemoryCapture:
 
     source = "storage_count"
 
-    def __init__(self, path: Path, *, stacks: bool) -> None:
+    def __init__(self, path: Path, device_type: str, *, stacks: bool) -> None:
         from fsdp2prof.storage_tracker import StorageTracker
+
+        mode = without_data.fake_mode()
+        device = f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu"
 
         self.allocator_settings: dict[str, str] = {}
         self._path = path
-        self._tracker = StorageTracker(stacks=stacks)
+        self._fake = mode is not None
+        self._tracker = StorageTracker(device=device, fake_mode=mode, stacks=stacks)
         self._running = False
 
     def begin_step(self, step: int) -> None:
@@ -82,6 +89,10 @@ class CpuMemoryCapture:
             self._tracker.start()
             self._running = True
         self._tracker.mark_step(step)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the storage's address; a number that the count gave it where it has none."""
+        return self._tracker.address(tensor) if self._fake else tensor.untyped_storage().data_ptr()
 
     def finish(self) -> None:
         """Stop counting and write the recording."""
@@ -127,6 +138,10 @@ class CudaMemoryCapture:
         self._step = record_function(f"ProfilerStep#{step}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
 
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the storage's address."""
+        return tensor.untyped_storage().data_ptr()
+
     def finish(self) -> None:
         """Write the snapshot and turn the history off."""
         if self._running:
@@ -158,18 +173,22 @@ class CudaMemoryCapture:
 class OomDump:
     """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
 
-    ``tell`` is called with the file's name. The recording of the memory steps, if it is there, is kept.
+    ``tell`` is called with the file's name. The recording of the memory steps, if it is there or still to be
+    written (``is_recording``), has a file of its own.
     """
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, tell: Callable[[str], None], is_recording: Callable[[], bool] = lambda: False
+    ) -> None:
         self._folder = folder
         self._tell = tell
+        self._is_recording = is_recording
         self.written: Path | None = None
         torch._C._cuda_attach_out_of_memory_observer(self._dump)  # type: ignore[attr-defined]
 
     def _dump(self, *_: Any) -> None:
         path = self._folder / SNAPSHOT_FILE
-        if path.exists() and path != self.written:
+        if self._is_recording() or (path.exists() and path != self.written):
             path = self._folder / OOM_SNAPSHOT_FILE
         dump_snapshot(path)
         self.written = path

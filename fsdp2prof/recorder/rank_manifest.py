@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
@@ -35,6 +38,7 @@ class ManifestFile:
             selected=is_selected(settings.options.ranks, identity.rank, identity.world_size),
             versions=devices.package_versions(),
             environment=relevant_environment(),
+            rehearsal=settings.rehearsal,
         )
         self._verify = settings.options.verify
         self._settled = False
@@ -95,9 +99,9 @@ class ManifestFile:
         self._settled = True
         self.describe()
 
-    def describe_tensors(self) -> None:
+    def describe_tensors(self, address: Callable[[torch.Tensor], int]) -> None:
         """Add the storages of known role that are alive now."""
         known = {(tensor.address, tensor.category): tensor for tensor in self.manifest.tensors}
-        for tensor in describe.describe_tensors(self._roots, self._watch.optimizers):
+        for tensor in describe.describe_tensors(self._roots, self._watch.optimizers, address):
             known[tensor.address, tensor.category] = tensor
         self.manifest.tensors = list(known.values())

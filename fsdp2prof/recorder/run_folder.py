@@ -14,7 +14,15 @@ import msgspec
 from fsdp2prof import __version__
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import MANIFEST_FILE, RankRecord, RecordOptions, RunInfo, node_file
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    TRIGGER_FILE,
+    RankRecord,
+    RecordOptions,
+    Rehearsal,
+    RunInfo,
+    node_file,
+)
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.readers.run_nodes import node_ranks
 from fsdp2prof.recorder.environment_variables import relevant_environment
@@ -24,7 +32,13 @@ __all__ = ["is_alone", "now", "prepare_run", "records_of_node"]
 
 
 def prepare_run(
-    path: Path, options: RecordOptions, command: list[str], *, node_rank: int = 0, force: bool
+    path: Path,
+    options: RecordOptions,
+    command: list[str],
+    *,
+    node_rank: int = 0,
+    force: bool,
+    rehearsal: Rehearsal | None = None,
 ) -> RunInfo:
     """Make the run directory, or join it, and write this node's file.
 
@@ -52,6 +66,7 @@ def prepare_run(
         },
         environment=relevant_environment(),
         options=options,
+        rehearsal=rehearsal,
     )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -113,6 +128,10 @@ class _Owner(msgspec.Struct):
 
 def _remove_ranks(path: Path, node_rank: int) -> None:
     alone = is_alone(path, node_rank)
+    (path / TRIGGER_FILE).unlink(missing_ok=True)
+    if alone:
+        for folder in path.glob("recording-[0-9]*/"):
+            shutil.rmtree(folder)
     for folder in path.glob("rank-[0-9]*/"):
         try:
             manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=_Owner)

@@ -37,7 +37,7 @@ class Schedule:
     """
 
     def __init__(self, options: RecordOptions) -> None:
-        first = options.wait + options.warmup if options.start_step is None else options.start_step
+        first = options.wait + options.warmup if options.at_step is None else options.at_step
         warmup = options.warmup if options.active else 0
         parts = [_Part("traced", warmup, options.active)]
         if options.memory:

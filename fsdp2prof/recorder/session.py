@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, TRACE_FILE, StepInfo
+from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE, StepInfo
 from fsdp2prof.recorder.captures import Captures
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory_history import OomDump
 from fsdp2prof.recorder.rank_manifest import ManifestFile
+from fsdp2prof.recorder.recordings import Recordings
 from fsdp2prof.recorder.roots import Roots
-from fsdp2prof.recorder.settings import Settings
+from fsdp2prof.recorder.settings import Settings, records_again
 from fsdp2prof.recorder.stepping import OptimizerWatch, TrainingSteps
+from fsdp2prof.recorder.summaries import Summaries
 from fsdp2prof.recorder.training_profilers import training_profilers
 
 __all__ = ["RankSession"]
@@ -48,15 +50,30 @@ class RankSession:
         self._roots = Roots(self._forward)
         self._file = ManifestFile(settings, identity, self._roots, self._watch)
         self.manifest, self.folder = self._file.manifest, self._file.folder
-        self._captures = Captures(self._file, settings.options, self._roots)
+        self._summaries = Summaries() if settings.options.summary else None
+        self._recordings: Recordings | None = None
+        if records_again(settings.options):
+            self._recordings = Recordings(
+                settings, identity, self._roots, self._watch, self._file, self._summaries
+            )
+            self._captures = self._recordings.current
+        else:
+            self._captures = Captures(self._file, settings.options, self._roots)
 
     def begin(self) -> None:
         """Leave the sign of life and, in a selected rank, start watching."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE):  # of an attempt that was restarted
+        for name in (
+            TRACE_FILE,
+            SNAPSHOT_FILE,
+            STORAGE_COUNT_FILE,
+            SUMMARY_FILE,
+        ):  # of an attempt that was restarted
             (self.folder / name).unlink(missing_ok=True)
         self.write_manifest()
         self._active = self.manifest.selected
+        if self._active and self._recordings is not None:
+            self._recordings.listen()
         if self._active:
             self._watch.install()
             training_profilers.install()
@@ -81,6 +98,7 @@ class RankSession:
             return
         self._keep_duration(time.time_ns())
         self._step += 1
+        self._choose_recording()
         captured = self._captures.touches(self._step)
         self._captures.advance(self._step)
         self._forward_began = False
@@ -92,13 +110,16 @@ class RankSession:
             self._guard(self._captures.end_step)
             if self._active:
                 self._guard(self._captures.begin_step)
+            if self._recordings is None and self._captures.is_over:
+                self._summarise()
         self._step_start_ns = time.time_ns()
 
     def begin_first_step(self) -> None:
         """Begin step 0; the first root forward does it where step boundaries are automatic."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._oom = OomDump(self.folder, self._out_of_memory)
+            self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
         self._step_start_ns = time.time_ns()
+        self._choose_recording()
         self._captures.advance(0)
         self._guard(self._captures.begin_step)
 
@@ -117,18 +138,40 @@ class RankSession:
         self._active = False
         if (told := self._captures.told_of_profiler()) is not None:
             self.tell(told)
+        if self._recordings is not None:
+            self._recordings.close(whole=over and whole)
+            self._finish_manifest(error, crashed)
+            self._wait_for_summaries(error)
+            return
         if not over and self._step == 0 and self._automatic and not error:
             self.tell(self._why_no_step())
         elif not over:
             ran = f"only {self._step} of {self._captures.end} steps ran"
             self.tell(f"schedule cut short: {ran}; complete are {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
+        self._summarise()
+        self._wait_for_summaries(error)
 
     def forget(self) -> None:
         """In a forked child: nothing is watched and nothing counted any more."""
         self._active = False
         self._captures.forget()
         self._stop_watching()
+
+    def _summarise(self) -> None:
+        if self._summaries is not None:
+            self._summaries.begin(self.folder)
+
+    def _wait_for_summaries(self, error: str | None) -> None:
+        if self._summaries is not None and error is None and not self._summaries.wait():
+            self.tell("its summary was not ready when the training ended: what was recorded is kept")
+            self.write_manifest()
+
+    def _choose_recording(self) -> None:
+        """Take up the recording that begins with this step or soon, if there is one."""
+        if self._recordings is not None:
+            self._guard(self._recordings.next_step, self._step)
+            self._captures = self._recordings.current
 
     def tell(self, message: str) -> None:
         """Keep a message for the person who reads the run."""
@@ -184,12 +227,13 @@ class RankSession:
     def _keep_duration(self, now: int) -> None:
         if self._step_start_ns < 0:
             self._step_start_ns = now
+        start = self._step_start_ns
+        ended = StepInfo(step=self._step, start_ns=start, duration_ns=now - start, kind=self._captures.kind)
+        if self._recordings is not None:
+            self._recordings.keep(ended)
         if len(self.manifest.steps) < MAX_STEPS:
-            start, kind = self._step_start_ns, self._captures.kind
-            self.manifest.steps.append(
-                StepInfo(step=self._step, start_ns=start, duration_ns=now - start, kind=kind)
-            )
-        elif self._captures.is_over:
+            self.manifest.steps.append(ended)
+        elif self._recordings is None and self._captures.is_over:
             self._stop_watching()
 
     def _out_of_memory(self, file: str) -> None:
@@ -206,6 +250,8 @@ class RankSession:
             self.tell(f"recording stopped at step {self._step}: {_reason(error)}")
             for further in self._captures.abandon():
                 self.tell(f"a capture could not be stopped cleanly: {_reason(further)}")
+            if self._recordings is not None:
+                self._recordings.close(whole=False)
             self._stop_watching()
             self._active = False
             self.manifest.state = "partial"

@@ -9,14 +9,25 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.manifest import RecordOptions, Rehearsal
 
-__all__ = ["ALIVE_VARIABLE", "VARIABLE", "Settings", "is_selected", "validate"]
+__all__ = [
+    "ALIVE_VARIABLE",
+    "VARIABLE",
+    "Settings",
+    "is_selected",
+    "leader",
+    "records_again",
+    "size_limit",
+    "validate",
+]
 
 VARIABLE = "FSDP2PROF_RECORD"
 ALIVE_VARIABLE = "FSDP2PROF_ALIVE"
 """Folder in which every Python process of the run leaves an empty file named after its pid."""
 
+_SIGNALS = ("USR1", "USR2")
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?$", re.IGNORECASE)
 _RANKS = re.compile(r"^(all|sample:[1-9]\d*|\d+(,\d+)*)$")
 
 
@@ -28,6 +39,8 @@ class Settings(msgspec.Struct, kw_only=True):
     options: RecordOptions
     node_rank: int = 0
     """Of the launcher: its ranks are told from those of other nodes by it."""
+    rehearsal: Rehearsal | None = None
+    """The rank that the process stands for; null where the training runs."""
 
     @property
     def path(self) -> Path:
@@ -50,12 +63,51 @@ def validate(options: RecordOptions) -> None:
     for name in ("wait", "warmup", "active", "memory_steps"):
         if getattr(options, name) < 0:
             raise UsageError(f"--{name.replace('_', '-')} must not be negative")
-    if options.start_step is not None and options.start_step < 0:
-        raise UsageError("--start-step must not be negative")
+    if options.at_step is not None and options.at_step < 0:
+        raise UsageError("--at-step must not be negative")
     if options.active == 0 and not options.memory:
         raise UsageError("--active 0 with --no-memory records nothing; ask for one of the two")
     if not _RANKS.match(options.ranks):
         raise UsageError(f"--ranks {options.ranks}: write all, a list as 0,3 or sample:K with K > 0")
+    _validate_repetition(options)
+
+
+def _validate_repetition(options: RecordOptions) -> None:
+    if options.every is not None and options.every < 1:
+        raise UsageError("--every must be a positive number of steps")
+    if options.on_slow is not None and options.on_slow <= 1:
+        raise UsageError(f"--on-slow {options.on_slow:g}: a factor above 1, for example 1.3x")
+    if options.signal is not None and options.signal not in _SIGNALS:
+        raise UsageError(f"--signal {options.signal}: {' or '.join(_SIGNALS)}")
+    if options.max_size is not None:
+        size_limit(options.max_size)
+        if not records_again(options):
+            raise UsageError(
+                "--max-size would have no effect on one recording; it goes with --every, --on-slow, "
+                "--on-demand or --signal"
+            )
+    captured = (options.active or 0) + (options.memory_steps if options.memory else 0) + options.warmup
+    if options.every is not None and options.every < captured:
+        raise UsageError(f"--every {options.every}: a recording takes {captured} steps; record less often")
+
+
+def records_again(options: RecordOptions) -> bool:
+    """Whether a run may have several recordings."""
+    return bool(options.every or options.on_slow or options.on_demand or options.signal)
+
+
+def size_limit(text: str) -> int:
+    """Return the bytes of ``500MB``, ``2GiB`` or ``1.5G``. Raises ``UsageError``."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise UsageError(f"--max-size {text}: write for example 500MB, 2GiB or 20G")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def leader(ranks: str, world_size: int) -> int:
+    """Return the lowest selected rank: the one that decides when all of them record."""
+    return next((rank for rank in range(world_size) if is_selected(ranks, rank, world_size)), 0)
 
 
 def is_selected(ranks: str, rank: int, world_size: int) -> bool:

@@ -164,6 +164,7 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
     "CATEGORY_CATALOG_SCHEMA",
@@ -192,6 +193,7 @@ __all__ = [
     "TRACE_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BandwidthFit",
     "BandwidthRow",
     "BlockBytes",
     "BoundByNs",
@@ -238,6 +240,7 @@ __all__ = [
     "HostSyncPlace",
     "HostSyncRow",
     "IdleCauses",
+    "KernelRow",
     "LateCause",
     "LateRank",
     "LateRanks",
@@ -251,6 +254,7 @@ __all__ = [
     "LayerPeak",
     "LayerRow",
     "LayerTotal",
+    "LayerWait",
     "LiveBlock",
     "MemoryAnalysis",
     "MemoryComparison",

@@ -61,6 +61,8 @@ class EstimatedMesh:
     dp_shard: int | None = None
     cp: int | None = None
     tp: int | None = None
+    ep: int | None = None
+    """Expert-parallel ranks, out of those of dp_shard x cp."""
     world_size: int
     dims: dict[str, int] = field(default_factory=dict)
     """A recorded run's own dimensions of FSDP, by the names that it gave them."""
@@ -82,6 +84,7 @@ class EstimatedPolicy:
     reshard_root: bool | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    output_dtype: str | None = None
     orig_dtype: str | None = None
     offload: bool | None = None
     trainable: str | None = None
@@ -91,7 +94,6 @@ class EstimatedPolicy:
     clip_grad: bool | None = None
     loss: str | None = None
     loss_parallel: bool | None = None
-    output_dtype: str | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
     separate_reduce_scatter_group: bool | None = None
@@ -104,6 +106,8 @@ class EstimatedPolicy:
     attention_is_saved: bool | None = None
     norm: str | None = None
     allocator: str | None = None
+    expert_shards: str | None = None
+    imbalance: float | None = None
     record_streams: bool | None = None
     pp_stage: int | None = None
     extra_model: str | None = None

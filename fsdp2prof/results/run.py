@@ -124,6 +124,8 @@ class RunSummary:
     """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
     unrecorded_step: UnrecordedStep | None = None
     """Over all ranks; null without steps that pay for no recording."""
+    rehearsed_rank: int | None = None
+    """The rank of ``world_size`` that one process stood for; null where the training ran."""
     shard_families: list[ShardFamily] = field(default_factory=list)
     """``shard_groups`` with alike layers folded."""
 

@@ -6,10 +6,10 @@ processes of their own, one rank each; the result is the same. Every file is dec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.memory.analysis import RankRecording, analyze_recording
 from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
@@ -18,7 +18,7 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
-from fsdp2prof.analyzers.steps import Window, host_steps, trained_steps
+from fsdp2prof.analyzers.steps import host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
@@ -32,7 +32,9 @@ from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.folders import is_trace_name
 from fsdp2prof.workflows.job_files import JobFiles
 from fsdp2prof.workflows.one_job import RankFile
+from fsdp2prof.workflows.summaries import analysis_of_summaries
 from fsdp2prof.workflows.trace_cache import read_trace_cached
+from fsdp2prof.workflows.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,24 +54,16 @@ _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
 
 
-class TraceOptions(TypedDict, total=False):
-    """How traces are analysed; each has a default."""
-
-    window: Window
-    steps: Collection[int] | None
-    """None, the default, is all."""
-    workers: int | None
-    """Processes; by default what the files are worth."""
-    cache: bool
-    """A large trace leaves its columns beside it and is not decoded again; off by default."""
-    references: References
-
-
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
     """Analyse the traces of a job.
 
     Raises ``TraceError`` when no trace can be read, and ``InputError`` for steps that are not in them.
     """
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, options)
+        if kept.trace is None:
+            raise TraceError(f"{job.path}: its summaries hold no trace: record with --active 1 or more")
+        return replace(kept.trace, warnings=[*job.messages, *kept.warnings, *kept.trace.warnings])
     result, _ = analyze_ranks(job, **options)
     return result
 
@@ -99,6 +93,11 @@ def analyze_memory(job: JobFiles, *, cache: bool = False) -> MemoryAnalysis:
     The highest peak is looked up in its rank's trace; ``cache`` is that of :class:`TraceOptions`.
     Raises ``SnapshotError`` when no recording can be read.
     """
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, {})
+        if kept.memory is None:
+            raise SnapshotError(f"{job.path}: its summaries hold no memory: record without --no-memory")
+        return replace(kept.memory, warnings=[*job.messages, *kept.warnings, *kept.memory.warnings])
     part = _analyze_recordings(job)
     result = part.result
     trace = part.trace_of_fullest(job)
@@ -119,6 +118,9 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
     summary = _summary(job)
+    if job.summaries.files:
+        kept = analysis_of_summaries(job, options)
+        return combine(summary, kept.trace, kept.memory, kept.warnings)
     memory: _MemoryPart | None = None
     trace: TraceAnalysis | None = None
     at_peak: AtPeak | None = None
@@ -173,7 +175,9 @@ def _summary(job: JobFiles) -> RunSummary:
             )
         ranks = [file.rank for file in traces.files], [file.rank for file in memory.files]
         return summarize_files(str(job.path), *ranks, traces.world_size)
-    if not any(record.manifest or record.trace or record.memory for record in job.run.ranks):
+    if not any(
+        record.manifest or record.trace or record.memory or record.summary for record in job.run.ranks
+    ):
         reason = job.messages[0] if job.messages else "record it again"
         raise RunDirectoryError(f"{job.path}: no rank left anything: {reason}")
     return summarize_run(job.run)

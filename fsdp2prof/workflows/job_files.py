@@ -13,7 +13,7 @@ from pathlib import Path
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, RankManifest, RunDirectory
 from fsdp2prof.readers.chrome_trace import peek_rank
-from fsdp2prof.readers.run_directory import is_run_directory, open_run
+from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
 from fsdp2prof.workflows.choices import listed, require
 from fsdp2prof.workflows.file_names import read_name
 from fsdp2prof.workflows.folders import find_memory_files, find_traces, is_memory_name, is_trace_name
@@ -30,15 +30,18 @@ def open_job(
 ) -> JobFiles:
     """Open what is at a path; ``ranks`` selects some, by default all are read.
 
-    ``iteration`` chooses one of several profiling cycles in a folder, by default the newest.
+    ``iteration`` chooses one of several recordings of a run, or profiling cycles in a folder, by default the
+    newest.
     Raises ``InputError`` for what is not there, ``RunDirectoryError`` for a run that cannot be read.
     """
     root = Path(path)
     if not root.exists():
         raise InputError(f"{root}: no such file or folder")
     run = open_run(root) if is_run_directory(root) else None
-    if iteration is not None and (run is not None or root.is_file()):
-        what = "a run directory" if run is not None else "one file"
+    if run is not None and run.recordings:
+        run = open_recording(run, run.recordings[-1] if iteration is None else iteration)
+    elif iteration is not None and (run is not None or root.is_file()):
+        what = "a run directory with one recording" if run is not None else "one file"
         raise InputError(f"{root}: is {what} and has no iterations: leave out --iteration")
     return JobFiles(root, run, ranks, iteration)
 
@@ -77,6 +80,13 @@ class JobFiles:
         if not _is_memory_file(self.path):
             return Found(absent=f"{self.path}: a trace, not a memory recording")
         return self._chosen(self._one_file())
+
+    @cached_property
+    def summaries(self) -> Found:
+        """What ranks made of their own steps, where they kept no more; raises as :attr:`traces`."""
+        ranks = () if self.run is None else self.run.ranks
+        files = tuple(RankFile(rank=one.rank, path=one.summary) for one in ranks if one.summary is not None)
+        return self._chosen(Found(files=files))
 
     @property
     def recordings(self) -> Found:
@@ -145,7 +155,10 @@ def _silent(run: RunDirectory, kind: str, said: str) -> tuple[str, ...]:
     return tuple(
         f"rank {record.rank}: {said}"
         for record in run.ranks
-        if getattr(record, kind) is None and record.manifest is not None and record.manifest.selected
+        if getattr(record, kind) is None
+        and record.summary is None
+        and record.manifest is not None
+        and record.manifest.selected
     )
 
 

@@ -70,7 +70,7 @@ def main():
         model=model,
         extra=None,
         policy=policy,
-        optimizer=build_optimizer(model.module, policy),
+        optimizer=build_optimizer(model, policy),
         host=HostMemory(offloads=False),
         device=device,
         loss_is_parallel=False,

@@ -19,81 +19,37 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interception import Interception, summed
 from support.present import manifest_of, present
 from support.recordings import RECORDED, STEPS
+from support.scripts import load_script
 from support.torch_versions import TENSOR_PARALLEL_SHARDS_UNEVENLY
-from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
 from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
+from fsdp2prof.estimators.execution.expert_parallel import clip_gradients, exchange_tokens
+from fsdp2prof.estimators.execution.fake_world import (
+    expert_mesh,
+    fake_process_group,
+    fsdp_mesh,
+    tensor_parallel_mesh,
+)
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.catalog import ExpertShape, LatentShape, TransformerConfig
 from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.readers.run_directory import open_run
 
-from .conftest import SCRIPTS
-
-
-class Interception(TorchDispatchMode):
-    """Counts collectives by (phase, op, dtype, payload bytes) below DTensor and FSDP.
-
-    Those of one rank, which torch still calls before 2.10, move nothing and do not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = "forward"
-        self.counts: Counter[tuple[str, str, str, int]] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any("DTensor" in kind.__name__ for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")
-        if name[0] in ("c10d", "_c10d_functional"):
-            op, payload = self._payload(name[2], args, result)
-            if op is not None and self._ranks(args) > 1:
-                dtype = str(payload.dtype).removeprefix("torch.")
-                self.counts[self.phase, op, dtype, payload.numel() * payload.element_size()] += 1
-        return result
-
-    @staticmethod
-    def _ranks(args):
-        """Size of the group: the first boxed object of a c10d operator, else the name at the end."""
-        boxed = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
-        if boxed is None:
-            return dist.distributed_c10d._resolve_process_group(args[-1]).size()
-        return dist.ProcessGroup.unbox(boxed).size()
-
-    @staticmethod
-    def _payload(name, args, result):
-        match name.rstrip("_"):
-            case "_allgather_base":
-                return "all_gather", args[0]
-            case "all_gather_into_tensor":
-                return "all_gather", result
-            case "_reduce_scatter_base":
-                return "reduce_scatter", args[1]
-            case "reduce_scatter_tensor":
-                return "reduce_scatter", args[0]
-            case "all_to_all_single":
-                return "all_to_all", args[0]
-            case "allreduce":
-                return "all_reduce", args[0][0]
-            case "all_reduce":
-                return "all_reduce", args[0]
-        return None, None
+from .conftest import SCRIPTS, script_path, torchrun, training_environment
 
 
 def tiny(family="llama", **changes):
@@ -118,7 +74,9 @@ def executed(config, mesh, policy):
     model = build_builtin(config, policy.seq_len, policy.orig_dtype)
     mode = Interception()
     with fake_process_group(mesh) as device_mesh:
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        model, experts = part_of(model, mesh, policy), expert_mesh(mesh)
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)
+        exchange_tokens(model, policy, experts)
         model.module.to_empty(device="cpu")
         for _ in range(2):
             mode.counts.clear()
@@ -132,12 +90,12 @@ def train_step(model, policy, mode):
         last = micro_batch == policy.grad_accum - 1
         model.module.set_requires_gradient_sync(last or policy.sync == "each")
         mode.phase = "forward"
-        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), None)
+        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), "full")
         mode.phase = "backward"
         loss.backward()
     mode.phase = "optimizer"
     if policy.clip_grad:
-        nn.utils.clip_grad_norm_(model.module.parameters(), 1.0)
+        clip_gradients(model)
     model.module.zero_grad()
 
 
@@ -151,6 +109,15 @@ def predicted(config, mesh, policy):
         assert row.payload_bytes % row.count == 0
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
     return counts
+
+
+def summed_rows(result):
+    """The same of an estimate."""
+    rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for row in result.groups:
+        known = rows.get((row.phase, row.op, row.dtype), (0, 0))
+        rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
+    return rows
 
 
 SIZES: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
@@ -234,15 +201,31 @@ def test_tensor_parallelism(config, options):
     mesh = MeshSpec(dp_replicate=options.get("dp_replicate", 1), dp_shard=2, tp=2)
     options = {name: value for name, value in options.items() if name != "dp_replicate"}
     policy = PolicySpec(**SIZES | options)
-    sums: dict[tuple[str, ...], tuple[int, int]] = {}
-    for (phase, op, dtype, payload), count in executed(config, mesh, policy).items():
-        known = sums.get((phase, op, dtype), (0, 0))
-        sums[phase, op, dtype] = known[0] + count, known[1] + count * payload
-    rows: dict[tuple[str, ...], tuple[int, int]] = {}
-    for row in estimate(config, mesh, policy).groups:
-        known = rows.get((row.phase, row.op, row.dtype), (0, 0))
-        rows[row.phase, row.op, row.dtype] = known[0] + row.count, known[1] + row.payload_bytes
-    assert rows == sums
+    assert summed_rows(estimate(config, mesh, policy)) == summed(executed(config, mesh, policy))
+
+
+EXPERTS = ExpertShape(count=8, top_k=2, ffn_dim=24, shared_ffn_dim=16, first=1, normalised=True)
+LATENT = LatentShape(q_rank=16, kv_rank=12, nope_dim=4, rope_dim=4, value_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "latent"),
+    [
+        ({"dp_shard": 4, "ep": 4}, {"imbalance": 1.5, "wrap": ("block", "GroupedExperts")}, None),
+        ({"dp_shard": 4, "ep": 2}, {"ac": "op"}, LATENT),
+        ({"dp_shard": 4, "ep": 2, "dp_replicate": 2}, {"ac": "full", "grad_accum": 2}, None),
+        ({"dp_shard": 8, "ep": 2}, {"expert_shards": "hidden", "reshard": "never"}, LATENT),
+        ({"dp_shard": 4}, {"expert_shards": "hidden"}, None),
+    ],
+)
+def test_expert_parallelism(sizes, options, latent):
+    if sizes.get("ep") and expert_mesh_refusal():
+        pytest.skip("this torch has one mesh for a module")
+    config = tiny(experts=EXPERTS, latent=latent)
+    mesh, policy = MeshSpec(**sizes), PolicySpec(**SIZES | options)
+    sums = summed(executed(config, mesh, policy))
+    assert summed_rows(estimate(config, mesh, policy)) == sums
+    assert any(op == "all_to_all" for _, op, _ in sums) == (mesh.ep > 1)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -412,3 +395,22 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         rows = [row for row in analysis["groups"] if (row["rank"], row["step"]) == (0, step)]
         measured = {tuple(row[key] for key in KEYS): [row[key] for key in SUMS] for row in rows}
         assert measured == predicted_rows
+
+
+def test_expert_parallelism_of_real_ranks(tmp_path):
+    """A mixture written apart, with real routing and split sizes, under torchrun: to the byte."""
+    if expert_mesh_refusal():
+        pytest.skip("this torch has one mesh for a module")
+    script = load_script(script_path("experts"), "experts_script")
+    output = tmp_path / "counts.json"
+    command = torchrun(script_path("experts"), script.RANKS, str(output))
+    done = subprocess.run(
+        command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert output.exists(), done.stderr[-4000:]
+    counted = {
+        (phase, op, dtype, size): count for phase, op, dtype, size, count in json.loads(output.read_text())
+    }
+    mesh = MeshSpec(dp_shard=script.RANKS, ep=script.EP)
+    policy = PolicySpec(seq_len=script.SEQ_LEN, batch_size=script.BATCH, clip_grad=False)
+    assert summed_rows(estimate(script.CONFIG, mesh, policy)) == summed(counted)

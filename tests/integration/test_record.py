@@ -307,9 +307,9 @@ def test_a_short_run_of_chosen_ranks_is_partial(tmp_path):
     assert "ProfilerStep#2" in trace_names(chosen.trace)
 
 
-def test_start_step_without_memory(tmp_path):
+def test_at_step_without_memory(tmp_path):
     run = tmp_path / "run"
-    options = ["--start-step", "1", "--warmup", "0", "--active", "2", "--no-memory"]
+    options = ["--at-step", "1", "--warmup", "0", "--active", "2", "--no-memory"]
     done = record(
         run, sys.executable, SCRIPTS / "accumulation.py", "--steps", 4, options=options, env=one_rank()
     )

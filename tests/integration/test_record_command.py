@@ -172,7 +172,7 @@ def test_a_command_that_cannot_start(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [["--ranks", "first"], ["--active", "0", "--no-memory"], ["--wait", "-1"], ["--start-step", "-3"]],
+    [["--ranks", "first"], ["--active", "0", "--no-memory"], ["--wait", "-1"], ["--at-step", "-3"]],
 )
 def test_options_that_cannot_be_meant(tmp_path, options):
     done = record(tmp_path / "run", "true", options=options)

@@ -107,12 +107,12 @@ def scheduled(*shape, **options):
     return train
 
 
-@pytest.mark.parametrize("start_step", [None, 0, 1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("at_step", [None, 0, 1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize(
     ("shape", "repeat"), [((1, 1, 2), 0), ((2, 3, 1), 0), ((0, 1, 3), 0), ((5, 1, 2), 0), ((1, 0, 1), 2)]
 )
-def test_a_schedule_of_its_own(compare, shape, repeat, start_step):
-    manifest = compare(scheduled(*shape, repeat=repeat), start_step=start_step)
+def test_a_schedule_of_its_own(compare, shape, repeat, at_step):
+    manifest = compare(scheduled(*shape, repeat=repeat), at_step=at_step)
     if manifest.state != "complete":
         assert manifest.messages
 
@@ -139,7 +139,7 @@ def test_its_trace_stands_for_ours_where_it_leaves_no_gap(compare):
 
 
 def test_what_it_interrupts_is_kept(compare):
-    manifest = compare(scheduled(2, 3, 1), start_step=0)
+    manifest = compare(scheduled(2, 3, 1), at_step=0)
     assert manifest.traced_steps == [0, 1]
     assert manifest.state == "partial"
 

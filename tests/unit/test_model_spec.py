@@ -15,6 +15,7 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfig
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import Chunked
 
 # As the model cards and papers publish them; Qwen's tied models without the duplicate head.
 PUBLISHED = {
@@ -108,9 +109,9 @@ def test_chunked_loss_equals_the_full_loss_and_its_gradients(family):
     model = materialise(build_builtin(config, 16, "float32"))
     batch = model.make_batch(2, 16, torch.device("cpu"))
     gradients = []
-    for chunks in (None, 4):
+    for how in ("full", Chunked(4)):
         model.module.zero_grad()
-        loss = model.loss(model.module, batch, chunks)
+        loss = model.loss(model.module, batch, how)
         loss.backward()
         gradients.append((loss, [parameter.grad.clone() for parameter in model.module.parameters()]))
     (full, full_gradients), (chunked, chunked_gradients) = gradients
@@ -224,7 +225,7 @@ def test_factory_blocks_are_the_largest_list_of_one_class(tmp_path, monkeypatch)
 def test_a_configuration_that_transformers_refuses(values, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ModelError, match="transformers cannot build it") as error:
+    with pytest.raises(ModelError, match=r"transformers .*(cannot build it|has no model_type)") as error:
         build_model(ModelSpec(source=str(tmp_path)), seq_len=16)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500

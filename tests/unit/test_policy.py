@@ -155,8 +155,8 @@ def test_hardware_is_known_or_refused():
 
 
 def test_a_mesh_table_has_known_dimensions():
-    with pytest.raises(ModelError, match="no dimension 'ep'"):
-        make_spec({"model": "gpt2", "mesh": {"ep": 8}})
+    with pytest.raises(ModelError, match="no dimension 'vp'"):
+        make_spec({"model": "gpt2", "mesh": {"vp": 8}})
 
 
 def test_a_model_is_asked_for():

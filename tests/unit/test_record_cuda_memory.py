@@ -101,3 +101,20 @@ def test_out_of_memory_keeps_an_earlier_recording(calls, tmp_path, monkeypatch):
     observers[1](0, 1 << 30, 0, 0)
     assert told[2] == "oom.pickle"
     assert {file.name for file in tmp_path.iterdir()} == {"memory.pickle", "oom.pickle"}
+
+
+def test_running_out_of_memory_in_a_memory_step_leaves_two_snapshots(calls, monkeypatch, tmp_path):
+    """The moment of the failure, and the recording that ends later: neither takes the other's place."""
+    observers: list[Callable[..., None]] = []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+    told: list[object] = []
+    capture = CudaMemoryCapture(tmp_path / "memory.pickle", several_roots=False)
+    OomDump(tmp_path, told.append, lambda: True)
+    capture.begin_step(5)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {**SNAPSHOT, "segments": ["full"]})
+    observers[0](0, 1 << 30, 0, 0)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: SNAPSHOT)
+    capture.finish()
+    assert told == ["oom.pickle"]
+    assert pickle.loads((tmp_path / "oom.pickle").read_bytes())["segments"] == ["full"]
+    assert pickle.loads((tmp_path / "memory.pickle").read_bytes())["segments"] == []

@@ -26,8 +26,8 @@ def kinds(count, **options):
         ({}, "pwtttmpp"),
         ({"wait": 0, "warmup": 0, "active": 1}, "tmpppppp"),
         ({"wait": 2, "warmup": 2, "active": 2, "memory": False}, "ppwwttpp"),
-        ({"start_step": 4, "active": 1, "memory_steps": 2}, "pppwtmmp"),
-        ({"start_step": 0}, "tttmpppp"),
+        ({"at_step": 4, "active": 1, "memory_steps": 2}, "pppwtmmp"),
+        ({"at_step": 0}, "tttmpppp"),
         ({"active": 0, "memory_steps": 2}, "ppmmpppp"),
     ],
 )
@@ -38,15 +38,13 @@ def test_schedule(options, expected):
 @given(
     st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.none() | st.integers(0, 9)
 )
-def test_each_kind_is_one_run_of_the_asked_length(wait, warmup, active, memory_steps, start_step):
-    text = kinds(
-        40, wait=wait, warmup=warmup, active=active, memory_steps=memory_steps, start_step=start_step
-    )
+def test_each_kind_is_one_run_of_the_asked_length(wait, warmup, active, memory_steps, at_step):
+    text = kinds(40, wait=wait, warmup=warmup, active=active, memory_steps=memory_steps, at_step=at_step)
     assert text.count("t") == active
     assert text.count("m") == memory_steps
     assert text.strip("p").lstrip("w").lstrip("t").strip("m") == ""
-    if active and start_step is not None:
-        assert text.index("t") == start_step
+    if active and at_step is not None:
+        assert text.index("t") == at_step
 
 
 def put_off(step, **how):
@@ -110,7 +108,7 @@ def test_ranks(ranks, world_size, expected):
         {"ranks": "0-3"},
         {"ranks": "sample:0"},
         {"wait": -1},
-        {"start_step": -1},
+        {"at_step": -1},
         {"active": 0, "memory": False},
     ],
 )
@@ -120,7 +118,7 @@ def test_options_that_cannot_be_meant(options):
 
 
 def test_settings_travel_through_the_environment(monkeypatch):
-    settings = Settings(run="/data/ä run", options=RecordOptions(start_step=7, ranks="0,3"))
+    settings = Settings(run="/data/ä run", options=RecordOptions(at_step=7, ranks="0,3"))
     monkeypatch.setenv("FSDP2PROF_RECORD", settings.encode())
     assert Settings.from_environment() == settings
     monkeypatch.delenv("FSDP2PROF_RECORD")
@@ -133,7 +131,7 @@ def test_the_command_and_the_recorder_take_every_recording_option() -> None:
     command = {option.name: option for option in record.params if isinstance(option, click.Option)}
     assert set(command) == fields | {"output", "force", "quiet", "node_rank"}
     assert all(command[name].help for name in fields)
-    made = {"wait": 2, "active": 1, "start_step": 4, "ranks": "0,1", "stacks": True, "memory": False}
+    made = {"wait": 2, "active": 1, "at_step": 4, "ranks": "0,1", "stacks": True, "memory": False}
     assert Recorder("unused", **made)._options == RecordOptions(**made)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no option 'activ'; there are wait, "):
         Recorder("unused", activ=3)

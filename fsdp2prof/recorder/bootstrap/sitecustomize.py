@@ -17,6 +17,8 @@ class _AfterImport(MetaPathFinder):
     def __init__(self) -> None:
         self._receivers = {
             "torch.distributed.fsdp._fully_shard._fully_shard": _attach,
+            "torch.distributed.distributed_c10d": _rehearse,
+            "torch.distributed.device_mesh": _rehearse,
             "torch.nn.parallel.distributed": _note_ddp,
             "torch.distributed.fsdp.fully_sharded_data_parallel": _note_fsdp1,
         }
@@ -51,6 +53,13 @@ def _attach(module: object) -> None:
         )
         return
     install(module)  # type: ignore[arg-type]
+
+
+def _rehearse(module: object) -> None:
+    if '"rehearsal":{' in os.environ["FSDP2PROF_RECORD"]:
+        from fsdp2prof.recorder.rehearsal import install
+
+        install(module)  # type: ignore[arg-type]
 
 
 def _note_ddp(module: object) -> None:

@@ -14,7 +14,8 @@ __all__ = ["given_section", "subtitle"]
 _TOPICS = {
     "batch": ("batch_size", "seq_len", "grad_accum", "sync"),
     "sharding": ("wrap", "reshard", "reshard_root", "offload", "trainable"),
-    "precision": ("orig_dtype", "param_dtype", "reduce_dtype", "float8", "fp8_all_gather"),
+    "precision": ("orig_dtype", "param_dtype", "reduce_dtype", "output_dtype", "float8", "fp8_all_gather"),
+    "software": ("torch", "attention", "attention_is_saved", "norm", "allocator", "record_streams"),
     "training": ("ac", "optimizer", "optimizer_impl", "clip_grad", "loss", "loss_parallel", "compile"),
 }
 """Options by what they are about; the others come last."""
@@ -65,7 +66,7 @@ def _by_topic(policy: EstimatedPolicy) -> dict[str, str]:
 
 
 def _dimensions(mesh: EstimatedMesh) -> dict[str, int]:
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
     sizes = {name: size for name in names if (size := getattr(mesh, name)) is not None}
     return mesh.dims or sizes
 

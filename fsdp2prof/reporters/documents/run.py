@@ -59,7 +59,11 @@ def _state(run: RunSummary) -> str:
 def _world(run: RunSummary) -> str:
     more = ", ..." if len(run.hosts) > _HOSTS_NAMED else ""
     hosts = f" on {', '.join(run.hosts[:_HOSTS_NAMED])}{more}" if run.hosts else ""
-    return "" if run.world_size is None else plural(run.world_size, "rank") + hosts
+    if run.world_size is None:
+        return ""
+    if run.rehearsed_rank is not None:
+        return f"rehearsed: rank {run.rehearsed_rank} of {run.world_size}{hosts}"
+    return plural(run.world_size, "rank") + hosts
 
 
 def _run_sections(run: RunSummary) -> list[Section]:

@@ -74,7 +74,7 @@ def main() -> None:
         model.module.to_empty(device="cpu")
         stage = PipelineStage(model.module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
         schedule = Schedule1F1B(stage, args.micro_batches, loss_fn=loss, scale_grads=False)
-        optimizer = build_optimizer(model.module, how)
+        optimizer = build_optimizer(model, how)
         assert optimizer is not None
         for step in range(1, STEPS + 1):
             tracker.mark_step(step)

@@ -1,0 +1,105 @@
+"""Experts on a mesh of their own: how they are placed, clipped, and reached by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp2prof.estimators.models.experts import ExpertExchange, MixtureOfExperts
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.sharding import shard_dim
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+
+__all__ = ["by_mesh", "clip_gradients", "exchange_tokens", "expert_placement"]
+
+
+def expert_placement(
+    model: Model, policy: PolicySpec, mesh: DeviceMesh, experts: DeviceMesh | None
+) -> Callable[[nn.Parameter], Any] | None:
+    """What tells ``fully_shard`` the dimension and mesh of each parameter, ``None`` if all are as usual.
+
+    ``mesh`` is that of the other parameters, ``experts`` the mesh dp_replicate, efsdp, ep.
+    """
+    shards = mesh.size(mesh.ndim - 1)
+    spec = MeshSpec(dp_shard=shards, ep=1 if experts is None else experts["ep"].size())
+    modules = [model.module.get_submodule(fqn) for fqn in model.experts]
+    dims = {
+        parameter: shard_dim(parameter.shape, spec, policy)
+        for module in modules
+        for parameter in module.parameters(recurse=False)
+    }
+    info = None if experts is None else _mesh_info(experts)
+    if info is None and not any(dims.values()):
+        return None
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter not in dims:
+            return None
+        if info is None:
+            return Shard(dims[parameter])
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
+        return ShardPlacementResult(placement=Shard(dims[parameter]), mesh_info=info)
+
+    return place
+
+
+def _mesh_info(experts: DeviceMesh) -> Any:
+    """FSDP's description of the ranks that share an expert."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    if experts["dp_replicate"].size() == 1:
+        return FSDPMeshInfo(mesh=experts["efsdp"], shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh=experts["dp_replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def exchange_tokens(model: Model, policy: PolicySpec, experts: DeviceMesh | None) -> None:
+    """Let the mixtures of a model reach the experts on other ranks."""
+    if experts is None:
+        return
+    group = experts["ep"].get_group()
+    for module in model.module.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.exchange = ExpertExchange(group, group.size(), policy.imbalance)
+
+
+def by_mesh(model: Model) -> list[list[nn.Parameter]]:
+    """The parameters, those of experts on a mesh of their own apart."""
+    experts = {
+        parameter
+        for fqn in (model.experts if model.expert_ranks > 1 else ())
+        for parameter in model.module.get_submodule(fqn).parameters(recurse=False)
+    }
+    parts = [[], []]  # type: list[list[nn.Parameter]]
+    for parameter in model.module.parameters():
+        parts[parameter in experts].append(parameter)
+    return [part for part in parts if part]
+
+
+def clip_gradients(model: Model) -> None:
+    """Clip the global gradient norm to 1; that of experts is reduced over their own ranks first."""
+    parts = by_mesh(model)
+    if len(parts) == 1:
+        torch.nn.utils.clip_grad_norm_(parts[0], 1.0, foreach=True)
+        return
+    dense, experts = (_norm(part) for part in parts)
+    group = next(m for m in model.module.modules() if isinstance(m, MixtureOfExperts)).exchange
+    assert group is not None
+    squares = experts.square()
+    dist.all_reduce(squares, group=group.group)
+    total = (dense.square() + squares).sqrt()
+    for part in parts:
+        torch.nn.utils.clip_grads_with_norm_(part, 1.0, total, foreach=True)
+
+
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

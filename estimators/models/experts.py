@@ -1,0 +1,213 @@
+"""A mixture of experts as it is trained: router, reordering, grouped products, expert parallelism.
+
+Tokens choose their ``k`` experts and none is dropped. Rows are gathered in the order of their experts,
+exchanged with the ranks that hold the experts, multiplied in one grouped product a projection, brought back,
+and added to the tokens they came from, as torchtitan's ``MoE`` with ``ExpertParallel`` does. Which rows go
+where is data, so here a rank sends every other the same number, and receives ``imbalance`` times as many.
+Shapes: T tokens, D model dim, X experts, R rows (T k, or what was received), F the experts' hidden dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
+
+from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
+
+__all__ = ["ExpertExchange", "GroupedExperts", "MixtureOfExperts", "has_grouped_products"]
+
+_ALIGNMENT = 8
+"""Rows to whose multiple each expert's are padded, as the grouped product needs in bf16."""
+_ACTIVATION_LIMIT = 7.0
+_ACTIVATION_SLOPE = 1.702
+"""Of gpt-oss's gated activation."""
+
+
+def has_grouped_products() -> bool:
+    """Whether this torch has the grouped matrix product on every device."""
+    return hasattr(F, "grouped_mm") or hasattr(torch, "_grouped_mm")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """How tokens reach experts on other ranks."""
+
+    group: ProcessGroup
+    ranks: int
+    imbalance: float
+    """Rows that the rank receives, in multiples of what it sends."""
+
+    def received(self, rows: int) -> list[int]:
+        """Rows from each rank where the rank itself sends ``rows`` to all together."""
+        size, longer = divmod(ceil(rows * self.imbalance), self.ranks)
+        return [size + (rank < longer) for rank in range(self.ranks)]
+
+    def sent(self, rows: int) -> list[int]:
+        """Rows to each rank."""
+        size, longer = divmod(rows, self.ranks)
+        return [size + (rank < longer) for rank in range(self.ranks)]
+
+
+class Router(nn.Module):
+    """Scores of the experts in fp32, and each token's best ``k``."""
+
+    expert_bias: Tensor
+
+    def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.gate = nn.Linear(config.dim, shape.count, bias=shape.bias)
+        self.register_buffer("expert_bias", torch.zeros(shape.count, dtype=torch.float32))
+
+    def forward(self, x_td: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scores (T, k) fp32 and the experts (T, k) int64."""
+        scores = self.gate(x_td).float()
+        scores = torch.sigmoid(scores) if self.shape.sigmoid else F.softmax(scores, dim=1)
+        _, selected = torch.topk(scores + self.expert_bias, self.shape.top_k, dim=1)
+        top = scores.gather(1, selected)
+        if self.shape.normalised:
+            top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        return top, selected
+
+
+class GroupedExperts(nn.Module):
+    """The routed experts' projections, stacked: those of this rank under expert parallelism."""
+
+    b1: nn.Parameter | None
+    b2: nn.Parameter | None
+    b3: nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
+        super().__init__()
+        count, dim, ffn = shape.count, config.dim, shape.ffn_dim
+        self.w1 = nn.Parameter(torch.empty(count, ffn, dim))
+        self.w2 = nn.Parameter(torch.empty(count, dim, ffn))
+        self.w3 = nn.Parameter(torch.empty(count, ffn, dim))
+        biases = {"b1": ffn, "b2": dim, "b3": ffn} if shape.bias else {}
+        for name in ("b1", "b2", "b3"):
+            size = biases.get(name)
+            self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(count, size)))
+
+    def forward(self, x_rd: Tensor, counts_x: Tensor) -> Tensor:
+        """Transform rows (R, D) that stand in the order of their experts, ``counts_x`` of each."""
+        if has_grouped_products() and self.w1.dtype == torch.bfloat16:
+            offsets = torch.cumsum(counts_x, dim=0, dtype=torch.int32)
+            return self._transform(x_rd, offsets)
+        parts = torch.tensor_split(x_rd, self.w1.shape[0])
+        return torch.cat([self._one(expert, part) for expert, part in enumerate(parts)])
+
+    def _transform(self, x_rd: Tensor, offsets: Tensor) -> Tensor:
+        gate = self._product(x_rd, self.w1, self.b1, offsets)
+        up = self._product(x_rd, self.w3, self.b3, offsets)
+        return self._product(self._activate(gate, up), self.w2, self.b2, offsets)
+
+    def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.b1 is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=_ACTIVATION_LIMIT), up.clamp(-_ACTIVATION_LIMIT, _ACTIVATION_LIMIT)
+        return gate * torch.sigmoid(_ACTIVATION_SLOPE * gate) * (up + 1)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        grouped = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+        out: Tensor = grouped(x, weight.transpose(-2, -1), offs=offsets)
+        if bias is None:
+            return out
+        rows = torch.arange(x.shape[0], device=x.device)
+        return out + bias[torch.searchsorted(offsets, rows, right=True).clamp(max=len(bias) - 1)]
+
+    def _one(self, expert: int, x: Tensor) -> Tensor:
+        biases = [None if bias is None else bias[expert] for bias in (self.b1, self.b3, self.b2)]
+        gate = F.linear(x, self.w1[expert], biases[0])
+        up = F.linear(x, self.w3[expert], biases[1])
+        return F.linear(self._activate(gate, up), self.w2[expert], biases[2])
+
+
+class SharedExperts(nn.Module):
+    """SwiGLU that every token passes."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """Transform each token."""
+        out: Tensor = self.w2(F.silu(self.w1(x_td)) * self.w3(x_td))
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, routed experts and shared experts: a block's feed-forward."""
+
+    def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = Router(config, shape)
+        self.experts = GroupedExperts(config, shape)
+        self.shared_experts = (
+            SharedExperts(config.dim, shape.shared_ffn_dim) if shape.shared_ffn_dim else None
+        )
+        self.exchange: ExpertExchange | None = None
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        """Transform each position."""
+        x_td = x_bsd.reshape(-1, x_bsd.shape[-1])
+        top, selected = self.router(x_td)
+        counts = _counts(selected, self.shape.count)
+        order = torch.argsort(selected.view(-1), stable=True)
+        weights = top.view(-1)[order].unsqueeze(1)
+        tokens = (order // self.shape.top_k).unsqueeze(1).expand(-1, x_td.shape[1])
+        rows = torch.gather(x_td, 0, tokens)
+        if self.shape.weighs_inputs:
+            rows = (rows.float() * weights).to(x_td.dtype)
+        rows = self.experts(rows, counts) if self.exchange is None else self._exchanged(rows, counts)
+        out = torch.zeros_like(x_td) if self.shared_experts is None else self.shared_experts(x_td)
+        if not self.shape.weighs_inputs:
+            rows = (rows.float() * weights).to(x_td.dtype)
+        return out.scatter_add(0, tokens, rows).view(x_bsd.shape)
+
+    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Run the experts where they are."""
+        assert self.exchange is not None
+        group, local = self.exchange.group, self.shape.count // self.exchange.ranks
+        with torch.no_grad():
+            counts_there = wait_tensor(all_to_all_single(counts, None, None, group))  # type: ignore[no-untyped-call]
+        sent, received = self.exchange.sent(rows.shape[0]), self.exchange.received(rows.shape[0])
+        arrived = all_to_all_single_autograd(rows, received, sent, group)
+        padded, places = _by_expert(arrived, local, self.exchange.ranks)
+        per_expert = counts_there.view(self.exchange.ranks, local).sum(0)
+        done = self.experts(padded, per_expert)
+        back = done.new_empty(arrived.shape[0] + 1, done.shape[1])
+        back[places] = done
+        return all_to_all_single_autograd(back[:-1], sent, received, group)
+
+
+def _counts(selected: Tensor, experts: int) -> Tensor:
+    """Rows of each expert, (X,) int64."""
+    return torch.histc(selected.view(-1).float(), bins=experts, min=0, max=experts - 1).to(torch.int64)
+
+
+def _by_expert(rows: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Bring rows that came rank by rank, in the order of experts, into that of experts, each padded.
+
+    Returns them and their places, of which the one after the last row is the padding's.
+    """
+    count = rows.shape[0]
+    each = -(-count // experts)
+    size = experts * (-(-each // _ALIGNMENT) * _ALIGNMENT)
+    places = torch.arange(size, device=rows.device).clamp(max=count)
+    if count % (experts * ranks) == 0 and size == count:
+        places = places.view(ranks, experts, -1).transpose(0, 1).reshape(-1)
+    padding = rows.new_zeros(1, rows.shape[1])
+    return torch.vstack((rows, padding))[places], places

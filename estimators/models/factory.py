@@ -1,0 +1,103 @@
+"""Models of the user's own factory."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
+from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.spec.policy import Loss
+
+__all__ = ["build_factory"]
+
+
+def build_factory(source: str, orig_dtype: str) -> Model:
+    """Call ``package.module:factory`` under the meta device and describe what it returns.
+
+    The current directory is importable, as for a script. Raises ``ModelError`` if it cannot be imported,
+    fails, returns something else, or allocates real memory.
+    """
+    module_name, _, attribute = source.partition(":")
+    with _current_directory_importable():
+        try:
+            factory = getattr(importlib.import_module(module_name), attribute)
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
+            raise ModelError(f"model {source}: cannot be imported: {one_line(error)}") from None
+        try:
+            with meta_construction(orig_dtype):
+                made = factory()
+        except (Exception, SystemExit) as error:  # as above
+            raise ModelError(f"model {source}: the factory failed: {one_line(error)}") from None
+    parts = made if isinstance(made, tuple) else (made,)
+    module, loss, batch = (*parts, None, None, None)[:3]
+    if not isinstance(module, nn.Module) or len(parts) > 3:
+        raise ModelError(
+            f"model {source}: returned {type(made).__name__}, "
+            "not a module, (module, loss) or (module, loss, batch)"
+        )
+    real = next((fqn for fqn, tensor in _tensors(module) if tensor.device.type != "meta"), None)
+    if real is not None:
+        raise ModelError(
+            f"model {source}: {real} has real memory; the factory must not choose a device or load weights"
+        )
+    return Model(
+        name=source,
+        module=module,
+        blocks=no_split_blocks(module) or repeated_blocks(module),
+        config=None,
+        make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
+        loss=partial(_own_loss, loss) if loss else partial(loss_of_model, head_of(module)),
+    )
+
+
+@contextmanager
+def _current_directory_importable() -> Iterator[None]:
+    """Search modules in the current directory, too, as ``python -m`` does."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _own_batch(
+    factory: Callable[[int, int, torch.device], Any], batch_size: int, seq_len: int, device: torch.device
+) -> Batch:
+    made = factory(batch_size, seq_len, device)
+    return Batch(args=(made,))
+
+
+def _own_loss(loss: Callable[[nn.Module, Any], Tensor], module: nn.Module, batch: Batch, how: Loss) -> Tensor:
+    if how != "full":
+        raise ModelError(
+            f"loss={how} is of the models whose loss is ours: compute it in your own loss function"
+        )
+    return loss(module, batch.args[0])
+
+
+def _default_batch(source: str, module: nn.Module) -> Callable[[int, int, torch.device], Batch]:
+    embedding = next((part for part in module.modules() if isinstance(part, nn.Embedding)), None)
+    if embedding is not None:
+        return partial(token_batch, embedding.num_embeddings)
+
+    def no_batch(batch_size: int, seq_len: int, device: torch.device) -> Batch:
+        raise ModelError(f"model {source}: no token embedding to feed; return (module, loss, batch) instead")
+
+    return no_batch

@@ -1,0 +1,279 @@
+"""Models of a Hugging Face ``config.json``: the class it names, built by transformers on the meta device.
+
+Text models run as they are. Of a model of text and images the text part runs: a batch of tokens brings no
+image, so that the vision tower and its projector are held and sharded, and get no gradient.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
+from fsdp2prof.estimators.models.model import LayerPattern, Model
+from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.spec.model import MOST_LAYERS
+
+__all__ = ["build_huggingface"]
+
+_COUNTED = re.compile(r"(?:layers?|blocks?|heads?|experts?|depth)s?$")
+_DTYPE_KEYS = ("torch_dtype", "dtype")
+"""They would win over the default dtype."""
+
+
+def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
+    """Build the model of a ``config.json`` (or its folder) on meta.
+
+    Attention is SDPA where the class supports it, experts are grouped matrix products. Raises ``ModelError``,
+    which names the class or the value at fault, without transformers, for an unreadable file, for a class
+    that transformers does not have, and for a model that tokens cannot be fed to.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    values = _read(path)
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
+    notes: list[str] = []
+    if values.pop("quantization_config", None) is not None:
+        notes.append("the quantization of the configuration is left out: weights are held in orig_dtype")
+    with _without_advice(transformers):
+        return _build(transformers, path, values, orig_dtype, layers, notes)
+
+
+def _build(
+    transformers: Any,
+    path: Path,
+    values: dict[str, Any],
+    orig_dtype: str,
+    layers: int | None,
+    notes: list[str],
+) -> Model:
+    config = _configuration(transformers, path, values)
+    text = config.get_text_config()
+    if layers is not None:
+        _cut(text, layers)
+    for part in (config, text):
+        part.use_cache = False
+    made = _class_of(transformers, path, values, config)
+    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+        notes.append(
+            "linear attention runs as transformers' reference in plain torch, which holds more than the "
+            "kernels of flash-linear-attention: an upper bound"
+        )
+    try:
+        with meta_construction(orig_dtype):
+            module = made._from_config(config, attn_implementation=_attention(made, notes))
+    except Exception as error:  # a wrong value fails wherever transformers first uses it
+        raise ModelError(f"model {path}: {made.__name__} cannot be built: {one_line(error)}") from None
+    _refuse_other_inputs(path, module, text)
+    module.train()
+    blocks, towers = _decoder_and_towers(module, text)
+    idle = _idle_modules(module, text) if text is not config else ()
+    if idle:
+        notes.append(
+            f"tokens only: no image passes through {', '.join(idle)}, "
+            "which are held sharded without gradients"
+        )
+    return Model(
+        name=str(values.get("_name_or_path") or _name_of(path, values)),
+        module=module,
+        blocks=blocks,
+        towers=towers,
+        idle=idle,
+        experts=_stacked_experts(module),
+        pattern=_pattern(module, blocks, text),
+        config=None,
+        make_batch=partial(token_batch, int(text.vocab_size)),
+        loss=partial(loss_of_model, head_of(module)),
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def _without_advice(transformers: Any) -> Iterator[None]:
+    """Show no warnings that are for people who run the model."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"model {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"model {path} is not JSON: {error}") from None
+    _check_sizes(path, values)
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ModelError(f"model {path}: no architecture: a Hugging Face config.json has a model_type")
+    return _without_dtypes(values)
+
+
+def _check_sizes(path: Path, values: Any) -> None:
+    """Refuse more layers, heads or experts than any model has, in whatever part: each is built."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        _check_sizes(path, value)
+        if _COUNTED.search(str(key)) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ModelError(f"model {path}: {key} {value} is more than {MOST_LAYERS}")
+
+
+def _without_dtypes(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dtypes(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in _DTYPE_KEYS
+    }
+
+
+def _name_of(path: Path, values: dict[str, Any]) -> str:
+    return str(values["model_type"]) if path.name == "config.json" else path.stem
+
+
+def _configuration(transformers: Any, path: Path, values: dict[str, Any]) -> Any:
+    model_type = values["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        own = ": it comes with code of its own, which is not run" if "auto_map" in values else ""
+        raise ModelError(
+            f"model {path}: transformers {transformers.__version__} has no model_type {model_type!r}{own}; "
+            "use a newer one, or package.module:factory"
+        )
+    try:
+        return transformers.AutoConfig.for_model(**values)
+    except Exception as error:
+        raise ModelError(
+            f"model {path}: transformers cannot build it: its {model_type} configuration is refused: "
+            f"{one_line(error)}"
+        ) from None
+
+
+def _class_of(transformers: Any, path: Path, values: dict[str, Any], config: Any) -> Any:
+    """The model class: the first of ``architectures``, else what transformers generates text with."""
+    named = values.get("architectures")
+    if isinstance(named, list) and named:
+        made = getattr(transformers, str(named[0]), None)
+        if made is None:
+            raise ModelError(
+                f"model {path}: transformers {transformers.__version__} has no class {named[0]}; "
+                "use a newer one, or package.module:factory"
+            )
+        return made
+    for auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+        mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ModelError(f"model {path}: no class of transformers generates text from a {type(config).__name__}")
+
+
+def _attention(made: Any, notes: list[str]) -> str:
+    """SDPA, or what the class has instead, which is said."""
+    if getattr(made, "_supports_sdpa", True):
+        return "sdpa"
+    notes.append(
+        f"{made.__name__} does not support SDPA: its eager attention runs, which keeps the scores of every "
+        "pair of tokens"
+    )
+    return "eager"
+
+
+def _refuse_other_inputs(path: Path, module: nn.Module, text: Any) -> None:
+    name, wanted = type(module).__name__, getattr(module, "main_input_name", "input_ids")
+    if wanted != "input_ids":
+        raise ModelError(
+            f"model {path}: {name} takes {wanted}, not tokens: write a factory that returns "
+            "(module, loss, batch)"
+        )
+    if getattr(text, "is_encoder_decoder", False):
+        raise ModelError(
+            f"model {path}: {name} is an encoder with a decoder, which a batch of tokens does not describe: "
+            "write a factory that returns (module, loss, batch)"
+        )
+
+
+def _cut(text: Any, layers: int) -> None:
+    """Leave the first ``layers`` layers, and what the configuration says of each."""
+    before = text.num_hidden_layers
+    for name, value in _per_layer(text, before).items():
+        setattr(text, name, [*value, *value][:layers] if layers <= 2 * before else value)
+    text.num_hidden_layers = layers
+
+
+def _per_layer(text: Any, layers: int) -> dict[str, list[Any]]:
+    """Lists with an entry for every layer (attention types, layers without positions)."""
+    values = vars(text).items()
+    return {name: value for name, value in values if isinstance(value, list) and len(value) == layers > 1}
+
+
+def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Blocks of the text model, and those of everything beside it."""
+    found = no_split_blocks(module) or repeated_blocks(module)
+    families: dict[str, list[str]] = {}
+    for fqn in found:
+        families.setdefault(fqn.rstrip("0123456789"), []).append(fqn)
+    of_text = [family for family in families.values() if len(family) == text.num_hidden_layers]
+    if not of_text:
+        return tuple(found), ()
+    blocks = max(of_text, key=lambda family: sum(_size(module.get_submodule(fqn)) for fqn in family))
+    return tuple(blocks), tuple(fqn for fqn in found if fqn not in blocks)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle_modules(module: nn.Module, text: Any) -> tuple[str, ...]:
+    """Modules beside the text model and the head: what a batch of tokens does not pass through."""
+    texts = {part for part in module.modules() if getattr(part, "config", None) is text}
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    idle: list[str] = []
+
+    def search(fqn: str, part: nn.Module) -> None:
+        for name, child in part.named_children():
+            path, inside = f"{fqn}.{name}".lstrip("."), set(child.modules())
+            if child in texts or child is head:
+                continue
+            if inside & texts:
+                search(path, child)
+            elif next(child.parameters(), None) is not None and head not in inside:
+                idle.append(path)
+
+    if module not in texts:
+        search("", module)
+    return tuple(idle)
+
+
+def _stacked_experts(module: nn.Module) -> tuple[str, ...]:
+    """Modules of several experts that hold their weights in parameters of three dimensions."""
+    return tuple(
+        fqn
+        for fqn, part in module.named_modules()
+        if fqn.endswith("experts") and any(p.ndim == 3 for p in part.parameters(recurse=False))
+    )
+
+
+def _pattern(module: nn.Module, blocks: tuple[str, ...], text: Any) -> LayerPattern:
+    """How the layers repeat, from their parameters and from what the configuration says of each."""
+    entries = _per_layer(text, len(blocks)).values()
+    kinds = [
+        (
+            tuple((name, p.shape) for name, p in module.get_submodule(fqn).named_parameters()),
+            tuple(repr(entry[index]) for entry in entries),
+        )
+        for index, fqn in enumerate(blocks)
+    ]
+    return LayerPattern.of(kinds)

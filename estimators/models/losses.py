@@ -1,0 +1,153 @@
+"""What is computed over the logits: every loss of a policy, for every source of models.
+
+``full`` keeps the logits in fp32 for backward, as the eager cross-entropy does. ``compiled`` and ``fused``
+stand for kernels on tensors without data, and hold what these hold; on real tensors they compute the same by
+separate operators. Shapes: N tokens, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.model import Batch
+from fsdp2prof.estimators.spec.policy import Chunked, Loss
+
+__all__ = ["chunked_loss", "head_of", "logits_loss", "loss_of_model", "one_line"]
+
+_LONGEST = 300
+"""Characters of another library's message that are shown."""
+
+
+class _CompiledCrossEntropy(torch.autograd.Function):
+    """What the compiled cross-entropy holds: logits as they are, one fp32 number a token, the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum."""
+        normaliser = logits[:, 0].float()
+        ctx.save_for_backward(logits, targets, normaliser)
+        return normaliser.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Stand for the kernel that writes the gradient of the logits."""
+        logits, _, _ = ctx.saved_tensors
+        return torch.empty_like(logits), None
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Head and cross-entropy piece by piece, with both gradients computed in forward: no logits are kept.
+
+    As Liger's kernel: ``ceil(V / D)`` pieces or fewer, since a piece's tokens are a power of two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Stand for the kernel over ``hidden`` (N, D) and ``weight`` (V, D)."""
+        tokens, wanted = hidden.shape[0], -(-weight.shape[0] // hidden.shape[1])
+        size = 1 << (-(-tokens // wanted) - 1).bit_length()
+        losses = hidden.new_empty(tokens, dtype=torch.float32)
+        weight_gradient, gradients = torch.zeros_like(weight), torch.zeros_like(hidden)
+        for start in range(0, tokens, size):
+            piece = hidden[start : start + size]
+            logits = piece @ weight.t()  # its own gradient, in place, once the kernel has run
+            gradients[start : start + size] = logits @ weight
+            weight_gradient += logits.t() @ piece
+        ctx.save_for_backward(gradients, weight_gradient)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Give what forward has computed."""
+        hidden, weight = ctx.saved_tensors
+        return hidden, weight, None
+
+
+def logits_loss(logits: Tensor, targets: Tensor, how: Loss = "full") -> Tensor:
+    """Loss over logits (B, S, V) of the targets (B, S): mean cross-entropy, or mean log-probability."""
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    if how == "compiled" and is_fake(logits):
+        loss: Tensor = _CompiledCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+        return loss
+    if how == "logprobs":
+        wide = logits.float()
+        taken = wide.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return (torch.logsumexp(wide, dim=1) - taken).mean()
+    return F.cross_entropy(logits.float(), targets)
+
+
+def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
+    """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
+
+    def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    pieces = zip(hidden_bsd.chunk(chunks, dim=1), targets_bs.chunk(chunks, dim=1), strict=True)
+    losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in pieces]
+    return torch.stack(losses).sum() / targets_bs.numel()
+
+
+def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) -> Tensor:
+    """Run a model and its loss; a loss that computes the logits itself runs in the place of ``head``.
+
+    Raises ``ModelError`` if there is no head to replace.
+    """
+    targets = batch.targets
+    assert targets is not None
+    if how != "fused" and not isinstance(how, Chunked):
+        return logits_loss(_logits(module(*batch.args)), targets, how)
+    if head is None:
+        raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
+    with _in_place_of(module.get_submodule(head), targets, how):
+        return _logits(module(*batch.args)).sum()
+
+
+def head_of(module: nn.Module) -> str | None:
+    """FQN of the linear layer that makes the logits, where the model says which it is."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    named = (fqn for fqn, part in module.named_modules() if part is head)
+    return next(named, None) if isinstance(head, nn.Linear) else None
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@contextmanager
+def _in_place_of(head: nn.Module, targets: Tensor, how: Loss) -> Iterator[None]:
+    """Let a head return the loss, (1, 1, 1), for as long as it is asked."""
+    apart = partial(type(head).forward, head)
+
+    def with_loss(hidden_bsd: Tensor) -> Tensor:
+        if isinstance(how, Chunked):
+            loss = chunked_loss(apart, hidden_bsd, targets, how.count)  # type: ignore[arg-type]
+        elif is_fake(hidden_bsd):
+            hidden, labels = hidden_bsd.flatten(0, 1), targets.flatten()
+            loss = _FusedLinearCrossEntropy.apply(hidden, head.weight, labels)  # type: ignore[no-untyped-call]
+        else:
+            loss = logits_loss(apart(hidden_bsd), targets)
+        return loss.view(1, 1, 1)
+
+    head.forward = with_loss
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def one_line(error: BaseException) -> str:
+    """An error of another library in one line of bounded length."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

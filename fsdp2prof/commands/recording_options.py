@@ -1,0 +1,86 @@
+"""The options of what is recorded, shared by the verbs that start a training."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from fsdp2prof.commands.messages import say
+from fsdp2prof.manifest import RecordOptions
+
+if TYPE_CHECKING:
+    from fsdp2prof.recorder.launcher import Outcome
+
+__all__ = ["default_run", "recording_options", "tell"]
+
+
+def default_run() -> Path:
+    """Run directory of a run that was given none: ``runs/`` and the time."""
+    return Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+
+
+def tell(outcome: Outcome, path: Path, *, always: bool) -> None:
+    """Say what a person should know of a run that has ended, and on a terminal what to do next."""
+    for message in outcome.info.messages:
+        say(f"fsdp2prof: {message}")
+    if sys.stderr.isatty() or always:
+        say(f"fsdp2prof: {path} is {outcome.info.state}; see `fsdp2prof analyze run {path}`")
+
+
+def _option(field: msgspec.inspect.Field) -> Callable[[Any], Any]:
+    """The command-line option of one field of ``RecordOptions``."""
+    described = field.type
+    assert isinstance(described, msgspec.inspect.Metadata)
+    assert described.extra_json_schema is not None
+    flag = f"--{field.name.replace('_', '-')}"
+    attributes: dict[str, Any] = {
+        "help": described.extra_json_schema["description"],
+        "default": field.default,
+        "show_default": field.default is not None,
+    }
+    if isinstance(field.default, bool):
+        return click.option(f"{flag}/{flag.replace('--', '--no-', 1)}", **attributes)
+    return click.option(flag, type=_click_type(described.type), **attributes)
+
+
+class _Factor(click.ParamType[float]):
+    """``1.3x`` or ``1.3``."""
+
+    name = "factor"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> float:
+        try:
+            return float(str(value).removesuffix("x"))
+        except ValueError:
+            self.fail(f"{value!r} is not a factor; write for example 1.3x", parameter, context)
+
+
+def _click_type(kind: msgspec.inspect.Type) -> Any:
+    kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    if any(isinstance(one, msgspec.inspect.StrType) for one in kinds):
+        return str
+    return _Factor() if any(isinstance(one, msgspec.inspect.FloatType) for one in kinds) else int
+
+
+def recording_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add an option for each field of ``RecordOptions``; the command gets one ``options``."""
+    names = RecordOptions.__struct_fields__
+
+    @wraps(command)
+    def with_options(**arguments: Any) -> int:
+        chosen = {name: arguments.pop(name) for name in names}
+        return command(options=RecordOptions(**chosen), **arguments)
+
+    described = msgspec.inspect.type_info(RecordOptions)
+    assert isinstance(described, msgspec.inspect.StructType)
+    decorated: Callable[..., int] = with_options
+    for field in reversed(described.fields):
+        decorated = _option(field)(decorated)
+    return decorated

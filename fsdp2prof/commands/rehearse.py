@@ -1,0 +1,67 @@
+"""``fsdp2prof rehearse``: run a training command as one rank of a world that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fsdp2prof.commands.recording_options import default_run, recording_options, tell
+from fsdp2prof.errors import UsageError
+from fsdp2prof.manifest import RecordOptions, Rehearsal
+
+__all__ = ["rehearse"]
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--world-size", type=click.IntRange(min=1), required=True, help="Ranks of the world.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which of them this process is."
+)
+@click.option(
+    "--local-world-size",
+    type=click.IntRange(min=1),
+    help="Ranks per node that the script is told; by default torchrun's --nproc-per-node, else 1.",
+)
+@click.option("--meta", is_flag=True, help="Tensors without data: for models that fit nowhere.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="Run directory; by default runs/ and the time."
+)
+@click.option("-f", "--force", is_flag=True, help="Record anew into an existing run directory.")
+@click.option("-q", "--quiet", is_flag=True, help="No messages on stderr.")
+@recording_options
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+def rehearse(
+    world_size: int,
+    rank: int,
+    local_world_size: int | None,
+    meta: bool,
+    output: Path | None,
+    force: bool,
+    quiet: bool,
+    command: tuple[str, ...],
+    options: RecordOptions,
+) -> int:
+    """Run CMD (python train.py; a torchrun around it is left out) as one rank of a world of any size, alone
+    on this machine, and record it: its memory, and the communication it would make.
+
+    Its collectives move nothing, so the numbers that the training computes and prints mean nothing, and no
+    more do the durations of collectives. The exit code is the command's own.
+    """
+    from fsdp2prof.recorder.launcher import launch
+    from fsdp2prof.recorder.one_process import as_one_process
+
+    if rank >= world_size:
+        raise UsageError(f"--rank {rank}: a world of {world_size} has ranks 0 to {world_size - 1}")
+    started, per_node = as_one_process(command)
+    rehearsal = Rehearsal(
+        world_size=world_size,
+        rank=rank,
+        local_world_size=min(local_world_size or per_node or 1, world_size),
+        meta=meta,
+    )
+    path = output or default_run()
+    outcome = launch(started, path, options, force=force, rehearsal=rehearsal)
+    if not quiet:
+        tell(outcome, path, always=output is None)
+    return outcome.exit_code

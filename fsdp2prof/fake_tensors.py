@@ -1,0 +1,69 @@
+"""Tensors that have sizes and no data: what an estimate computes on, and a rehearsal of a model too large."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["fake_tensors"]
+
+_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+"""Loggers whose warnings are for people who train."""
+
+
+@contextmanager
+def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
+    """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.
+
+    DTensor works out its results' shapes with fake tensors of the *global* shape and borrows the active fake
+    mode for them; here it uses one of its own, so that they are not counted as this rank's memory. Where a
+    program reads a tensor's value it gets 1. The garbage collector rests meanwhile: what a cycle keeps alive
+    does not depend on when it runs. Warnings are for people who train, and are not shown.
+
+    With ``allow_real`` an operator may be given real tensors, which then stand for fake ones of their shape;
+    without, that is an error.
+    """
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
+        with unset_fake_temporarily():
+            return propagate(propagator, op_schema)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate_apart  # type: ignore[assignment, method-assign]
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for name in _ADVISERS:
+            logger = logging.getLogger(name)
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=allow_real))
+        stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
+        yield mode
+
+
+class _OneForEveryValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers ``tensor.item()`` where there is no data: 1, in the tensor's type."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1.0 if args[0].is_floating_point() else args[0].dtype is torch.bool or 1

@@ -1,0 +1,94 @@
+"""A rehearsal: this process stands for one rank of a world that is not there.
+
+``init_process_group`` and ``new_group`` make groups of torch's ``fake`` backend, whatever backend the script
+asks for: their collectives return at once, and what they return is this rank's own part, repeated or cut out.
+So shapes, memory and the order of commands are those of the rank, and no number that it computes means
+anything. With ``meta`` every tensor made after ``init_process_group`` is a fake one, without data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from fsdp2prof.manifest import Rehearsal
+from fsdp2prof.recorder.settings import Settings
+
+__all__ = ["install"]
+
+_FROM_OTHERS = {"broadcast_object_list": 1, "scatter_object_list": 2, "recv_object_list": 1}
+"""What another rank would send is not to be had, nor how large it is; with the position of ``src``."""
+
+
+def install(module: ModuleType) -> None:
+    """Prepare a module of ``torch.distributed``, before the training can bind what it defines.
+
+    In ``distributed_c10d`` what makes process groups is replaced. ``device_mesh`` stays as it is, except that
+    a mesh is told to compute on real tensors where all others have no data.
+    """
+    settings = Settings.from_environment()
+    rehearsal = None if settings is None else settings.rehearsal
+    if rehearsal is None:
+        return
+    if module.__name__.endswith("device_mesh"):
+        if rehearsal.meta:
+            from fsdp2prof.recorder.without_data import keep_meshes_real
+
+            keep_meshes_real(module)
+        return
+    _replace(module, "init_process_group", lambda original: _initializes(original, rehearsal))
+    _replace(module, "new_group", _makes_fake)
+    _replace(module, "monitored_barrier", lambda _: lambda *_, **__: None)
+    for name, position in _FROM_OTHERS.items():
+        _replace(module, name, partial(_refuses_others, module, rehearsal, position))
+
+
+def _replace(module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(module, name, None)
+    if original is not None:
+        setattr(module, name, wraps(original)(make(original)))
+
+
+def _initializes(original: Callable[..., None], rehearsal: Rehearsal) -> Callable[..., None]:
+    def init_process_group(*_: Any, **__: Any) -> None:
+        from torch.distributed import HashStore
+
+        import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+        original("fake", store=HashStore(), rank=rehearsal.rank, world_size=rehearsal.world_size)
+        if rehearsal.meta:
+            from fsdp2prof.recorder.without_data import begin
+
+            begin()
+
+    return init_process_group
+
+
+def _makes_fake(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(ranks: Any = None, *_: Any, **named: Any) -> Any:
+        kept = {name: named[name] for name in ("group_desc", "sort_ranks") if name in named}
+        return original(ranks, backend="fake", **kept)
+
+    return new_group
+
+
+def _refuses_others(
+    module: Any, rehearsal: Rehearsal, position: int, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    def exchange(*args: Any, **named: Any) -> Any:
+        source = named.get("src", args[position] if len(args) > position else None)
+        if named.get("group_src") is not None:
+            source = module.get_global_rank(named.get("group") or module.group.WORLD, named["group_src"])
+        if (source or 0) != rehearsal.rank:
+            print(  # noqa: T201
+                f"fsdp2prof: {original.__name__}: rank {rehearsal.rank} waits for objects of rank "
+                f"{source or 0}, which is not there; rehearse --rank {source or 0}",
+                file=sys.stderr,
+            )
+            raise SystemExit(1)
+        return original(*args, **named)
+
+    return exchange

@@ -1,0 +1,43 @@
+"""``python -m fsdp2prof.workflows.summarise_rank FOLDER``: what ``record --summary`` runs beside a training.
+
+Analyses what one rank recorded, writes ``summary.json`` into its folder and removes the recording. What
+cannot be analysed stays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp2prof.errors import Fsdp2ProfError, RunDirectoryError
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE
+from fsdp2prof.readers.run_directory import open_rank
+from fsdp2prof.workflows.analyze import analyze_run
+from fsdp2prof.workflows.job_files import JobFiles
+
+__all__ = ["summarise_rank"]
+
+_NICE = 19
+
+
+def summarise_rank(folder: Path) -> None:
+    """Replace a rank's recording by its analysis. Raises the errors of ``analyze run``."""
+    run = open_rank(folder)
+    result = analyze_run(JobFiles(folder, run, None, None), workers=1)
+    for record in run.ranks:
+        if (record.trace and result.trace is None) or (record.memory and result.memory is None):
+            raise RunDirectoryError(f"{folder}: {result.warnings[0]}")
+    write_json(folder / SUMMARY_FILE, replace(result, run=replace(result.run, path=str(folder))))
+    for name in (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    os.nice(_NICE)
+    try:
+        summarise_rank(Path(sys.argv[1]))
+    except Fsdp2ProfError as error:
+        sys.exit(str(error))

@@ -1,0 +1,24 @@
+"""How traces are analysed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypedDict
+
+from fsdp2prof.analyzers.steps import Window
+from fsdp2prof.analyzers.trace.analysis import References
+
+__all__ = ["TraceOptions"]
+
+
+class TraceOptions(TypedDict, total=False):
+    """How traces are analysed; each has a default."""
+
+    window: Window
+    steps: Collection[int] | None
+    """None, the default, is all."""
+    workers: int | None
+    """Processes; by default what the files are worth."""
+    cache: bool
+    """A large trace leaves its columns beside it and is not decoded again; off by default."""
+    references: References

@@ -1,0 +1,161 @@
+"""When a run with several recordings records, on one rank or two that share a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.manifest import RecordOptions, RunInfo, StepInfo, recording_folder, recording_number
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.plans import read_plan
+from fsdp2prof.recorder.rank_manifest import ManifestFile
+from fsdp2prof.recorder.recordings import Recordings
+from fsdp2prof.recorder.requests import ask_and_wait, request_recording, take_request
+from fsdp2prof.recorder.roots import Roots
+from fsdp2prof.recorder.settings import Settings, leader, size_limit, validate
+from fsdp2prof.recorder.stepping import OptimizerWatch
+
+SECOND = 10**9
+
+
+class Rank:
+    """A rank whose steps take a second each, unless told."""
+
+    def __init__(self, run: Path, rank: int = 0, **options: object) -> None:
+        given = RecordOptions(warmup=1, active=2, memory=False, **options)  # type: ignore[arg-type]
+        validate(given)
+        identity = Identity(rank=rank, local_rank=rank, world_size=2)
+        settings = Settings(run=str(run), options=given)
+        roots, watch = Roots(lambda: None), OptimizerWatch(lambda _: None)
+        self.file = ManifestFile(settings, identity, roots, watch)
+        self.recordings = Recordings(settings, identity, roots, watch, self.file)
+        self.step = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.recordings.next_step(self.step)
+        self.recordings.current.advance(self.step)
+
+    def run(self, steps: int, seconds: float = 1.0) -> None:
+        for _ in range(steps):
+            time = StepInfo(step=self.step, start_ns=0, duration_ns=int(seconds * SECOND))
+            self.recordings.keep(time)
+            self.step += 1
+            self.begin()
+
+
+def plans(run: Path) -> list[tuple[int, int]]:
+    """Number and first step of every recording announced."""
+    found = (read_plan(run, number) for number in range(1, 100))
+    return [(plan.number, plan.step) for plan in found if plan is not None]
+
+
+def test_every_so_many_steps_from_the_first_on(tmp_path):
+    rank = Rank(tmp_path, at_step=10, every=20)
+    rank.run(60)
+    assert plans(tmp_path) == [(1, 10), (2, 30), (3, 50)]
+    assert rank.file.manifest.recordings == [1, 2, 3]
+
+
+def test_without_a_schedule_the_first_steps_are_not_recorded(tmp_path):
+    Rank(tmp_path, on_demand=True).run(20)
+    assert plans(tmp_path) == []
+
+
+def test_a_slow_step_is_followed_by_a_recording(tmp_path):
+    rank = Rank(tmp_path, on_slow=1.5)
+    rank.run(5, seconds=9)  # before there is a median
+    rank.run(15)
+    rank.run(1, seconds=1.4)
+    assert plans(tmp_path) == []
+    rank.run(1, seconds=1.6)
+    (number, first), plan = plans(tmp_path)[0], read_plan(tmp_path, 1)
+    assert plan is not None
+    assert (number, plan.announced_at_step) == (1, 22)
+    assert first >= 22 + 3 + 1  # three steps ahead, and the warm-up
+    assert plan.reason == "step 21 took 1.60 times as long as the median before it"
+
+
+def test_every_rank_records_the_same_steps_or_none(tmp_path):
+    leads, follows, late = (Rank(tmp_path, rank, on_demand=True) for rank in (0, 1, 1))
+    leads.run(3)
+    follows.run(4)
+    request_recording(tmp_path, "test")
+    leads.run(1)
+    ((_, first),) = plans(tmp_path)
+    follows.run(1)
+    assert follows.file.manifest.recordings == [1]
+    assert all("t" in kinds(rank, first) for rank in (leads, follows))
+    late.step = first
+    late.begin()
+    assert late.file.manifest.recordings == []
+    assert "this rank has no part in it" in late.file.manifest.messages[0]
+
+
+def kinds(rank: Rank, step: int) -> str:
+    """First letters of the kinds around a step, from the warm-up on."""
+    schedule = rank.recordings.current._schedule
+    return "".join(schedule.kind(one)[0] for one in range(step - 1, step + 3))
+
+
+def test_a_request_waits_while_a_recording_runs(tmp_path):
+    rank = Rank(tmp_path, at_step=1, every=1000, on_demand=True)
+    request_recording(tmp_path, "test")
+    rank.run(3)
+    assert plans(tmp_path) == [(1, 1)]
+    rank.run(1)
+    assert len(plans(tmp_path)) == 2
+    assert take_request(tmp_path) is None
+
+
+def test_no_recording_is_added_beyond_the_size(tmp_path):
+    rank = Rank(tmp_path, at_step=1, every=10, max_size="1MB")
+    rank.run(5)
+    (tmp_path / recording_folder(1) / "trace").write_bytes(bytes(10**6))
+    rank.run(40)
+    assert plans(tmp_path) == [(1, 1)]
+    assert "--max-size 1MB" in rank.file.manifest.messages[-1]
+
+
+def test_a_restart_counts_on(tmp_path, monkeypatch):
+    Rank(tmp_path, at_step=1, every=100).run(5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = [Rank(tmp_path, rank, at_step=1, every=100) for rank in (0, 1)]
+    assert [rank.file.manifest.recordings for rank in again] == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 0}, {"every": 2}, {"on_slow": 1.0}, {"signal": "TERM"}, {"max_size": "1GB"},
+     {"max_size": "much", "every": 10}],
+)  # fmt: skip
+def test_options_that_cannot_be_meant(options):
+    with pytest.raises(UsageError, match="--"):
+        validate(RecordOptions(**options))
+
+
+def test_sizes_names_and_the_leader():
+    assert [size_limit(text) for text in ("500", "1.5K", "2GiB", "3MB")] == [500, 1500, 2 << 30, 3 * 10**6]
+    assert [recording_number(name) for name in ("recording-0012", "recording-x", "rank-0001")] == [
+        12,
+        None,
+        None,
+    ]
+    assert [leader(ranks, 8) for ranks in ("all", "5,3", "sample:2")] == [0, 3, 0]
+
+
+def test_only_a_run_that_listens_can_be_asked(tmp_path):
+    from fsdp2prof.files import write_json
+
+    for info, why in [
+        (RunInfo(state="complete"), "is over"),
+        (RunInfo(state="running"), "does not listen"),
+    ]:
+        write_json(tmp_path / "run.json", info)
+        with pytest.raises(RunDirectoryError, match=why):
+            ask_and_wait(tmp_path, 0)
+    write_json(tmp_path / "run.json", RunInfo(state="running", options=RecordOptions(on_demand=True)))
+    assert ask_and_wait(tmp_path, 0) is None
+    assert take_request(tmp_path) == "fsdp2prof trigger"
