@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -148,7 +147,7 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
     spec = MeshSpec.parse(mesh)
     if world_size is not None and world_size != spec.world_size:
         raise UsageError(f"--mesh has {spec.world_size} ranks, --world-size says {world_size}; give one")
-    return {name: size for name, size in asdict(spec).items() if size > 1 or name == "dp_shard"}
+    return {name: size for name, size in spec.dimensions().items() if size > 1 or name == "dp_shard"}
 
 
 @check.command(
