@@ -162,7 +162,7 @@ def test_of_a_record_inside_a_record(tmp_path: Path) -> None:
 
 
 def test_of_two_records_into_one_directory(tmp_path: Path) -> None:
-    run = compare(tmp_path, script("--steps", "4"), state={"partial"})
+    run = compare(tmp_path, script("--steps", "4"), state={"complete"})
     before = (run / "run.json").read_bytes()
     shutil.rmtree(tmp_path / "recorded")
     code, output = ended([*RECORD, "-o", str(run), "--", *script()], tmp_path / "recorded")
