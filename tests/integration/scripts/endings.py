@@ -70,7 +70,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        sums = [parameter.full_tensor().double().sum() for parameter in model.parameters()]
+        sums = [parameter.full_tensor().detach().double().sum() for parameter in model.parameters()]
         total = float(torch.stack(sums).sum())
         if dist.get_rank() == 0:
             print("checksum", total.hex(), flush=True)
