@@ -10,6 +10,7 @@ from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_gr
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.results import CheckpointEstimate
 from fsdp2prof.units import format_bytes, plural
 
@@ -31,6 +32,7 @@ def estimate_checkpoint(
     if bandwidth_bytes_per_s is not None and bandwidth_bytes_per_s <= 0:
         raise ModelError("bandwidth: must be more than 0 bytes per second")
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    built = part_of(built, mesh, policy)
     freeze(built, policy)
     parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]

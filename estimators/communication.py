@@ -36,9 +36,9 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
 
 def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
     """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
-    freeze(built, policy)
     check_parallelism(built, mesh, policy)
     built = part_of(built, mesh, policy)
+    freeze(built, policy)
     groups = parameter_groups(built, mesh, policy)
     ledger = Ledger()
     walk_step(
@@ -52,7 +52,7 @@ def estimate_built(built: Model, mesh: MeshSpec, policy: PolicySpec) -> CommEsti
     notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if policy.extra_model is not None:
-        extra_policy = replace(policy, trainable=None, extra_model=None)
+        extra_policy = replace(policy, trainable=None, lora=None, extra_model=None)
         extra = _build(ModelSpec(source=policy.extra_model), extra_policy)
         extra.module.requires_grad_(False)
         extra_groups = group_traffic(
@@ -98,6 +98,7 @@ def group_traffic(
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
             backward_prefetch=group.backward_prefetch or None,
+            unshard_in_backward=group.unshard_in_backward,
         )
         for group in groups
     ]

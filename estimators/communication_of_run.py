@@ -148,6 +148,7 @@ def _traffic(
         replicate=axis(info.all_reduce_group, info.replicate_world_size),
         post_forward=axis(info.post_forward_group, sizes.get(info.post_forward_group or "", int(reshard))),
         backward_prefetch=tuple(info.backward_prefetch) or None,
+        unshard_in_backward=info.unshard_in_backward,
     )
 
 

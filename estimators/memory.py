@@ -16,9 +16,14 @@ from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
-from fsdp2prof.estimators.memory_advice import advice, remedies
+from fsdp2prof.estimators.memory_advice import advice, expert_padding, remedies
 from fsdp2prof.estimators.memory_fit import depends_on, room_on, verdict
-from fsdp2prof.estimators.memory_notes import assumptions, check_modelled, outside_allocator_bytes
+from fsdp2prof.estimators.memory_notes import (
+    EXECUTED_MICRO_BATCHES,
+    assumptions,
+    check_modelled,
+    outside_allocator_bytes,
+)
 from fsdp2prof.estimators.memory_range import unknowns
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding import parameter_groups
@@ -28,7 +33,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
+from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Remedy, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
 __all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
@@ -63,9 +68,9 @@ def predict_memory(
     check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
+    groups = parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
-    execution, how = execute_stitched(model, mesh, local)
+    execution, how = execute_stitched(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
     if policy.compile:
         on_device = with_fused_blocks(on_device, execution.blocks)
@@ -87,8 +92,9 @@ def predict_memory(
     )
     reserved = int(recording.segments.size.sum())
     unknown = unknowns(on_device, reserved, execution.blocks, mesh, policy)
-    told = [how, *built.notes]
-    estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown)
+    padding = expert_padding(groups, policy)
+    told = [how, *built.notes, *([] if padding is None else [padding.how])]
+    estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 
 
@@ -101,6 +107,7 @@ def _estimate(
     policy: PolicySpec,
     hardware: HardwareSpec | None,
     unknown: list[Unknown],
+    padding: Remedy | None,
 ) -> MemoryEstimate:
     rank = analyze_memory([(0, recording, manifest)]).ranks[0]
     peak = rank.peak
@@ -121,7 +128,7 @@ def _estimate(
     outside = outside_allocator_bytes(mesh, policy)
     room = room_on(hardware, predicted, outside, unknown)
     missing = None if room is None else max(0, -room.most_bytes)
-    options = remedies(rank.remedies, predicted, mesh, policy, missing)
+    options = remedies(rank.remedies, predicted, mesh, policy, missing, padding)
     return MemoryEstimate(
         model=EstimatedModel(
             name=execution.name, parameters=execution.parameters, blocks=len(execution.blocks)
@@ -148,6 +155,13 @@ def _estimate(
         unknowns=unknown,
         depends_on=depends_on(room, outside, unknown),
     )
+
+
+def _with_fewer_micro_batches(mesh: MeshSpec, policy: PolicySpec) -> PolicySpec:
+    """Execute the first, one in the middle and the last: those in the middle allocate the same."""
+    if mesh.pp > 1 or policy.grad_accum <= EXECUTED_MICRO_BATCHES:
+        return policy
+    return replace(policy, grad_accum=EXECUTED_MICRO_BATCHES)
 
 
 def _host_bytes(execution: Execution) -> int:

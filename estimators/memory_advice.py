@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
+from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes
 
-__all__ = ["advice", "remedies"]
+__all__ = ["advice", "expert_padding", "remedies"]
 
 _CHUNKS = 8
 _STATES = ("sharded_parameter", "sharded_gradient", "optimizer_state")
@@ -22,18 +24,46 @@ def remedies(
     mesh: MeshSpec,
     policy: PolicySpec,
     missing_bytes: int | None,
+    padding: Remedy | None = None,
 ) -> list[Remedy]:
     """Return the options that are left to set, most bytes first.
 
     ``found`` is what the memory analysis of the predicted recording says of its peak; ``missing_bytes`` what
-    a device lacks at least, None without one.
+    a device lacks at least, None without one; ``padding`` that of experts.
     """
     options = [*_of_analysis(found, mesh, policy), *_of_policy(peak, policy)]
+    options += [] if padding is None else [padding]
     return [
         replace(option, enough=False if missing_bytes and option.saves_bytes < missing_bytes else None)
         for option in sorted(options, key=lambda option: -option.saves_bytes)
         if option.saves_bytes > 0
     ]
+
+
+def expert_padding(groups: Sequence[ParameterGroup], policy: PolicySpec) -> Remedy | None:
+    """What cutting every expert, instead of dealing out whole ones, saves of a rank's states.
+
+    ``None`` where experts are not padded: they are as many as ranks or more, and divide among them.
+    """
+    padded = [
+        parameter
+        for group in groups
+        for parameter in group.parameters
+        if parameter.is_expert and not parameter.dim and parameter.shape[1] % parameter.shards == 0
+    ]
+    spare = [(one, one.padded_shard_numel - one.numel // one.shards) for one in padded]
+    saved = sum(
+        2 * elements * dtype_bytes(one.dtype) + optimizer_state_bytes(policy, (elements,), one.dtype)
+        for one, elements in spare
+    )
+    if saved <= 0:
+        return None
+    first = padded[0]
+    how = (
+        f"cut each expert instead of dealing out whole ones (expert_shards=hidden): {first.shape[0]} experts "
+        f"on {first.shards} ranks are padded to {first.padded_numel // first.numel} times their size"
+    )
+    return _remedy("even_expert_shards", saved, how)
 
 
 def advice(options: Sequence[Remedy], missing_bytes: int) -> list[str]:

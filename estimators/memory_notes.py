@@ -13,7 +13,10 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
-__all__ = ["assumptions", "check_modelled", "outside_allocator_bytes"]
+__all__ = ["EXECUTED_MICRO_BATCHES", "assumptions", "check_modelled", "outside_allocator_bytes"]
+
+EXECUTED_MICRO_BATCHES = 3
+"""Most micro-batches that are executed without a pipeline."""
 
 _CONTEXT = OutsidePart(
     name="CUDA context and kernels",
@@ -81,6 +84,11 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         f"{_ATTENTION[policy.attention]}; a cuBLAS workspace of {workspace} each for forward and backward",
         "CUDA context, kernels and NCCL buffers are outside the allocator and given as a range",
     ]
+    if mesh.pp == 1 and policy.grad_accum > EXECUTED_MICRO_BATCHES:
+        notes.append(
+            f"{EXECUTED_MICRO_BATCHES} of {policy.grad_accum} micro-batches executed: those between the "
+            "first and the last allocate the same"
+        )
     if not policy.rules.reduce_scatter_input_on_default_stream:
         notes.append(
             f"torch {policy.rules.version}: the reduce-scatter's input is made on its own stream, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.spec.optimizers import OptimizerFactory, OptimizerKind
+from fsdp2prof.estimators.spec.optimizers import EightBitOptimizer, OptimizerFactory, OptimizerKind
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 
 __all__ = ["optimizer_state_bytes", "step_counter_bytes"]
@@ -14,10 +14,10 @@ __all__ = ["optimizer_state_bytes", "step_counter_bytes"]
 def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of state for one parameter of ``shape`` (whole or a shard), its step counter left out.
 
-    Raises ``ModelError`` for an optimizer of the user's own, whose state nothing but running it tells.
+    Raises ``ModelError`` for optimizers whose state nothing but running them tells.
     """
     kind = policy.optimizer_kind
-    if isinstance(kind, OptimizerFactory):
+    if isinstance(kind, (OptimizerFactory, EightBitOptimizer)):
         raise ModelError(f"optimizer {kind.source}: only estimate memory, which runs it, knows its state")
     return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
 

@@ -45,6 +45,7 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
         "trainable": _trainable([parameter for group in groups for parameter in group.parameters]),
         "forward_prefetch": _prefetch(groups, lambda group: group.forward_prefetch),
         "backward_prefetch": _prefetch(groups, lambda group: group.backward_prefetch),
+        "unshard_in_backward": _by_unit(groups, lambda group: group.unshard_in_backward),
         "separate_reduce_scatter_group": first.reduce_scatter_group != first.shard_group,
         "reduce_scatter_buffers": max(group.reduce_scatter_max_input_buffers or 1 for group in groups),
         "grad_accum": micro_batches,
@@ -97,8 +98,6 @@ def _refusals(manifest: RankManifest) -> Iterator[str]:
             yield f"shards parameters of {where} on another dimension than 0 (shard_placement_fn)"
         if any(re.search(r"(?<!tp): ", parameter.tensor_parallel or "") for parameter in group.parameters):
             yield f"had DTensors in {where} before fully_shard on a mesh dimension that is not tp"
-        if not group.unshard_in_backward:
-            yield f"calls set_unshard_in_backward(False) on {where}"
         if not group.reshard_after_backward:
             yield f"calls set_reshard_after_backward(False) on {where}"
         if group.unshard_async_op:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
@@ -93,24 +93,27 @@ class ParameterGroup:
     """Of its reduce-scatter."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
+    unshard_in_backward: bool = True
     is_expert: bool = False
     """Its parameters are experts with a mesh of their own."""
 
 
 def freeze(model: Model, policy: PolicySpec) -> None:
-    """Freeze what ``policy.trainable`` does not match, and what the batches do not reach.
+    """Freeze what ``policy.trainable`` does not match beside adapters, and what the batches do not reach.
 
     Raises ``ModelError`` if no parameter stays trainable.
     """
     for fqn in model.idle:
         model.module.get_submodule(fqn).requires_grad_(False)
-    if policy.trainable is None:
+    if policy.trainable is None and policy.lora is None:
         return
-    pattern = re.compile(policy.trainable)
+    adapters = () if policy.lora is None else ADAPTERS
+    pattern = re.compile(policy.trainable) if policy.trainable is not None else None
     idle = tuple(f"{fqn}." for fqn in model.idle)
     trainable = 0
     for fqn, parameter in model.module.named_parameters():
-        trains = pattern.search(fqn) is not None and not fqn.startswith(idle)
+        trains = any(part in f".{fqn}" for part in adapters)
+        trains |= pattern is not None and pattern.search(fqn) is not None and not fqn.startswith(idle)
         parameter.requires_grad_(trains)
         trainable += trains
     if trainable == 0:
@@ -155,6 +158,7 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
             reduce_dtype=unit.reduce_dtype,
             gradient_dtype=unit.reduce_dtype or unit.param_dtype or same[0].dtype,
             backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            unshard_in_backward=unit.unshard_in_backward,
             is_expert=mesh.ep > 1 and same[0].is_expert,
         )
         for unit in sorted(units, key=lambda unit: order[unit])

@@ -10,7 +10,7 @@ from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, free
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
 from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
 
 __all__ = ["shard_model"]
@@ -29,6 +29,7 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
     policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
+    built = part_of(built, mesh, policy)
     freeze(built, policy)
     whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
     parameters = [

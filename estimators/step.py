@@ -23,7 +23,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Enter, Kernel, Le
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.program import capture_step
+from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 from fsdp2prof.labels import AUTOGRAD_NODE
@@ -33,7 +33,15 @@ from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
 
-__all__ = ["StepPrediction", "estimate_step", "predict_step", "program_of", "simulate_program"]
+__all__ = [
+    "StepFigures",
+    "StepPrediction",
+    "estimate_step",
+    "predict_step",
+    "program_of",
+    "simulate_program",
+    "step_figures",
+]
 
 _CONTENTION = (0.05, 0.19, 0.40)
 _HOST_NS = (3_000, 5_000, 10_000)
@@ -70,7 +78,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     check_parallelism(built, mesh, policy)
     if policy.extra_model is not None:
         raise ModelError("the step time with a second model (extra_model) is not modelled")
-    program = capture_step(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp))
+    local = replace(policy, seq_len=policy.seq_len // mesh.cp)
+    program = capture_stitched(model, mesh, local, built)
     if mesh.cp > 1 and built.config is not None:
         kv_heads = built.config.kv_heads // mesh.tp
         elements = 2 * policy.batch_size * policy.seq_len * kv_heads * built.config.head_dim
@@ -85,17 +94,78 @@ def simulate_program(
 ) -> StepPrediction:
     """Run a captured step on a cluster."""
     costs = ClusterCosts(cluster=cluster, mesh=mesh)
+    timeline, trace, analysis = _simulated(program, model, mesh, costs)
+    estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
+    return StepPrediction(estimate=estimate, trace=trace)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """What a search needs of a step; every number is that of the :class:`StepEstimate`."""
+
+    step_ns: int
+    exposed_ns: int
+    """Communication that nothing hides."""
+    bubble_ns: int
+    model_flops: int
+    extended_from: int | None = None
+    """Micro-batches that were simulated, where there are more and each takes as long as the last."""
+
+
+_SIMULATED = 3
+"""Micro-batches from which on each takes as long as the one before."""
+
+
+def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
+    """Predict a step without its analysis; of many micro-batches a few are simulated, and more added.
+
+    Under 1F1B a stage does the same work for each, in another order.
+
+    Raises what :func:`estimate_step` raises.
+    """
+    if policy.grad_accum <= _SIMULATED:
+        return _figures(model, mesh, policy, cluster)
+    fewer = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED - 1), cluster)
+    more = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED), cluster)
+    times = policy.grad_accum - _SIMULATED
+    return StepFigures(
+        step_ns=more.step_ns + times * (more.step_ns - fewer.step_ns),
+        exposed_ns=more.exposed_ns + times * (more.exposed_ns - fewer.exposed_ns),
+        bubble_ns=more.bubble_ns,
+        model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
+        extended_from=_SIMULATED,
+    )
+
+
+def _figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
+    program = program_of(model, mesh, policy)
+    timeline, _, analysis = _simulated(program, model, mesh, ClusterCosts(cluster=cluster, mesh=mesh))
+    step = analysis.ranks[0].steps[0]
+    parts = step.breakdown_ns
+    bubble = _bubble_ns(program, timeline, mesh, policy)
+    return StepFigures(
+        step_ns=step.duration_ns + bubble,
+        exposed_ns=parts.exposed_all_gather
+        + parts.exposed_reduce_scatter
+        + parts.exposed_all_reduce
+        + parts.exposed_other_comm,
+        bubble_ns=bubble,
+        model_flops=program.model_flops,
+    )
+
+
+def _simulated(
+    program: Program, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
+) -> tuple[Timeline, Trace, TraceAnalysis]:
     timeline = simulate(program, costs)
     trace = trace_of(
         program,
         timeline,
         source=f"estimate of {model.source}",
         world_size=mesh.world_size,
-        device_name=cluster.hardware.name,
+        device_name=costs.cluster.hardware.name,
     )
-    analysis = analyze_trace([(trace, None)])
-    estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
-    return StepPrediction(estimate=estimate, trace=trace)
+    return timeline, trace, analyze_trace([(trace, None)])
 
 
 def _estimate(

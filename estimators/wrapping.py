@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["WrapUnit", "fold_blocks", "names_a_block", "reshard_rule", "wrap_units"]
 
 _ROOT = ("",)
-_BY_UNIT = ("reshard", "param_dtype", "reduce_dtype", "output_dtype", "forward_prefetch", "backward_prefetch")
+_BY_UNIT = (
+    "reshard",
+    "param_dtype",
+    "reduce_dtype",
+    "output_dtype",
+    "forward_prefetch",
+    "backward_prefetch",
+    "unshard_in_backward",
+)
 """Options that units may differ in."""
 
 
@@ -43,6 +51,7 @@ class WrapUnit:
     forward_prefetch: tuple[tuple[str, ...], ...] = ()
     """Units it prefetches explicitly, in order, each by its modules; none leaves that to FSDP."""
     backward_prefetch: tuple[tuple[str, ...], ...] = ()
+    unshard_in_backward: bool = True
 
     @property
     def label(self) -> str:
@@ -61,7 +70,7 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     kept = _kept_by_torchtitan(model, order, names) if rule == "torchtitan" else frozenset()
     own = {name: _values(getattr(policy, name), order, model, names, name) for name in _BY_UNIT}
 
-    def dtype(unit: tuple[str, ...], name: str) -> Any:
+    def chosen(unit: tuple[str, ...], name: str) -> Any:
         return own[name].get(unit, base_of(getattr(policy, name)))
 
     def targets(unit: tuple[str, ...], name: str) -> tuple[tuple[str, ...], ...]:
@@ -71,11 +80,12 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
         WrapUnit(
             fqns=unit,
             reshard_after_forward=_reshard_of(policy, unit, own["reshard"].get(unit, rule), kept),
-            param_dtype=dtype(unit, "param_dtype"),
-            reduce_dtype=dtype(unit, "reduce_dtype"),
-            output_dtype=dtype(unit, "output_dtype"),
+            param_dtype=chosen(unit, "param_dtype"),
+            reduce_dtype=chosen(unit, "reduce_dtype"),
+            output_dtype=chosen(unit, "output_dtype"),
             forward_prefetch=targets(unit, "forward_prefetch"),
             backward_prefetch=targets(unit, "backward_prefetch"),
+            unshard_in_backward=chosen(unit, "unshard_in_backward"),
         )
         for unit in order
     )

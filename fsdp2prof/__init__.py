@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fsdp2prof.estimators.checkpoint import estimate_checkpoint as estimate_checkpoint
     from fsdp2prof.estimators.communication import estimate_comm as estimate_comm
     from fsdp2prof.estimators.memory import estimate_memory as estimate_memory
+    from fsdp2prof.estimators.planner.plan import make_plan as make_plan
+    from fsdp2prof.estimators.planner.request import PlanRequest as PlanRequest
     from fsdp2prof.estimators.spec.cluster import Cluster as Cluster
     from fsdp2prof.estimators.spec.hardware import HardwareSpec as HardwareSpec
     from fsdp2prof.estimators.spec.hardware import NetworkSpec as NetworkSpec
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results import CommEstimate as CommEstimate
     from fsdp2prof.results import MemoryAnalysis as MemoryAnalysis
     from fsdp2prof.results import MemoryEstimate as MemoryEstimate
+    from fsdp2prof.results import Plan as Plan
     from fsdp2prof.results import RunAnalysis as RunAnalysis
     from fsdp2prof.results import RunComparison as RunComparison
     from fsdp2prof.results import StepEstimate as StepEstimate
@@ -49,6 +52,8 @@ _HOMES = {
     "fsdp2prof.estimators.checkpoint": ("estimate_checkpoint",),
     "fsdp2prof.estimators.communication": ("estimate_comm",),
     "fsdp2prof.estimators.memory": ("estimate_memory",),
+    "fsdp2prof.estimators.planner.plan": ("make_plan",),
+    "fsdp2prof.estimators.planner.request": ("PlanRequest",),
     "fsdp2prof.estimators.spec.cluster": ("Cluster",),
     "fsdp2prof.estimators.spec.hardware": ("HardwareSpec", "NetworkSpec"),
     "fsdp2prof.estimators.spec.mesh": ("MeshSpec",),
@@ -61,6 +66,7 @@ _HOMES = {
         "CommEstimate",
         "MemoryAnalysis",
         "MemoryEstimate",
+        "Plan",
         "RunAnalysis",
         "RunComparison",
         "StepEstimate",

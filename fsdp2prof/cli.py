@@ -29,6 +29,10 @@ _VERBS = {
         "fsdp2prof.commands.estimate:estimate",
         "Estimate a run that has not happened: memory, communication, checkpoints.",
     ),
+    "plan": (
+        "fsdp2prof.commands.plan:plan",
+        "Plan a training: the best mesh, batch and policy on a cluster.",
+    ),
     "check": (
         "fsdp2prof.commands.check:check",
         "Check that a run is sharded as its mesh says, and for known mistakes.",

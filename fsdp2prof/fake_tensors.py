@@ -20,6 +20,10 @@ _ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
 """Loggers whose warnings are for people who train."""
 
 
+_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+"""Loggers whose warnings are for people who train."""
+
+
 @contextmanager
 def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
     """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.

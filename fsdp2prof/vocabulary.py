@@ -22,6 +22,7 @@ __all__ = [
     "LATE_CAUSES",
     "NO_LAYER",
     "OPS",
+    "PACKING_METHODS",
     "PATH_BOUNDS",
     "PHASES",
     "REMEDIES",
@@ -31,6 +32,7 @@ __all__ = [
     "dtype_label",
     "layer_name",
     "op_label",
+    "packing_label",
     "printable",
     "remedy_label",
 ]
@@ -151,8 +153,17 @@ REMEDIES = {
     "cpu_offload": Word("CPU offload"),
     "low_precision_states": Word("low-precision states"),
     "fused_optimizer": Word("fused optimizer"),
+    "even_expert_shards": Word("even shards of experts"),
 }
 """What may bring a peak down."""
+
+PACKING_METHODS = {
+    "padded": Word("padded"),
+    "longest_in_batch": Word("to the longest in a batch"),
+    "packed": Word("packed"),
+    "concatenated": Word("concatenated"),
+}
+"""How documents become sequences."""
 
 LATE_CAUSES = {
     "launch": Word("began too late to hide"),
@@ -232,3 +243,8 @@ def layer_name(fqn: str | None) -> str:
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def packing_label(method: str) -> str:
+    """How documents become sequences, for people."""
+    return PACKING_METHODS[method].label if method in PACKING_METHODS else printable(method)

@@ -163,7 +163,7 @@ def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_me
 
 
 def _extra(source: str, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
-    frozen = replace(policy, ac="none", trainable=None)
+    frozen = replace(policy, ac="none", trainable=None, lora=None)
     model = sharded_model(ModelSpec(source=source), mesh, frozen, device_mesh)
     model.module.requires_grad_(False)
     return model

@@ -40,13 +40,20 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
 
 
 def _forget_meshes() -> None:
-    """Forget the meshes of a process group that is gone: up to torch 2.9 the next one's get its groups."""
+    """Forget the meshes of a process group that is gone, and what DTensor worked out on them.
+
+    Up to torch 2.9 the next world's meshes get its groups; later, a redistribution on an equal mesh may be
+    given the shapes of the world before.
+    """
+    _redistribute._gen_transform_infos.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
     if hasattr(_mesh_resources, "child_to_root_mapping"):
         _mesh_resources.child_to_root_mapping.clear()
         _mesh_resources.root_to_flatten_mapping.clear()
         _mesh_resources.flatten_name_to_root_dims.clear()
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-        _redistribute._gen_transform_infos.cache_clear()
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -19,14 +19,16 @@ import numpy as np
 from fsdp2prof.estimators.execution.engine import Execution, execute
 from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.traffic.parallel import part_of
 from fsdp2prof.estimators.wrapping import fold_blocks, names_a_block
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
 
-__all__ = ["execute_stitched", "extend", "growth_between"]
+__all__ = ["depths_to_execute", "execute_stitched", "extend", "growth_between"]
 
 _TICK_NS = 1000
 _EDGE_BLOCKS = 4
@@ -39,19 +41,17 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
     Raises ``ModelError`` for a model, mesh or policy that cannot be run.
     """
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    if mesh.pp == 1:
+        full = part_of(full, mesh, policy)
     if mesh.pp > 1:
         stage = execute(spec, mesh, policy)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
-    blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
+    blocks = full.blocks
     policy = fold_blocks(policy, blocks)
-    depths = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
-    edge = _EDGE_BLOCKS + 2 * full.pattern.start
-    edge += 2 * max(depth for depth in depths if isinstance(depth, int))
-    shallow = edge + period + (len(blocks) - edge) % period
-    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
-    repeats = repeats and not names_a_block(policy, blocks)
-    if not repeats or len(blocks) <= 2 * shallow + period:
+    depths = depths_to_execute(spec, mesh, policy, full)
+    if depths is None:
         return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
+    shallow, period = depths
     first = execute(spec.with_layers(shallow), mesh, policy)
     second = execute(spec.with_layers(shallow + period), mesh, policy)
     growth = growth_between(first, second, period)
@@ -63,6 +63,23 @@ def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tup
         f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "
         f"and repeated to {len(blocks)}"
     )
+
+
+def depths_to_execute(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model
+) -> tuple[int, int] | None:
+    """Blocks of the shallow execution, and how many the other has more; ``None``: execute all of them.
+
+    ``full`` is the model as built; the policy's names are folded already.
+    """
+    blocks, period = full.blocks, lcm(policy.ac_every or 1, full.pattern.period)
+    prefetches = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
+    edge = _EDGE_BLOCKS + 2 * full.pattern.start
+    edge += 2 * max(depth for depth in prefetches if isinstance(depth, int))
+    shallow = edge + period + (len(blocks) - edge) % period
+    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
+    repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)
+    return (shallow, period) if repeats and len(blocks) > 2 * shallow + period else None
 
 
 def growth_between(shallow: Execution, deeper: Execution, period: int) -> dict[int, int] | None:

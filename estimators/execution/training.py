@@ -83,6 +83,11 @@ def shard(
     root = model.module
     assert isinstance(root, FSDPModule)
     _prefetch(root, units)
+    for unit in units:
+        if not unit.unshard_in_backward:
+            _tell(
+                cast(FSDPModule, model.module.get_submodule(unit.fqns[0])), "set_unshard_in_backward", False
+            )
     if policy.separate_reduce_scatter_group:
         _tell(root, "set_separate_reduce_scatter_group", True)
     if policy.reduce_scatter_buffers > 1:

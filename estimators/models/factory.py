@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
 from fsdp2prof.estimators.spec.policy import Loss
+from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 __all__ = ["build_factory"]
 
@@ -30,7 +28,7 @@ def build_factory(source: str, orig_dtype: str) -> Model:
     fails, returns something else, or allocates real memory.
     """
     module_name, _, attribute = source.partition(":")
-    with _current_directory_importable():
+    with current_directory_importable():
         try:
             factory = getattr(importlib.import_module(module_name), attribute)
         except (Exception, SystemExit) as error:  # the user's own code may raise anything
@@ -60,17 +58,6 @@ def build_factory(source: str, orig_dtype: str) -> Model:
         make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
         loss=partial(_own_loss, loss) if loss else partial(loss_of_model, head_of(module)),
     )
-
-
-@contextmanager
-def _current_directory_importable() -> Iterator[None]:
-    """Search modules in the current directory, too, as ``python -m`` does."""
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

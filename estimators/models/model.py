@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     from fsdp2prof.estimators.spec.policy import Loss
 
-__all__ = ["Batch", "LayerPattern", "Model"]
+__all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model"]
+
+ADAPTERS = (".lora_a.", ".lora_b.")
+"""In the names of low-rank adapters' parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 __all__ = [
+    "EIGHT_BIT",
     "IMPLEMENTATIONS",
     "OPTIMIZERS",
+    "EightBitOptimizer",
     "Implementation",
     "OptimizerFactory",
     "OptimizerImpl",
@@ -76,6 +78,25 @@ class OptimizerKind:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EightBitOptimizer:
+    """Adam with 8-bit states, by its memory alone: neither torchao nor bitsandbytes is needed."""
+
+    source: str
+
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
+        """Make one that keeps the same states over ``parameters``."""
+        from fsdp2prof.estimators.spec.eight_bit import EightBitAdam
+
+        return EightBitAdam(parameters)
+
+    def refusal(self, implementation: OptimizerImpl) -> str | None:
+        """It has one implementation."""
+        return (
+            None if implementation == "foreach" else f"{self.source} has no {implementation} implementation"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerFactory:
     """An optimizer of the user's own: ``package.module:factory``, called with the trainable parameters."""
 
@@ -125,4 +146,9 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         class_name="RMSprop", state=("square_avg",), counts_steps=True, missing=("fused",)
     ),
 }
-"""By the name in a policy. Adafactor is not here: its factored state is no elementwise work on shards."""
+"""torch's, by the name in a policy. Adafactor is not here: its factored state is no work on shards."""
+
+EIGHT_BIT: Mapping[str, EightBitOptimizer] = {
+    name: EightBitOptimizer(source=name) for name in ("adam8bit", "adamw8bit")
+}
+"""torchao's and bitsandbytes', by their classes' names in small letters."""

@@ -28,6 +28,8 @@ __all__ = [
     "Regex",
     "Text",
     "Words",
+    "Written",
+    "YesNo",
     "option",
     "options_of",
     "plain",
@@ -111,8 +113,15 @@ def plain(specification: Any) -> dict[str, Any]:
     """The values as a file holds them, which read back as the same."""
     values = {name: getattr(specification, name) for name in options_of(specification)}
     return {
-        name: str(value) if isinstance(value, (Counted, ByUnit)) else value for name, value in values.items()
+        name: str(value) if isinstance(value, (Counted, ByUnit, Written)) else value
+        for name, value in values.items()
     }
+
+
+class Written:
+    """A value that its text stands for in a file."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +150,8 @@ class ByUnit:
 def _written(value: Any) -> str:
     if isinstance(value, tuple):
         return ">".join(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "none" if value is None else str(value)
 
 
@@ -348,6 +359,23 @@ class Prefetched:
         if isinstance(value, bool) or not text.isdecimal() or len(text) > 9 or int(text) > self.most:
             raise ValueError(f"{value!r} must be a number of blocks up to {self.most}, or units as a>b")
         return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class YesNo:
+    """Yes or no, in words."""
+
+    @property
+    def values(self) -> str:
+        """The words."""
+        return "yes|no"
+
+    def read(self, value: Any) -> bool:
+        """Return the answer."""
+        answer = {"yes": True, "true": True, "no": False, "false": False}.get(str(value).lower())
+        if answer is None:
+            raise ValueError(f"{value!r} must be yes or no")
+        return answer
 
 
 @dataclass(frozen=True, slots=True)

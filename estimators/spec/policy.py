@@ -8,10 +8,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
+    EIGHT_BIT,
     IMPLEMENTATIONS,
     OPTIMIZERS,
+    EightBitOptimizer,
     OptimizerFactory,
     OptimizerImpl,
     OptimizerKind,
@@ -29,6 +32,7 @@ from fsdp2prof.estimators.spec.option import (
     Regex,
     Text,
     Words,
+    YesNo,
     option,
     options_of,
     plain,
@@ -40,6 +44,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Allocator",
     "Attention",
+    "CheckpointingMode",
     "Chunked",
     "Every",
     "ExpertShards",
@@ -166,6 +171,11 @@ class PolicySpec:
     offload: bool = option(
         False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
     )
+    lora: Lora | None = option(
+        None,
+        LoraText(),
+        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE.",
+    )
     trainable: str | None = option(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."
     )
@@ -176,7 +186,7 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        Words(words=(*OPTIMIZERS, *EIGHT_BIT, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
     )
@@ -200,6 +210,12 @@ class PolicySpec:
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
+    )
+    unshard_in_backward: bool | ByUnit = option(
+        True,
+        PerUnit(YesNo(), True),
+        "Whether parameters are gathered for backward; no for units whose backward needs none, as "
+        "tok_embeddings=no.",
     )
     separate_reduce_scatter_group: bool = option(
         False, Flag(), "A communicator of its own for reduce-scatter."
@@ -304,13 +320,11 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+    def optimizer_kind(self) -> OptimizerKind | EightBitOptimizer | OptimizerFactory | None:
         """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
-        return (
-            OptimizerFactory(source=self.optimizer)
-            if ":" in self.optimizer
-            else OPTIMIZERS.get(self.optimizer)
-        )
+        if ":" in self.optimizer:
+            return OptimizerFactory(source=self.optimizer)
+        return OPTIMIZERS.get(self.optimizer) or EIGHT_BIT.get(self.optimizer)
 
     @property
     def ac_every(self) -> int | None:

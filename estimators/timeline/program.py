@@ -11,16 +11,37 @@ from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
+from fsdp2prof.estimators.timeline.deepen import deepened
+from fsdp2prof.estimators.wrapping import fold_blocks
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 
-__all__ = ["capture_step"]
+__all__ = ["capture_step", "capture_stitched"]
+
+
+def capture_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model) -> Program:
+    """As :func:`capture_step`; a deep model's middle blocks are repeated where they are found to be alike.
+
+    ``full`` is the model as built. Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    """
+    policy = fold_blocks(policy, full.blocks)
+    depths = depths_to_execute(spec, mesh, policy, full)
+    if depths is not None:
+        shallow, period = depths
+        first = capture_step(spec.with_layers(shallow), mesh, policy)
+        second = capture_step(spec.with_layers(shallow + period), mesh, policy)
+        program = deepened(first, second, full.blocks, shallow, period)
+        if program is not None:
+            return program
+    return capture_step(spec, mesh, policy)
 
 
 def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:

@@ -49,6 +49,8 @@ class GroupTraffic:
     """Ranks of the backward all-gather when ``reshard`` is an integer."""
     backward_prefetch: tuple[str, ...] | None = None
     """Groups it prefetches in backward; ``None`` is FSDP's own choice, the one before it in forward."""
+    unshard_in_backward: bool = True
+    """False: backward needs none of its parameters and never gathers them."""
 
 
 @dataclass(slots=True)
@@ -160,6 +162,8 @@ def _gather(
     groups: Sequence[GroupTraffic], index: int, states: list[_State], ledger: Ledger, phase: str
 ) -> None:
     group, state = groups[index], states[index]
+    if phase == "backward" and not group.unshard_in_backward:
+        return
     states[index] = _State.UNSHARDED
     if state is _State.UNSHARDED:
         return

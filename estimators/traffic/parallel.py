@@ -14,6 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup
@@ -53,7 +54,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
         )
-    if policy.trainable is not None and mesh.tp * mesh.cp * mesh.pp > 1:
+    frozen = policy.trainable is not None or policy.lora is not None
+    if frozen and mesh.tp * mesh.cp * mesh.pp > 1:
         raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
     if config.layers < mesh.pp:
         raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
@@ -86,7 +88,7 @@ def _check_expert_parallelism(config: TransformerConfig, mesh: MeshSpec, policy:
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {mesh.fsdp_size} ranks of dp_shard x cp")
     if mesh.tp * mesh.cp * mesh.pp > 1:
         raise ModelError("expert parallelism is modelled with FSDP and HSDP: leave tp, cp and pp at 1")
-    if policy.trainable is not None or policy.offload:
+    if policy.trainable is not None or policy.lora is not None or policy.offload:
         raise ModelError("expert parallelism with frozen or offloaded parameters is not modelled")
     if isinstance(policy.reshard, int):
         raise ModelError("reshard to a number of ranks with experts on a mesh of their own is not modelled")
@@ -102,8 +104,9 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a model that is built on a rank: its pipeline stage, its experts."""
-    return _with_local_experts(stage_of(model, mesh, policy), mesh)
+    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
+    adapted = with_adapters(model, policy.lora, policy.orig_dtype)
+    return _with_local_experts(stage_of(adapted, mesh, policy), mesh)
 
 
 def _with_local_experts(model: Model, mesh: MeshSpec) -> Model:

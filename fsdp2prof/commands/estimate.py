@@ -239,3 +239,22 @@ def checkpoint(described: Described, bandwidth: str | None, output: Output) -> N
 
     rate = None if bandwidth is None else parse_bytes(bandwidth.removesuffix("/s"))
     output.render(estimate_checkpoint(described, bandwidth_bytes_per_s=rate))
+
+
+@estimate.command()
+@click.option(
+    "--lengths",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help="File of the documents' lengths in tokens, one a line.",
+)
+@click.option("--seq-len", type=click.IntRange(1), required=True, help="Tokens of a sequence.")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a batch."
+)
+@output_options()
+def packing(lengths: Path, seq_len: int, batch_size: int, output: Output) -> None:
+    """Estimate what padding costs: padded, to the longest in a batch, packed, and concatenated documents."""
+    from fsdp2prof.workflows.estimate import estimate_packing
+
+    output.render(estimate_packing(lengths, seq_len=seq_len, batch_size=batch_size))

@@ -85,20 +85,23 @@ class Output:
             say(text)
 
     @contextmanager
-    def progress(self, doing: str) -> Iterator[None]:
-        """Show what is being done on stderr, if a person is looking; one plain line where colour is off."""
+    def progress(self, doing: str) -> Iterator[Callable[[str], None]]:
+        """Show what is being done on stderr, if a person is looking; plain lines where colour is off.
+
+        What it gives is called with what is being done next.
+        """
         if self.quiet or not sys.stderr.isatty():
-            yield
+            yield lambda _: None
             return
         if not _wants_colour():
             say(doing)
-            yield
+            yield say
             return
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status(Text(printable(doing))):
-            yield
+        with Console(stderr=True).status(Text(printable(doing))) as status:
+            yield lambda text: status.update(Text(printable(text)))
 
 
 def output_options(

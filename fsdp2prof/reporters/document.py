@@ -137,7 +137,8 @@ class Sentences:
 
     title: str
     lines: Sequence[str]
-    style: Literal["plain", "list", "warning"] = "plain"
+    style: Literal["plain", "list", "warning", "code"] = "plain"
+    """``code``: lines to paste, as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

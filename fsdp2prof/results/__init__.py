@@ -88,6 +88,7 @@ from fsdp2prof.results.estimate import (
     OutsidePart,
     PredictedPeak,
     PredictedStep,
+    TriedChange,
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
@@ -132,8 +133,20 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
 from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
+from fsdp2prof.results.plan import (
+    PLAN_SCHEMA,
+    FastPathError,
+    Plan,
+    PlanAnswer,
+    PlanFamily,
+    PlanGiven,
+    PlanPoint,
+    PlanSearch,
+    Recipe,
+)
 from fsdp2prof.results.run import (
     RUN_ANALYSIS_SCHEMA,
     RunAnalysis,
@@ -184,7 +197,9 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "PACKING_ESTIMATE_SCHEMA",
     "PARITY_SCHEMA",
+    "PLAN_SCHEMA",
     "RUN_ANALYSIS_SCHEMA",
     "SEVERITIES",
     "SHARDING_SCHEMA",
@@ -226,6 +241,7 @@ __all__ = [
     "EstimatedModel",
     "EstimatedPolicy",
     "EvidenceValue",
+    "FastPathError",
     "Finding",
     "Fit",
     "Fragmentation",
@@ -271,6 +287,8 @@ __all__ = [
     "OutOfMemory",
     "OutsideAllocator",
     "OutsidePart",
+    "PackingEstimate",
+    "PackingMethod",
     "ParameterSharding",
     "ParityCheck",
     "ParityRow",
@@ -278,6 +296,12 @@ __all__ = [
     "PathSegment",
     "Peak",
     "PhaseSpan",
+    "Plan",
+    "PlanAnswer",
+    "PlanFamily",
+    "PlanGiven",
+    "PlanPoint",
+    "PlanSearch",
     "PoolBytes",
     "PredictedPeak",
     "PredictedStep",
@@ -292,6 +316,7 @@ __all__ = [
     "RankTimeline",
     "RankTrace",
     "RankWait",
+    "Recipe",
     "Redistribution",
     "Remedy",
     "RunAnalysis",
@@ -325,6 +350,7 @@ __all__ = [
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
+    "TriedChange",
     "Unknown",
     "UnrecordedStep",
     "UnshardedRow",

@@ -27,6 +27,7 @@ __all__ = [
     "OutsidePart",
     "PredictedPeak",
     "PredictedStep",
+    "TriedChange",
     "Unknown",
 ]
 
@@ -87,6 +88,7 @@ class EstimatedPolicy:
     output_dtype: str | None = None
     orig_dtype: str | None = None
     offload: bool | None = None
+    lora: str | None = None
     trainable: str | None = None
     ac: str | None = None
     optimizer: str | None = None
@@ -96,6 +98,7 @@ class EstimatedPolicy:
     loss_parallel: bool | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
+    unshard_in_backward: bool | str | None = None
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None
@@ -279,6 +282,20 @@ class PredictedStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TriedChange:
+    """A change to a run that does not fit, and what an estimate of the changed run says."""
+
+    changes: list[str]
+    """Options as people write them; several are made together."""
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
+    reserved_bytes: int
+    headroom_bytes: int
+    """As the estimate's own; negative: missing."""
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate(Shown):
     """Result of ``estimate memory``: what one rank's device will hold."""
 
@@ -319,3 +336,5 @@ class MemoryEstimate(Shown):
     """What decides whether it fits, and by how much, where that is not known."""
     remedies: list[Remedy] = field(default_factory=list)
     """What each change that is left to make takes off the peak at most, most bytes first."""
+    tried: list[TriedChange] = field(default_factory=list)
+    """Changes that were estimated because this does not surely fit, in the order of the trials."""

@@ -15,8 +15,9 @@ from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.lengths import read_lengths
 from fsdp2prof.readers.run_directory import open_run
-from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, StepEstimate
+from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate, StepEstimate
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "estimate_checkpoint",
     "estimate_communication",
     "estimate_memory",
+    "estimate_packing",
     "estimate_step",
 ]
 
@@ -86,11 +88,15 @@ def estimate_memory(
     spec = described.spec(hardware=hardware)
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
+    from fsdp2prof.estimators.memory_trials import with_tried_changes
 
     prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware)
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
-    return _noted(prediction.estimate, spec)
+    estimate = prediction.estimate
+    if spec.hardware is not None:
+        estimate = with_tried_changes(estimate, spec.model, spec.mesh, spec.policy, spec.hardware)
+    return _noted(estimate, spec)
 
 
 def estimate_communication(described: Described) -> CommEstimate:
@@ -141,6 +147,16 @@ def estimate_checkpoint(
         spec.model, spec.mesh, spec.policy, bandwidth_bytes_per_s=bandwidth_bytes_per_s
     )
     return _noted(estimate, spec)
+
+
+def estimate_packing(lengths: Path, *, seq_len: int, batch_size: int) -> PackingEstimate:
+    """Estimate what padding costs the documents whose lengths a file holds.
+
+    Raises ``ModelError`` for a file that holds none.
+    """
+    from fsdp2prof.estimators import packing
+
+    return packing.estimate_packing(read_lengths(lengths), seq_len=seq_len, batch_size=batch_size)
 
 
 _Estimate = TypeVar("_Estimate", MemoryEstimate, CommEstimate, StepEstimate, CheckpointEstimate)

@@ -414,3 +414,17 @@ def test_expert_parallelism_of_real_ranks(tmp_path):
     mesh = MeshSpec(dp_shard=script.RANKS, ep=script.EP)
     policy = PolicySpec(seq_len=script.SEQ_LEN, batch_size=script.BATCH, clip_grad=False)
     assert summed_rows(estimate(script.CONFIG, mesh, policy)) == summed(counted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lora": "r=4,targets=wq+wv"}, {"lora": "r=4,targets=wq+w2,base=bf16", "ac": "full"}]
+)
+def test_adapters(options):
+    mesh, policy = MeshSpec(dp_shard=4), PolicySpec(**SIZES | options)
+    counts = executed(tiny(), mesh, policy)
+    assert predicted(tiny(), mesh, policy) == counts
+    # A: (4, in) pads to 4 rows, B: (out, 4); blocks reduce nothing else: 3 blocks of 2 adapters.
+    reduced = {key: count for key, count in counts.items() if key[1] == "reduce_scatter"}
+    sizes = {"wq+wv": 4 * 32 + 32 * 4 + 4 * 32 + 16 * 4, "wq+w2": 4 * 32 + 32 * 4 + 4 * 72 + 32 * 4}
+    target = options["lora"].split("=")[2].split(",")[0]
+    assert reduced == {("backward", "reduce_scatter", "float32", 4 * sizes[target]): 3}

@@ -20,6 +20,7 @@ from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_m
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.packing import estimate_packing
 from fsdp2prof.estimators.sharding_table import shard_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -30,6 +31,7 @@ from fsdp2prof.estimators.step import estimate_step
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.parity_measurements import doubled_gradient
+from support.plans import small_plan
 from support.probes import two_probes
 from support.results import (
     memory_analysis,
@@ -97,6 +99,12 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.estimate.step/1",
         lambda: estimate_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))),
     ),
+    "packing_estimate": (
+        results.PackingEstimate,
+        "fsdp2prof.estimate.packing/1",
+        lambda: estimate_packing([3, 5, 2, 9], seq_len=8, batch_size=2),
+    ),
+    "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (
         results.CheckpointEstimate,
         "fsdp2prof.estimate.checkpoint/1",

@@ -16,7 +16,7 @@ from fsdp2prof.estimators.execution.fake_world import fake_process_group
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS
+from fsdp2prof.estimators.spec.optimizers import EIGHT_BIT, IMPLEMENTATIONS, OPTIMIZERS
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
 SPEC = ModelSpec(source="support.linear_model:factory")
@@ -117,3 +117,21 @@ def test_an_optimizer_of_the_users_own_is_run(monkeypatch):
         optimizer_state_bytes(policy, (4,), "float32")
     with pytest.raises(ModelError, match="decides itself"):
         PolicySpec(optimizer="users_own:own", optimizer_impl="fused")
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_eight_bit_states_by_hand(name):
+    """A byte an element, fp32 for every 256 of them, a table of 256; small shards keep fp32 (torchao)."""
+    run = execute(ModelSpec(source="gpt2", layers=1), MESH, PolicySpec(seq_len=32, optimizer=name))
+    shards = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "sharded_parameter"}
+    states = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "optimizer_state"}
+    weight, norm = "layers.0.proj.weight", "norm.weight"
+    elements = 768 * 768 // 4
+    assert (shards[weight], shards[norm]) == (4 * elements, 4 * 192)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert states[f"{weight}.{moment}"] == elements
+        assert states[f"{weight}.{moment}_scale"] == 4 * elements // 256
+        assert states[f"{weight}.{moment}_map"] == 4 * 256
+        assert states[f"{norm}.{moment}"] == 4 * 192
+    with pytest.raises(ModelError, match="has no fused implementation"):
+        PolicySpec(optimizer=name, optimizer_impl="fused")

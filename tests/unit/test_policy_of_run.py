@@ -106,6 +106,7 @@ def told(group: ParamGroupInfo) -> tuple[object, ...]:
         group.output_dtype,
         group.forward_prefetch,
         group.backward_prefetch,
+        group.unshard_in_backward,
         parameters,
     )
 
@@ -136,6 +137,7 @@ def policies(draw: Any) -> Callable[[Any, Any], None]:
     ]
     root = draw(RESHARD), MixedPrecisionPolicy(param_dtype=draw(DTYPES), reduce_dtype=draw(DTYPES))
     prefetch = draw(st.lists(st.tuples(st.sampled_from(range(5)), st.booleans()), max_size=3))
+    not_again = draw(st.sets(st.sampled_from(range(5))))
     frozen = draw(st.sampled_from([(), ("emb.weight",), ("layers.0.weight", "layers.1.bias")]))
 
     def wrap(model: Any, mesh: Any) -> None:
@@ -152,6 +154,8 @@ def policies(draw: Any) -> Callable[[Any, Any], None]:
                 mp_policy=precision,
             )
         fully_shard(model, mesh=mesh, reshard_after_forward=root[0], mp_policy=root[1])
+        for index, module in enumerate(modules):
+            module.set_unshard_in_backward(index not in not_again)
         for index, forward in prefetch:
             if index + 1 < len(modules):
                 one, other = modules[index], modules[index + 1]
@@ -203,12 +207,6 @@ def test_todays_torchtitan_is_read_as_it_is() -> None:
     assert spec.policy.torch == torch_rules().version
 
 
-def _two_placements(model: Any, mesh: Any) -> None:
-    fully_shard(model.layers[0], mesh=mesh, shard_placement_fn=lambda _: None)
-    fully_shard(model, mesh=mesh)
-    model.layers[0].set_unshard_in_backward(False)
-
-
 def _ignoring(model: Any, mesh: Any) -> None:
     fully_shard(model, mesh=mesh, ignored_params={model.emb.weight})
 
@@ -221,7 +219,6 @@ def _keeping(model: Any, mesh: Any) -> None:
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
-        (_two_placements, r"set_unshard_in_backward\(False\) on layers.0"),
         (_ignoring, "ignored_params.*emb.weight"),
         (_keeping, r"set_reshard_after_backward\(False\) on the root"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -138,3 +140,26 @@ def test_a_policy_that_names_every_block_is_stitched_like_one_that_does_not() ->
     by_name = PolicySpec(seq_len=32, wrap=tuple(f"layers.{index}" for index in range(12)))
     _, how = execute_stitched(ModelSpec(source="gpt2", layers=12), MeshSpec(dp_shard=2), by_name)
     assert how == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
+
+
+def test_a_unit_that_backward_does_not_gather_is_gathered_once() -> None:
+    """By the labels of an execution of FSDP2 itself, and as counted."""
+    policy = PolicySpec(
+        seq_len=8,
+        wrap=("block", "tok_embeddings"),
+        unshard_in_backward=ByUnit(True, (("tok_embeddings", False),)),
+    )
+    spec, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2)
+    recording = execute(spec, mesh, policy).recording
+    second = recording.labels.start_ns >= recording.steps.start_ns[recording.steps.step == 2]
+    labels = recording.labels.name.take(second).to_list()
+    executed = Counter(
+        label.partition(" (")[2].rstrip(")")
+        for label in labels
+        if label is not None and label.partition(" (")[0] == "FSDP::all_gather"
+    )
+    counted: Counter[str] = Counter()
+    for row in estimate_comm(spec, mesh, policy).groups:
+        if row.op == "all_gather":
+            counted[row.fqn or ""] += row.count
+    assert executed == counted == {"": 1, "tok_embeddings": 1, "layers.0": 2}

@@ -28,7 +28,9 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
 from fsdp2prof.reporters.documents.parity import parity_document
+from fsdp2prof.reporters.documents.plan import plan_document
 from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
@@ -49,7 +51,9 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    PackingEstimate,
     ParityCheck,
+    Plan,
     RunAnalysis,
     RunCheck,
     RunComparison,
@@ -71,6 +75,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     MemoryAnalysis: memory_document,
     MemoryComparison: memory_comparison_document,
     MemoryEstimate: memory_estimate_document,
+    Plan: plan_document,
     CategoryCatalog: category_catalog_document,
     CheckpointMap: checkpoint_document,
     HardwareCatalog: hardware_catalog_document,
@@ -80,6 +85,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ParityCheck: parity_document,
     EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
+    PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,

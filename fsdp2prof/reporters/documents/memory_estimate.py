@@ -10,6 +10,7 @@ from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
     layer_column,
+    name_column,
     number_column,
     show_category,
     show_frac,
@@ -55,9 +56,30 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
             ),
             _range_section(estimate),
             given_section(estimate.model, estimate.mesh, estimate.policy, estimate.assumptions),
+            *([_tried(estimate)] if estimate.tried else []),
         ],
         result=estimate,
     )
+
+
+def _tried(estimate: MemoryEstimate) -> Section:
+    """What was changed and estimated again; those that fit first."""
+    tried = sorted(estimate.tried, key=lambda one: not one.fits)
+    sizes = [size for one in tried for size in (one.reserved_bytes, one.headroom_bytes)]
+    table = Table(
+        name="tried",
+        title="Changes that were tried",
+        note="each estimated as the run itself; left: with context and communicators counted high",
+        columns=[
+            name_column("changes", "change"),
+            text_column("fits", "fits", lambda fits: "yes" if fits else "no"),
+            bytes_column("reserved_bytes", "reserved", sizes),
+            bytes_column("headroom_bytes", "left", sizes),
+        ],
+        rows=[[", ".join(one.changes), one.fits, one.reserved_bytes, one.headroom_bytes] for one in tried],
+    )
+    advice = Sentences(title="What fits", lines=estimate.advice, style="list")
+    return Section(anchor="tried", title="Changes that were tried", blocks=[table, advice])
 
 
 def _range_section(estimate: MemoryEstimate) -> Section:

@@ -152,7 +152,7 @@ def _findings(findings: Sequence[Finding]) -> RenderableType:
 
 
 def _sentences(block: Sentences) -> RenderableType:
-    if block.style == "plain":
+    if block.style in ("plain", "code"):
         return Group(*map(_text, block.lines))
     return _list(block.lines, "yellow" if block.style == "warning" else "")
 

@@ -1,0 +1,137 @@
+"""Changes that make a run fit on its device, each tried: estimated as the run itself is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.results import MemoryEstimate, TriedChange
+from fsdp2prof.units import format_bytes
+
+__all__ = ["with_tried_changes"]
+
+_WANTED = 2
+"""Changes that fit, after which no more are tried."""
+_TRIALS = 6
+_PAIRS = 3
+_CHUNKS = 8
+
+
+def with_tried_changes(
+    estimate: MemoryEstimate, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec
+) -> MemoryEstimate:
+    """Return an estimate that does not surely fit with two changes that do, each estimated.
+
+    Single changes come before combinations, and what costs least before what costs more: checkpointing, a
+    smaller micro-batch, a loss in pieces, resharding, more ranks, the host. What cannot be enough, by
+    the most that its remedies take off, is not tried. An estimate that fits is returned as it is.
+    """
+    if estimate.fit is None or estimate.fit == "fits":
+        return estimate
+    tried: list[TriedChange] = []
+    saved = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
+    missing = max(0, -(estimate.headroom_high_bytes or 0))
+    for chosen in _combined(mesh, policy):
+        names = [change.name for change in chosen]
+        if len(tried) == _TRIALS or sum(one.fits for one in tried) == _WANTED:
+            break
+        if sum(change.most_saved(saved) for change in chosen) < missing:
+            continue
+        if any(set(names) > set(one.changes) for one in tried if one.fits):
+            continue
+        other_mesh = replace(mesh, **{name: size for one in chosen for name, size in one.mesh.items()})
+        other_policy = replace(
+            policy, **{name: value for one in chosen for name, value in one.policy.items()}
+        )
+        try:
+            made = estimate_memory(model, other_mesh, other_policy, hardware=hardware)
+        except ModelError:
+            continue
+        tried.append(
+            TriedChange(
+                changes=names,
+                mesh=made.mesh,
+                policy=made.policy,
+                reserved_bytes=made.peak.reserved_bytes,
+                headroom_bytes=made.headroom_bytes or 0,
+                fits=made.fit == "fits",
+            )
+        )
+    return replace(estimate, tried=tried, advice=_advice(tried))
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One change."""
+
+    name: str
+    """As people write it."""
+    mesh: dict[str, int] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    is_cheap: bool = True
+    """It needs neither more ranks nor the host's memory."""
+    remedy: str = ""
+    """Action of the remedy that bounds what it takes off."""
+    times: float = 1.0
+    """As much as that remedy, at most."""
+
+    def most_saved(self, saved: Mapping[str, int]) -> float:
+        """Return the most bytes that it takes off; what no remedy bounds may be enough."""
+        return self.times * saved.get(self.remedy, 0) if self.remedy in saved else float("inf")
+
+
+def _combined(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[_Change, ...]]:
+    """Yield changes alone, then in pairs, then all that are cheap, then these with each that is not."""
+    singles = list(_changes(mesh, policy))
+    cheap = tuple(change for change in singles if change.is_cheap)
+    sets: list[tuple[_Change, ...]] = [(change,) for change in singles]
+    sets += list(combinations(cheap, 2))[:_PAIRS]
+    if len(cheap) > 2:
+        sets.append(cheap)
+    sets += [(*cheap, change) for change in singles if not change.is_cheap and cheap]
+    yield from sets
+
+
+def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
+    alone = mesh.pp == 1
+    if policy.ac != "full":
+        yield _Change("ac=full", policy={"ac": "full"}, remedy="activation_checkpointing")
+    if policy.batch_size > 1 and alone:
+        smaller = {"batch_size": 1, "grad_accum": policy.grad_accum * policy.batch_size, "sync": "each"}
+        name = ", ".join(f"{name}={value}" for name, value in smaller.items())
+        yield _Change(name, policy=smaller, remedy="smaller_batch", times=2 - 2 / policy.batch_size)
+    if policy.loss_chunks is None and alone and mesh.tp == 1:
+        yield _Change(f"loss=chunked:{_CHUNKS}", policy={"loss": f"chunked:{_CHUNKS}"}, remedy="chunked_loss")
+    if policy.reshard == "never" and alone:
+        yield _Change("reshard=default", policy={"reshard": "default"}, remedy="reshard_after_forward")
+    if policy.grad_accum > 1 and policy.batch_size == 1 and policy.sync == "last" and alone:
+        yield _Change("sync=each", policy={"sync": "each"})
+    wider = {"dp_shard": 2 * mesh.dp_shard}
+    yield _Change(f"dp_shard={wider['dp_shard']}", mesh=wider, is_cheap=False, remedy="wider_sharding")
+    if not policy.offload:
+        yield _Change("offload", policy={"offload": True}, is_cheap=False, remedy="cpu_offload")
+
+
+def _advice(tried: list[TriedChange]) -> list[str]:
+    fitting = [one for one in tried if one.fits]
+    if not fitting:
+        least = min(tried, key=lambda one: one.reserved_bytes, default=None)
+        if least is None:
+            return ["no change that is known could be tried"]
+        return [
+            f"none of {len(tried)} changes that were tried fits; the smallest, "
+            f"{' with '.join(least.changes)}, reserves {format_bytes(least.reserved_bytes)}"
+        ]
+    return [
+        f"fits, tried: {' with '.join(one.changes)} ({format_bytes(one.reserved_bytes)} reserved, "
+        f"{format_bytes(one.headroom_bytes)} left)"
+        for one in fitting
+    ]

@@ -1,0 +1,71 @@
+"""Low-rank adapters beside a model's linear layers, whose own weights are frozen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.builtin import meta_construction
+from fsdp2prof.estimators.models.model import ADAPTERS, Model
+from fsdp2prof.estimators.spec.lora import Lora
+
+__all__ = ["with_adapters"]
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with ``scale * B A x`` added, A and B of rank r."""
+
+    def __init__(self, base: nn.Linear, lora: Lora) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = nn.Linear(base.in_features, lora.r, bias=False)
+        self.lora_b = nn.Linear(lora.r, base.out_features, bias=False)
+        self.scale = lora.alpha / lora.r
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position."""
+        out: Tensor = self.base_layer(x) + self.lora_b(self.lora_a(x)) * self.scale
+        return out
+
+
+def with_adapters(model: Model, lora: Lora | None, orig_dtype: str) -> Model:
+    """Put adapters of ``orig_dtype`` beside the targets, in place; the base gets the dtype asked for.
+
+    Raises ``ModelError`` for a target that no linear layer is named.
+    """
+    if lora is None:
+        return model
+    modules = dict(model.module.named_modules())
+    for target in lora.targets:
+        found = [
+            fqn
+            for fqn, part in modules.items()
+            if fqn.rpartition(".")[2] == target and isinstance(part, nn.Linear) and not _is_idle(fqn, model)
+        ]
+        if not found:
+            raise ModelError(f"lora: no linear layer of {model.name} is named {target!r}")
+        for fqn in found:
+            parent, _, name = fqn.rpartition(".")
+            base = modules[fqn]
+            assert isinstance(base, nn.Linear)
+            with meta_construction(orig_dtype):
+                adapted = LoraLinear(base, lora)
+            modules[parent].register_module(name, adapted)
+    if lora.base is not None:
+        _hold_base_in(model.module, lora.base)
+    return model
+
+
+def _is_idle(fqn: str, model: Model) -> bool:
+    return any(fqn.startswith(f"{idle}.") for idle in model.idle)
+
+
+def _hold_base_in(module: nn.Module, dtype: str) -> None:
+    """Replace all parameters but the adapters'; what modules share stays shared."""
+    held: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, part in module.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if not any(adapter in f".{fqn}.{name}" for adapter in ADAPTERS):
+                cast = held.setdefault(parameter, nn.Parameter(parameter.detach().to(getattr(torch, dtype))))
+                part.register_parameter(name, cast)

@@ -1,0 +1,79 @@
+"""A configuration's numbers by the execution engine itself, the same as ``estimate`` prints for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.planner.fast import Score
+from fsdp2prof.estimators.planner.request import Candidate
+from fsdp2prof.estimators.planner.search import Scored
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import dtype_bytes
+from fsdp2prof.estimators.step import StepFigures, step_figures
+
+__all__ = ["Check", "EngineMemory", "check_memory", "check_step", "confirmed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """A configuration to run through the engine."""
+
+    model: ModelSpec
+    candidate: Candidate
+    cluster: Cluster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """The peak of a rank."""
+
+    reserved_bytes: int
+    outside_bytes: int
+    """That no allocator counts, at the high end of its range."""
+
+
+def check_memory(check: Check) -> EngineMemory:
+    """Execute a configuration for its memory; of a pipeline one more micro-batch than are in flight.
+
+    Those after it add the buffer that their gradient is received in. Raises ``ModelError`` for what cannot
+    be run.
+    """
+    mesh, policy = check.candidate.mesh, check.candidate.policy
+    later = max(0, policy.grad_accum - mesh.pp - 1) if mesh.pp > 1 else 0
+    executed = replace(policy, grad_accum=policy.grad_accum - later)
+    made = estimate_memory(check.model, mesh, executed, hardware=check.cluster.hardware)
+    return EngineMemory(
+        reserved_bytes=made.peak.reserved_bytes + later * _received_bytes(check),
+        outside_bytes=made.outside_allocator_bytes.high,
+    )
+
+
+def _received_bytes(check: Check) -> int:
+    """Of the buffer that the first pipeline stage keeps for each micro-batch."""
+    mesh, policy = check.candidate.mesh, check.candidate.policy
+    config = build_model(check.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype).config
+    width = 0 if config is None else config.dim
+    tokens = policy.batch_size * (policy.seq_len // mesh.cp // mesh.tp)
+    return tokens * width * dtype_bytes(policy.compute_dtype)
+
+
+def check_step(check: Check) -> StepFigures:
+    """Execute a configuration for its step time. Raises ``ModelError`` for what cannot be run."""
+    return step_figures(check.model, check.candidate.mesh, check.candidate.policy, check.cluster)
+
+
+def confirmed(candidate: Candidate, fast: Score, memory: EngineMemory, step: StepFigures) -> Scored:
+    """Return a configuration with the engine's numbers."""
+    return Scored(
+        candidate=candidate,
+        fast=fast,
+        reserved_bytes=memory.reserved_bytes,
+        total_bytes=memory.reserved_bytes + memory.outside_bytes,
+        step_ns=step.step_ns,
+        exposed_ns=step.exposed_ns,
+        bubble_ns=step.bubble_ns,
+        confirmed=True,
+    )

@@ -1,0 +1,195 @@
+"""A configuration as the settings of the tools that run it, to paste."""
+
+from __future__ import annotations
+
+from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
+from fsdp2prof.estimators.spec.option import options_of
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.results.plan import Recipe
+
+__all__ = ["estimate_options", "recipes"]
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+_WIDTH = 76
+"""Columns of a command's line."""
+_BESIDE = ("batch_size", "seq_len", "grad_accum", "ac", "reshard", "sync")
+"""Options that stand in a command even at their defaults, where they say what was chosen."""
+
+
+def recipes(request: PlanRequest, winner: Candidate) -> list[Recipe]:
+    """Return the commands that estimate a configuration, and its settings for trainers."""
+    common = estimate_options(request, winner)
+    hardware = f"--hardware {request.cluster.hardware.name}"
+    return [
+        Recipe(tool="estimate memory", text=_command(f"estimate memory {common} {hardware}")),
+        Recipe(tool="estimate comm", text=_command(f"estimate comm {common}")),
+        Recipe(tool="estimate step", text=_command(f"estimate step {common} {hardware}{_cluster(request)}")),
+        Recipe(tool="torchtitan", text=_torchtitan(request, winner), note=_torchtitan_note(winner)),
+        Recipe(tool="accelerate", text=_accelerate(request, winner), note=_accelerate_note(winner)),
+        Recipe(tool="fully_shard", text=_fully_shard(winner)),
+    ]
+
+
+def estimate_options(request: PlanRequest, one: Candidate) -> str:
+    """Return the options of ``estimate`` that describe a configuration."""
+    options = [f"--model {request.model.source}"]
+    if request.model.layers is not None:
+        options.append(f"--layers {request.model.layers}")
+    options.append(f"--mesh {one.mesh}")
+    defaults = PolicySpec()
+    for name in options_of(PolicySpec):
+        value = getattr(one.policy, name)
+        if value == getattr(defaults, name) and (name not in _BESIDE or name == "sync"):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append(f"--{flag}" if value else _off(name, flag))
+        else:
+            options.append(f"--{flag} {_text(value)}")
+    return " ".join(options)
+
+
+def _command(arguments: str) -> str:
+    """Break a command into lines that a shell joins again."""
+    lines = ["fsdp2prof"]
+    for part in arguments.replace(" --", "\n--").splitlines():
+        if len(lines[-1]) + 1 + len(part) > _WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return "\n".join(lines)
+
+
+def _off(name: str, flag: str) -> str:
+    return "--keep-root" if name == "reshard_root" else f"--no-{flag}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return "none" if value is None else _DTYPES.get(str(value), str(value))
+
+
+def _cluster(request: PlanRequest) -> str:
+    cluster = request.cluster
+    parts = [f" --gpus-per-node {cluster.gpus_per_node}"]
+    if cluster.network is not None:
+        parts.append(f" --network {cluster.network.name}")
+    if cluster.nics_per_node is not None:
+        parts.append(f" --nics-per-node {cluster.nics_per_node}")
+    return "".join(parts)
+
+
+def _torchtitan(request: PlanRequest, one: Candidate) -> str:
+    mesh, policy = one.mesh, one.policy
+    mode = {"none": "none", "full": "full"}.get(str(policy.ac), "selective")
+    option = "op" if policy.ac == "op" else str(policy.ac_every or "op")
+    reshard = policy.reshard if policy.reshard in ("never", "always") else "default"
+    lines = [
+        "[training]",
+        f"local_batch_size = {policy.batch_size}",
+        f"global_batch_size = {request.global_batch}",
+        f"seq_len = {policy.seq_len}",
+        f'mixed_precision_param = "{policy.compute_dtype}"',
+        f'mixed_precision_reduce = "{policy.gradient_dtype}"',
+        "",
+        "[parallelism]",
+        f"data_parallel_replicate_degree = {mesh.dp_replicate}",
+        f"data_parallel_shard_degree = {mesh.dp_shard}",
+        f"tensor_parallel_degree = {mesh.tp}",
+        f"context_parallel_degree = {mesh.cp}",
+        f"pipeline_parallel_degree = {mesh.pp}",
+        f'fsdp_reshard_after_forward = "{reshard}"',
+        "",
+        "[activation_checkpoint]",
+        f'mode = "{mode}"',
+        *([f'selective_ac_option = "{option}"'] if mode == "selective" else []),
+    ]
+    return "\n".join(lines)
+
+
+def _torchtitan_note(one: Candidate) -> str:
+    notes = []
+    if isinstance(one.policy.reshard, int):
+        notes.append(f"resharding to {one.policy.reshard} ranks is no setting of torchtitan's")
+    if one.policy.grad_accum > 1 and one.policy.sync == "last":
+        notes.append("torchtitan reduces gradients after each micro-batch (sync=each)")
+    return "; ".join(notes)
+
+
+def _accelerate(request: PlanRequest, one: Candidate) -> str:
+    mesh, policy = one.mesh, one.policy
+    words = {True: "true", False: "false"}
+    lines = [
+        "distributed_type: FSDP",
+        f"mixed_precision: {_DTYPES.get(policy.compute_dtype, 'no')}",
+        f"num_machines: {-(-request.gpus // request.cluster.gpus_per_node)}",
+        f"num_processes: {request.gpus}",
+        "fsdp_config:",
+        "  fsdp_version: 2",
+        f"  fsdp_reshard_after_forward: {words[policy.reshard != 'never']}",
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+        f"  fsdp_activation_checkpointing: {words[policy.ac == 'full']}",
+        f"  fsdp_offload_params: {words[policy.offload]}",
+        "use_parallelism_config: true",
+        "parallelism_config:",
+        f"  parallelism_config_dp_replicate_size: {mesh.dp_replicate}",
+        f"  parallelism_config_dp_shard_size: {mesh.dp_shard}",
+        f"  parallelism_config_tp_size: {mesh.tp}",
+        f"  parallelism_config_cp_size: {mesh.cp}",
+        "gradient_accumulation_steps: " + str(policy.grad_accum),
+    ]
+    return "\n".join(lines)
+
+
+def _accelerate_note(one: Candidate) -> str:
+    notes = [f"in the script: a batch of {one.policy.batch_size} and {one.policy.seq_len} tokens"]
+    if one.policy.ac not in ("none", "full"):
+        notes.append(f"ac={one.policy.ac} is no setting of accelerate's: checkpoint in the script")
+    if one.mesh.pp > 1:
+        notes.append("accelerate has no pipeline of FSDP stages")
+    return "; ".join(notes)
+
+
+def _fully_shard(one: Candidate) -> str:
+    mesh, policy = one.mesh, one.policy
+    dims = [
+        (name, size)
+        for name, size in (
+            ("pp", mesh.pp),
+            ("dp_replicate", mesh.dp_replicate),
+            ("dp_shard", mesh.dp_shard),
+            ("cp", mesh.cp),
+            ("tp", mesh.tp),
+        )
+        if size > 1
+    ] or [("dp_shard", 1)]
+    names = [name for name, _ in dims]
+    fsdp: list[str] = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
+    block = {"never": "False", "default": "True", "always": "True"}.get(
+        str(policy.reshard), str(policy.reshard)
+    )
+    shape, listed = tuple(size for _, size in dims), tuple(names)
+    lines = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names={listed})']
+    taken: str | tuple[str, ...] = tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
+    if mesh.cp > 1:
+        lines.append("# context parallelism: shard over dp_shard x cp, flattened to one dimension")
+        lines.append(f'mesh[{tuple(n for n in ("dp_shard", "cp") if n in names)!r}]._flatten("dp_shard_cp")')
+        flat = [name for name in fsdp if name != "dp_shard"]
+        taken = (*flat, "dp_shard_cp") if flat else "dp_shard_cp"
+    root = block if policy.reshard in ("always", "never") else "False"
+    lines += [
+        f'policy = {{"mesh": mesh[{taken!r}], "mp_policy": MixedPrecisionPolicy(',
+        f"    param_dtype=torch.{policy.compute_dtype}, reduce_dtype=torch.{policy.gradient_dtype})}}",
+        "for block in blocks:",
+        f"    fully_shard(block, reshard_after_forward={block}, **policy)",
+        f"fully_shard(model, reshard_after_forward={root}, **policy)",
+    ]
+    if policy.grad_accum > 1 and policy.sync == "last":
+        lines.append("# in the loop: model.set_requires_gradient_sync(is_last_micro_batch)")
+    lines.append(
+        f"# batch {policy.batch_size} x {policy.seq_len} tokens, {policy.grad_accum} micro-batches, "
+        f"activation checkpointing: {policy.ac}"
+    )
+    return "\n".join(lines)

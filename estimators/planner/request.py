@@ -1,0 +1,133 @@
+"""What a plan is asked for, and one configuration that could be the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.option import options_of
+from fsdp2prof.estimators.spec.policy import PolicySpec
+
+__all__ = ["Candidate", "Maximum", "Objective", "PlanRequest", "family_of", "parse_fixed"]
+
+Objective = Literal["tokens", "cost", "memory"]
+"""``tokens``: most tokens per second. ``cost``: fewest GPU-hours a token. ``memory``: the smallest peak."""
+Maximum = Literal["batch-size", "seq-len"]
+
+_SEARCHED = (
+    "batch_size",
+    "grad_accum",
+    "sync",
+    "ac",
+    "reshard",
+    "offload",
+    "forward_prefetch",
+    "reduce_dtype",
+)
+_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One mesh with one policy."""
+
+    mesh: MeshSpec
+    policy: PolicySpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What to plan. Raises ``ModelError`` for what no configuration can fulfil."""
+
+    model: ModelSpec
+    cluster: Cluster
+    gpus: int
+    global_batch: int
+    """Sequences of one optimizer step, all ranks together."""
+    policy: PolicySpec = field(default_factory=PolicySpec)
+    """Sequence length, and everything that is not searched."""
+    fixed_mesh: Mapping[str, int] = field(default_factory=dict)
+    fixed_policy: Mapping[str, Any] = field(default_factory=dict)
+    reserve_frac: float = 0.1
+    """Share of the device's memory to leave free."""
+    objective: Objective = "tokens"
+    price_per_gpu_hour: float | None = None
+    tokens: int | None = None
+    """Tokens of the whole training, for its GPU-hours."""
+    budget_gpu_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"plan: {name.replace('_', '-')} must be at least 1")
+        if not 0 <= self.reserve_frac < 1:
+            raise ModelError(f"plan: reserve must be from 0% to less than 100%, not {self.reserve_frac:.0%}")
+        product = 1
+        for name, size in self.fixed_mesh.items():
+            product *= size
+            if self.gpus % size:
+                raise ModelError(f"plan: {name}={size} does not divide {self.gpus} GPUs")
+        if self.gpus % product:
+            sizes = ",".join(f"{name}={size}" for name, size in self.fixed_mesh.items())
+            raise ModelError(f"plan: {sizes} does not divide {self.gpus} GPUs")
+        if self.cluster.network is None and self.gpus > self.cluster.gpus_per_node:
+            raise ModelError(
+                f"plan: {self.gpus} GPUs are more than one node of {self.cluster.gpus_per_node}: "
+                "name what connects them with --network"
+            )
+
+    @property
+    def limit_bytes(self) -> int:
+        """Device memory that a configuration may take, the headroom left out."""
+        return int(self.cluster.hardware.memory_bytes * (1 - self.reserve_frac))
+
+    def confirmable(self, mesh: MeshSpec) -> bool:
+        """Whether the engine can confirm a mesh in the time of a search: a pipeline only where it is fixed.
+
+        A stage runs under its whole schedule, one micro-batch after the other.
+        """
+        return mesh.pp == 1 or "pp" in self.fixed_mesh
+
+    def with_gpus(self, gpus: int) -> PlanRequest:
+        """The same on another number of GPUs."""
+        return replace(self, gpus=gpus)
+
+
+def parse_fixed(text: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Parse ``tp=8,ac=op`` into mesh dimensions and policy options. Raises ``ModelError``."""
+    mesh: dict[str, int] = {}
+    policy: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        name = name.replace("-", "_")
+        if not equals:
+            raise ModelError(f"fix: {item!r} is not NAME=VALUE; write for example tp=8,ac=op")
+        if name in _DIMS:
+            mesh[name] = getattr(MeshSpec.parse(item), name)
+        elif name in _SEARCHED:
+            policy[name] = _typed(name, value)
+        else:
+            raise ModelError(f"fix: no {name!r} to fix; there are {', '.join((*_DIMS, *_SEARCHED))}")
+    return mesh, policy
+
+
+def _typed(name: str, text: str) -> Any:
+    value: Any = {"true": True, "false": False}.get(text, int(text) if text.isdecimal() else text)
+    try:
+        return options_of(PolicySpec)[name].kind.read(value)
+    except ValueError as error:
+        raise ModelError(f"fix: {name}: {error}") from None
+
+
+def family_of(mesh: MeshSpec) -> str:
+    """Name the kinds of parallelism of a mesh: ``FSDP``, ``HSDP + TP``, ..."""
+    first = "HSDP" if mesh.dp_replicate > 1 else "FSDP"
+    if mesh.dp_replicate > 1 and mesh.fsdp_size == 1:
+        first = "DDP"
+    more = [name.upper() for name in ("tp", "cp", "pp") if getattr(mesh, name) > 1]
+    return " + ".join([first, *more])

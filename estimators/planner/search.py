@@ -1,0 +1,134 @@
+"""The search: every configuration scored by the fast path, the best of each family, and the Pareto front."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp2prof.estimators.planner.fast import FastModel, Score
+from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, family_of
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+
+__all__ = ["Correction", "Scored", "Search", "pareto_front", "ranked"]
+
+_REPORT_EVERY = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """A configuration with what it takes: by the engine where ``confirmed``, else by the fast path."""
+
+    candidate: Candidate
+    fast: Score
+    """As the fast path has it, uncorrected."""
+    reserved_bytes: int
+    total_bytes: int
+    step_ns: int
+    exposed_ns: int
+    bubble_ns: int
+    confirmed: bool = False
+
+    @property
+    def family(self) -> str:
+        """Kinds of parallelism."""
+        return family_of(self.candidate.mesh)
+
+
+@dataclass
+class Correction:
+    """The engine's numbers over the fast path's, on the configurations where both are known.
+
+    A configuration that was confirmed has the engine's numbers. Another one is scaled by the ratio of the
+    confirmed one that is most like it (tensor parallelism, checkpointing, resharding, sync), else of none.
+    """
+
+    known: dict[Candidate, Scored] = field(default_factory=dict)
+
+    def learn(self, scored: Scored) -> None:
+        """Note the engine's numbers of a configuration."""
+        self.known[scored.candidate] = scored
+
+    def apply(self, candidate: Candidate, fast: Score) -> Scored:
+        """Return a configuration with the numbers to rank it by."""
+        confirmed = self.known.get(candidate)
+        if confirmed is not None:
+            return confirmed
+        step, memory = self._ratios(candidate)
+        reserved = round(fast.reserved_bytes * memory)
+        return Scored(
+            candidate=candidate,
+            fast=fast,
+            reserved_bytes=reserved,
+            total_bytes=reserved + fast.outside_bytes,
+            step_ns=round(fast.step_ns * step),
+            exposed_ns=round(fast.exposed_ns * step),
+            bubble_ns=round(fast.bubble_ns * step),
+        )
+
+    def _ratios(self, candidate: Candidate) -> tuple[float, float]:
+        best = max(self.known.values(), key=lambda one: _likeness(one.candidate, candidate), default=None)
+        if best is None or not _likeness(best.candidate, candidate):
+            return 1.0, 1.0
+        return best.step_ns / best.fast.step_ns, best.reserved_bytes / best.fast.reserved_bytes
+
+
+def _likeness(one: Candidate, other: Candidate) -> int:
+    if (one.mesh.tp, one.mesh.pp > 1) != (other.mesh.tp, other.mesh.pp > 1):
+        return 0
+    names = ("ac", "reshard", "sync", "batch_size", "offload")
+    same: int = sum(getattr(one.policy, name) == getattr(other.policy, name) for name in names)
+    return 1 + 2 * same + (one.mesh.fsdp_size == other.mesh.fsdp_size) + (one.mesh.cp == other.mesh.cp)
+
+
+class Search:
+    """Scores configurations and keeps what may be asked about them."""
+
+    def __init__(self, request: PlanRequest, fast: FastModel, correction: Correction) -> None:
+        self.request = request
+        self.fast = fast
+        self.correction = correction
+        self.scores: dict[Candidate, Score] = {}
+
+    def add(self, found: Iterable[Candidate], progress: Callable[[int], None] | None = None) -> None:
+        """Score candidates; ``progress`` is told how many there are so far, now and then."""
+        for candidate in found:
+            self.scores[candidate] = self.fast.score(candidate)
+            if progress is not None and len(self.scores) % _REPORT_EVERY == 0:
+                progress(len(self.scores))
+
+    def all(self) -> list[Scored]:
+        """Return every configuration, corrected by what the engine said."""
+        return [self.correction.apply(candidate, score) for candidate, score in self.scores.items()]
+
+    def fits(self, scored: Scored) -> bool:
+        """Whether it leaves the headroom that was asked for."""
+        return scored.total_bytes <= self.request.limit_bytes
+
+
+def ranked(request: PlanRequest, found: Iterable[Scored]) -> list[Scored]:
+    """Order configurations by the objective, the best first; what does not fit comes last, nearest first."""
+
+    def key(scored: Scored) -> tuple[bool, float, int]:
+        fits = scored.total_bytes <= request.limit_bytes
+        if not fits or request.objective == "memory":
+            return (not fits, scored.total_bytes, scored.step_ns)
+        return (False, scored.step_ns, scored.total_bytes)
+
+    return sorted(found, key=key)
+
+
+def pareto_front(found: Iterable[Scored]) -> list[Scored]:
+    """Return what no other configuration beats in both memory and speed, the smallest first."""
+    front: list[Scored] = []
+    for scored in sorted(found, key=lambda one: (one.total_bytes, one.step_ns)):
+        if not front or scored.step_ns < front[-1].step_ns:
+            front.append(scored)
+    return front
+
+
+def by_mesh(found: Iterable[Scored]) -> Mapping[MeshSpec, list[Scored]]:
+    """Group configurations by their mesh."""
+    groups: dict[MeshSpec, list[Scored]] = {}
+    for scored in found:
+        groups.setdefault(scored.candidate.mesh, []).append(scored)
+    return groups

@@ -1,0 +1,153 @@
+"""``fsdp2prof plan``: the best mesh, batch and policy of a training on a cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdp2prof.estimators.planner.answers import Question
+
+__all__ = ["plan"]
+
+
+@click.command(short_help="The best mesh, batch and policy of a training, and why the others lost.")
+@click.option(
+    "--model", required=True, shell_complete=complete_model, help="Built-in name, config.json, or factory."
+)
+@click.option("--layers", type=int, help="Number of blocks, instead of the model's own.")
+@click.option("--gpus", type=click.IntRange(1), required=True, help="All of them.")
+@click.option(
+    "--hardware",
+    required=True,
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option(
+    "--network",
+    shell_complete=complete_network,
+    help="What connects the nodes.  [400gb-ib with several nodes]",
+)
+@click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
+@click.option("--global-batch", type=click.IntRange(1), help="Sequences of one optimizer step, all ranks.")
+@click.option("--seq-len", type=click.IntRange(1), default=4096, show_default=True)
+@click.option(
+    "--fix",
+    metavar="NAME=VALUE,...",
+    default="",
+    help="Search nothing else for these: mesh dimensions (tp=8), batch_size, grad_accum, ac, reshard, sync, "
+    "offload, reduce_dtype.",
+)
+@click.option(
+    "--reserve", metavar="SHARE", default="10%", show_default=True, help="Device memory to leave free."
+)
+@click.option("--price", type=float, help="Of a GPU-hour, in any currency: adds the cost.")
+@click.option(
+    "--objective",
+    type=click.Choice(["tokens", "cost", "memory"]),
+    default="tokens",
+    show_default=True,
+    help="Most tokens per second, fewest GPU-hours a token, or least memory.",
+)
+@click.option(
+    "--max", "most", type=click.Choice(["batch-size", "seq-len"]), help="Find the largest that fits."
+)
+@click.option("--min", "fewest", type=click.Choice(["gpus"]), help="Find the fewest, up to --gpus.")
+@click.option("--tokens", metavar="N", help="Of the whole training (15T, 300B): adds its GPU-hours.")
+@click.option("--budget", type=float, help="GPU-hours: says what they train.")
+@click.option("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
+@output_options()
+def plan(
+    model: str,
+    layers: int | None,
+    gpus: int,
+    hardware: str,
+    gpus_per_node: int,
+    network: str | None,
+    nics_per_node: int | None,
+    global_batch: int | None,
+    seq_len: int,
+    fix: str,
+    reserve: str,
+    price: float | None,
+    objective: str,
+    most: str | None,
+    fewest: str | None,
+    tokens: str | None,
+    budget: float | None,
+    no_cache: bool,
+    output: Output,
+) -> None:
+    """Search mesh, micro-batch, checkpointing and resharding for the most tokens per second.
+
+    Every configuration is scored from shallow executions of the model; the best one is run through the
+    engine of `estimate`, which gives the same numbers. Ctrl-C ends the search with the best so far.
+    """
+    question = _question(most, fewest)
+    if global_batch is None and most != "batch-size":
+        raise UsageError("plan needs --global-batch: sequences of one optimizer step, all ranks together")
+    from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
+    from fsdp2prof.estimators.spec.cluster import Cluster
+    from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+    from fsdp2prof.estimators.spec.model import ModelSpec
+    from fsdp2prof.estimators.spec.policy import PolicySpec
+    from fsdp2prof.workflows.plan import plan as make
+
+    if network is None and gpus > gpus_per_node:
+        network = "400gb-ib"
+    mesh, policy = parse_fixed(fix)
+    request = PlanRequest(
+        model=ModelSpec(source=model, layers=layers),
+        cluster=Cluster(
+            hardware=HardwareSpec.parse(hardware),
+            gpus_per_node=gpus_per_node,
+            network=None if network is None else NetworkSpec.parse(network),
+            nics_per_node=nics_per_node,
+        ),
+        gpus=gpus,
+        global_batch=global_batch or gpus,
+        policy=PolicySpec(seq_len=seq_len),
+        fixed_mesh=mesh,
+        fixed_policy=policy,
+        reserve_frac=_share(reserve),
+        objective=objective,  # type: ignore[arg-type]
+        price_per_gpu_hour=price,
+        tokens=None if tokens is None else _count(tokens),
+        budget_gpu_hours=budget,
+    )
+    with output.progress(f"planning {model} on {gpus:,} x {hardware}") as progress:
+        made = make(request, question=question, progress=progress, use_cache=not no_cache)
+    output.render(made)
+
+
+def _question(most: str | None, fewest: str | None) -> Question | None:
+    if most is not None and fewest is not None:
+        raise UsageError("--max and --min answer different questions: give one of them")
+    if most is not None:
+        return "max batch-size" if most == "batch-size" else "max seq-len"
+    return "min gpus" if fewest is not None else None
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        raise UsageError(f"--reserve {text!r} is no share; write for example 10%") from None
+    return value / 100 if text.endswith("%") or value > 1 else value
+
+
+def _count(text: str) -> int:
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1:].upper(), 1)
+    try:
+        value = round(float(text[:-1] if scale > 1 else text) * scale)
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise UsageError(f"--tokens {text!r} is no number of tokens; write for example 15T")
+    return value

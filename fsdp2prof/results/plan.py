@@ -1,0 +1,164 @@
+"""Result of ``plan``: the best configuration of a training, the best of each other kind, why they lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fsdp2prof.results.estimate import EstimatedMesh, EstimatedModel, EstimatedPolicy
+from fsdp2prof.results.shown import Shown
+
+__all__ = [
+    "PLAN_SCHEMA",
+    "FastPathError",
+    "Plan",
+    "PlanAnswer",
+    "PlanFamily",
+    "PlanGiven",
+    "PlanPoint",
+    "PlanSearch",
+    "Recipe",
+]
+
+PLAN_SCHEMA = "fsdp2prof.plan/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanGiven:
+    """What was asked for."""
+
+    gpus: int
+    hardware: str
+    gpus_per_node: int
+    network: str | None
+    """Null on one node."""
+    global_batch: int
+    """Sequences of one optimizer step."""
+    seq_len: int
+    fixed: dict[str, str]
+    """Options that were not searched: name -> value."""
+    reserve_frac: float
+    device_total_bytes: int
+    limit_bytes: int
+    """What a configuration may take: the device's memory without the headroom."""
+    objective: str
+    """``tokens``, ``cost`` or ``memory``."""
+    price_per_gpu_hour: float | None
+    tokens: int | None
+    """Tokens of the whole training; null unless given."""
+    budget_gpu_hours: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPoint:
+    """One configuration and what it takes."""
+
+    family: str
+    """Its kinds of parallelism: ``FSDP``, ``HSDP + TP``, ..."""
+    mesh: EstimatedMesh
+    policy: EstimatedPolicy
+    name: str
+    """In short: ``dp_shard=256, batch 1 x 4, ac=op``."""
+    reserved_bytes: int
+    """Peak of the caching allocator."""
+    total_bytes: int
+    """With what no allocator counts, at the high end of its range."""
+    headroom_bytes: int
+    """Below the limit; negative: over it."""
+    step_ns: int
+    exposed_ns: int
+    """Communication that nothing hides."""
+    exposed_frac: float
+    bubble_ns: int
+    tokens_per_s: float
+    """All GPUs together."""
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    gpu_hours_per_billion_tokens: float
+    cost_per_billion_tokens: float | None
+    """In the currency of the price; null without one."""
+    confirmed: bool
+    """The numbers are the execution engine's own; else the fast path's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFamily:
+    """The best configuration of one kind of parallelism, or of one change to the winner."""
+
+    name: str
+    """The kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
+    best: PlanPoint
+    configurations: int
+    """Searched in this family."""
+    fitting: int
+    why: str
+    """Why it is not the winner, with numbers; of the winner, what it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastPathError:
+    """How far the search's own numbers are from the engine's, where both are known."""
+
+    configurations: int
+    step_low_frac: float | None
+    """Lowest relative error of the step before correction; null without a confirmed configuration."""
+    step_high_frac: float | None
+    memory_low_frac: float | None
+    memory_high_frac: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSearch:
+    """How the search went."""
+
+    configurations: int
+    fitting: int
+    engine_runs: int
+    """Shallow and full executions of the model that the numbers rest on."""
+    complete: bool
+    """False: it was interrupted, and this is the best so far."""
+    error: FastPathError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanAnswer:
+    """The answer to ``--max``, ``--min`` or a budget."""
+
+    question: str
+    """``max batch-size``, ``max seq-len``, ``min gpus`` or ``budget``."""
+    value: int | None
+    """Null: there is none."""
+    sentence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """The winner's settings, to paste."""
+
+    tool: str
+    """``estimate memory``, ``estimate step``, ``torchtitan``, ``accelerate`` or ``fully_shard``."""
+    text: str
+    note: str = ""
+    """What this tool cannot say of the winner."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Shown):
+    """What to run on the cluster."""
+
+    schema: str = PLAN_SCHEMA
+    model: EstimatedModel
+    given: PlanGiven
+    verdict: list[str]
+    """At most three sentences: the winner, what it takes, what limits it."""
+    winner: PlanPoint | None
+    """Null if nothing fits."""
+    families: list[PlanFamily]
+    """Best first; what does not fit last, by how much is missing."""
+    changes: list[PlanFamily]
+    """The winner with one thing changed, and what that does."""
+    pareto: list[PlanPoint]
+    """No other configuration is both faster and smaller; the smallest first."""
+    answer: PlanAnswer | None
+    recipes: list[Recipe]
+    search: PlanSearch
+    assumptions: list[str] = field(default_factory=list)

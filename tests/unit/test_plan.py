@@ -1,0 +1,271 @@
+"""Plans: what is searched, what the engine says of the winner, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.cli import call
+from support.plans import ENGINE, NODE, SMALL, small_plan, small_planning
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators import memory as memory_estimates
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.planner.answers import answer
+from fsdp2prof.estimators.planner.fast import FastModel, Score
+from fsdp2prof.estimators.planner.plan import Call, Planning
+from fsdp2prof.estimators.planner.profile import measure
+from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
+from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front
+from fsdp2prof.estimators.planner.space import candidates, meshes
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import estimate_step, step_figures
+from fsdp2prof.results import Plan
+from fsdp2prof.workflows import plan as workflow
+
+CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
+BIG = PlanRequest(
+    model=ModelSpec(source="llama3-70b"),
+    cluster=CLUSTER,
+    gpus=64,
+    global_batch=128,
+    policy=PolicySpec(seq_len=8192),
+)
+
+
+@pytest.fixture
+def planning() -> Planning:
+    return small_planning()
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return small_plan()
+
+
+def winner_of(planning: Planning) -> Scored:
+    return next(one for one in planning.all() if one.confirmed)
+
+
+def test_the_winner_put_back_into_the_estimates_gives_the_same_numbers(
+    planning: Planning, plan: Plan
+) -> None:
+    assert plan.winner is not None
+    assert plan.winner.confirmed
+    one = winner_of(planning).candidate
+    memory = estimate_memory(SMALL.model, one.mesh, one.policy, hardware=NODE.hardware)
+    step = estimate_step(SMALL.model, one.mesh, one.policy, NODE)
+    assert plan.winner.reserved_bytes == memory.peak.reserved_bytes
+    assert plan.winner.total_bytes == memory.peak.reserved_bytes + memory.outside_allocator_bytes.high
+    assert plan.winner.step_ns == step.step_ns
+    assert plan.winner.tokens_per_s_per_gpu == pytest.approx(step.tokens_per_s_per_gpu)
+
+
+def test_the_commands_to_paste_are_the_winner(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:
+    assert plan.winner is not None
+    command = next(recipe.text for recipe in plan.recipes if recipe.tool == "estimate memory")
+    ended = call(capfd, *shlex.split(command.replace("\\\n", " "))[1:], "--format", "json")
+    assert ended.code == 0
+    estimate = json.loads(ended.out)
+    assert estimate["peak"]["reserved_bytes"] == plan.winner.reserved_bytes
+    assert estimate["policy"] == json.loads(json.dumps(_plain(plan.winner.policy)))
+
+
+def _plain(policy: Any) -> dict[str, Any]:
+    return {name: getattr(policy, name) for name in policy.__slots__}
+
+
+def test_the_winner_is_the_fastest_that_fits(planning: Planning, plan: Plan) -> None:
+    assert plan.winner is not None
+    limit = SMALL.limit_bytes
+    pipelines = [one for one in planning.all() if one.candidate.mesh.pp > 1]
+    assert pipelines
+    fitting = [one for one in planning.all() if one.total_bytes <= limit and one not in pipelines]
+    assert plan.winner.step_ns == min(one.step_ns for one in fitting)
+    assert sum(family.configurations for family in plan.families) == plan.search.configurations
+    assert [family.best.name for family in plan.families if family.why == "the winner"] == [plan.winner.name]
+    assert plan.search.error.configurations == len(planning.correction.known)
+
+
+def test_the_search_is_near_the_engine(planning: Planning) -> None:
+    """The bound that docs/plan.md states, on a small model whose kernels are all launches."""
+    assert planning.fast is not None
+    for one in planning.correction.known.values():
+        assert one.fast.reserved_bytes == pytest.approx(one.reserved_bytes, rel=0.35)
+        assert one.fast.step_ns == pytest.approx(one.step_ns, rel=0.5)
+
+
+def test_every_configuration_uses_all_gpus_and_the_whole_batch() -> None:
+    model = build_model(BIG.model, seq_len=8192)
+    found = list(meshes(BIG, model))
+    assert len(set(found)) == len(found)
+    assert {mesh.world_size for mesh in found} == {64}
+    assert {mesh.tp for mesh in found} == {1, 2, 4, 8}
+    for mesh in found[::7]:
+        made = list(candidates(BIG, model, mesh))
+        assert len(set(made)) == len(made)
+        for one in made:
+            data = mesh.dp_replicate * mesh.dp_shard
+            assert one.policy.batch_size * one.policy.grad_accum * data == 128
+
+
+def test_what_is_fixed_is_not_searched() -> None:
+    mesh, policy = parse_fixed("tp=8, ac=every:2, batch-size=2")
+    request = replace(BIG, fixed_mesh=mesh, fixed_policy=policy)
+    model = build_model(BIG.model, seq_len=8192)
+    made = [one for mesh in meshes(request, model) for one in candidates(request, model, mesh)]
+    assert made
+    assert {(one.mesh.tp, str(one.policy.ac), one.policy.batch_size) for one in made} == {(8, "every:2", 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", "'tp' is not NAME=VALUE"),
+        ("ep=8", "no 'ep' to fix"),
+        ("ac=some", "ac: unknown value 'some'"),
+        ("tp=0", "tp=0 must be a positive integer"),
+    ],
+)
+def test_a_wrong_fix_is_one_line(text: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        parse_fixed(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--model llama3-70c --gpus 8 --global-batch 8", "did you mean llama3-70b"),
+        ("--model gpt2 --gpus 8 --global-batch 7 --fix dp_shard=8", "no mesh of 8 GPUs"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --fix tp=3", "tp=3 does not divide"),
+        ("--model gpt2 --gpus 8", "needs --global-batch"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --reserve all", "write for example 10%"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --tokens many", "no number of tokens"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --seq-len 4096", "1024 learned positions"),
+        ("--model gpt2 --gpus 8 --max seq-len --min gpus --global-batch 8", "give one of them"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    given: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    length = [] if "--seq-len" in given else ["--seq-len", "64"]
+    ended = call(capfd, "plan", "--hardware", "h100", *length, *given.split())
+    assert ended.code in (1, 2)
+    assert message in ended.err
+    assert ended.err.count("\n") <= 3
+    assert "Traceback" not in ended.err
+
+
+def test_a_batch_that_no_mesh_divides_is_refused(planning: Planning) -> None:
+    request = replace(SMALL, fixed_policy={"batch_size": 3})
+    with pytest.raises(
+        ModelError, match=r"a global batch of 8 cannot be divided on any mesh with batch_size"
+    ):
+        Planning(request=request, engine=ENGINE, fast=planning.fast).find()
+
+
+def random_scores(count: int) -> list[Scored]:
+    chance = random.Random(7)
+    made = []
+    for index in range(count):
+        size, step = chance.randrange(50), chance.randrange(50)
+        score = Score(
+            reserved_bytes=size, outside_bytes=0, step_ns=step, compute_ns=0, recompute_ns=0,
+            exposed_fsdp_ns=0, exposed_tp_ns=0, host_ns=0, bubble_ns=0, model_flops=0,
+        )  # fmt: skip
+        candidate = Candidate(MeshSpec(dp_shard=index + 1), PolicySpec())
+        made.append(Correction().apply(candidate, score))
+    return made
+
+
+def test_nothing_on_the_pareto_front_is_beaten_and_everything_else_is() -> None:
+    found = random_scores(120)
+    front = pareto_front(found)
+    for one in found:
+        beaten = any(
+            other.total_bytes <= one.total_bytes
+            and other.step_ns <= one.step_ns
+            and (other.total_bytes, other.step_ns) != (one.total_bytes, one.step_ns)
+            for other in found
+        )
+        on_front = any((o.total_bytes, o.step_ns) == (one.total_bytes, one.step_ns) for o in front)
+        assert on_front is not beaten
+
+
+@pytest.mark.slow
+def test_many_micro_batches_take_what_all_of_them_simulated_take() -> None:
+    policy = replace(SMALL.policy, grad_accum=6, sync="each")
+    short = step_figures(SMALL.model, MeshSpec(dp_shard=4), policy, NODE)
+    full = estimate_step(SMALL.model, MeshSpec(dp_shard=4), policy, NODE)
+    assert short.extended_from == 3
+    assert short.step_ns == pytest.approx(full.step_ns, rel=0.002)
+
+
+@pytest.mark.parametrize("sync", ["last", pytest.param("each", marks=pytest.mark.slow)])
+def test_micro_batches_in_the_middle_change_no_peak(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = replace(SMALL.policy, grad_accum=5, sync=sync)
+    fewer = estimate_memory(SMALL.model, MeshSpec(dp_shard=4), policy)
+    monkeypatch.setattr(memory_estimates, "EXECUTED_MICRO_BATCHES", 5)
+    every = estimate_memory(SMALL.model, MeshSpec(dp_shard=4), policy)
+    assert fewer.peak.reserved_bytes == every.peak.reserved_bytes
+    assert fewer.peak.categories == every.peak.categories
+    assert any("3 of 5 micro-batches executed" in note for note in fewer.assumptions)
+
+
+def test_an_interrupt_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(calls: Sequence[Call]) -> list[Any]:
+        if calls[0][0] is measure:
+            return ENGINE(calls)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workflow, "_Engine", lambda keeps: interrupted)
+    made = workflow.plan(SMALL)
+    assert not made.search.complete
+    assert made.winner is not None
+    assert not made.winner.confirmed
+
+
+def test_a_second_plan_executes_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(workflow, "_in_processes", ENGINE)
+    first = workflow.plan(SMALL)
+    monkeypatch.setattr(workflow, "_in_processes", lambda calls: [1 / 0 for _ in calls])
+    assert workflow.plan(SMALL) == first
+    with pytest.raises(ZeroDivisionError):
+        workflow.plan(SMALL, use_cache=False)
+
+
+def test_the_fewest_gpus_and_the_largest_batch() -> None:
+    fewest = answer(SMALL, "min gpus", engine=ENGINE)
+    assert fewest.answer is not None
+    assert fewest.answer.value == 1
+    assert fewest.winner is not None
+    assert fewest.winner.mesh.world_size == 1
+
+
+def test_a_budget_is_told_what_it_trains(planning: Planning) -> None:
+    request = replace(SMALL, tokens=10**9, budget_gpu_hours=1.0, price_per_gpu_hour=2.0)
+    other = Planning(request=request, engine=ENGINE, search=planning.search, fast=planning.fast)
+    made = other.plan()
+    assert made.winner is not None
+    assert made.answer is not None
+    hours = made.winner.gpu_hours_per_billion_tokens
+    assert made.answer.value == round(1e9 / hours)
+    assert made.winner.cost_per_billion_tokens == pytest.approx(2 * hours)
+
+
+def test_a_configuration_without_a_profile_is_no_answer(planning: Planning) -> None:
+    assert isinstance(planning.fast, FastModel)
+    with pytest.raises(KeyError):
+        planning.fast.score(Candidate(MeshSpec(tp=2), PolicySpec()))
