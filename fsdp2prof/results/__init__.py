@@ -72,6 +72,13 @@ from fsdp2prof.results.cross_rank import (
     RankWait,
     Straggler,
 )
+from fsdp2prof.results.environment_check import (
+    ENVIRONMENT_CHECK_SCHEMA,
+    EnvironmentCheck,
+    ProbedGather,
+    ProbedRank,
+    ProbedTransport,
+)
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -191,6 +198,7 @@ __all__ = [
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
+    "ENVIRONMENT_CHECK_SCHEMA",
     "HANG_SCHEMA",
     "HARDWARE_CATALOG_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
@@ -245,6 +253,7 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EnvironmentCheck",
     "EstimatedMesh",
     "EstimatedModel",
     "EstimatedPolicy",
@@ -315,6 +324,9 @@ __all__ = [
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
+    "ProbedGather",
+    "ProbedRank",
+    "ProbedTransport",
     "RankMeans",
     "RankMemory",
     "RankPeakChange",

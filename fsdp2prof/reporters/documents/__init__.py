@@ -16,6 +16,7 @@ from fsdp2prof.reporters.documents.check import check_document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
+from fsdp2prof.reporters.documents.environment_check import environment_check_document
 from fsdp2prof.reporters.documents.hang import hang_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
@@ -44,6 +45,7 @@ from fsdp2prof.results import (
     CheckpointMap,
     CommEstimate,
     CriticalPath,
+    EnvironmentCheck,
     HangAnalysis,
     HardwareCatalog,
     IdleCauses,
@@ -88,6 +90,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
     ParityCheck: parity_document,
+    EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
     PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
