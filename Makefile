@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/fsdp2prof record -f -o runs/demo -- $(BIN)/torchrun --nproc-per-node 2 examples/train_tiny_fsdp2.py
 	$(BIN)/fsdp2prof analyze run runs/demo
-	$(BIN)/fsdp2prof report runs/demo -f -o runs/demo/report.html
-	@echo "The report is at runs/demo/report.html: open it in a browser."
+	$(BIN)/fsdp2prof report runs/demo -q
+	@echo "That is the report: open it in a browser, or run $(BIN)/fsdp2prof report runs/demo --open."
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

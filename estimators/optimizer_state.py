@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from math import prod
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.optimizers import OptimizerFactory, OptimizerKind
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 
 __all__ = ["optimizer_state_bytes", "step_counter_bytes"]
 
 
 def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of state for one parameter of ``shape`` (whole or a shard), its step counter left out."""
+    """Bytes of state for one parameter of ``shape`` (whole or a shard), its step counter left out.
+
+    Raises ``ModelError`` for an optimizer of the user's own, whose state nothing but running it tells.
+    """
     kind = policy.optimizer_kind
+    if isinstance(kind, OptimizerFactory):
+        raise ModelError(f"optimizer {kind.source}: only estimate memory, which runs it, knows its state")
     return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
 
 
 def step_counter_bytes(policy: PolicySpec) -> int:
     """Bytes of the step counter of one parameter: fp32, whole on every rank."""
     kind = policy.optimizer_kind
-    return dtype_bytes("float32") if kind is not None and kind.counts_steps else 0
+    return dtype_bytes("float32") if isinstance(kind, OptimizerKind) and kind.counts_steps else 0

@@ -89,6 +89,8 @@ def _refusals(manifest: RankManifest) -> Iterator[str]:
         yield f"leaves parameters out of FSDP (ignored_params), {manifest.ignored_parameters[0]} for one"
     for group in groups:
         where = f"{group.fqn or 'the root'}"
+        if group.shard_group is None:
+            yield f"replicates {where} (replicate(): give --mesh dp_replicate=N instead of the run)"
         if group.group_count > 1:
             yield f"shards {where} in {group.group_count} groups (shard_placement_fn)"
         if any(parameter.placement != "Shard(0)" for parameter in group.parameters):

@@ -78,15 +78,15 @@ ACTIVITIES = (
 """What FSDP was doing inside a phase: ``compute`` is the user's own work, the rest are FSDP labels."""
 
 OPS = {
-    "all_gather": Word("all-gather", colour="#e45756"),
-    "reduce_scatter": Word("reduce-scatter", colour="#f58518"),
-    "all_reduce": Word("all-reduce", colour="#eeca3b"),
+    "all_gather": Word("all-gather", "AG", "#e45756"),
+    "reduce_scatter": Word("reduce-scatter", "RS", "#f58518"),
+    "all_reduce": Word("all-reduce", "AR", "#eeca3b"),
     "broadcast": Word("broadcast", colour="#ff9da6"),
     "all_to_all": Word("all-to-all", colour="#b279a2"),
     "send_recv": Word("send/recv", colour="#9d755d"),
     "other": Word("other", colour="#79706e"),
 }
-"""Kinds of collectives."""
+"""Kinds of collectives; the header is the abbreviation where names are long."""
 
 BREAKDOWN_PARTS = {
     "compute": Word("compute", "compute", "#4c78a8"),

@@ -25,6 +25,7 @@ from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
 from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
+from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
@@ -68,6 +69,7 @@ class RankAnalysis:
     awaited: AwaitedTable
     host_syncs: list[HostSyncRow]
     spans: list[RankSpans]
+    kernels: list[KernelSum]
     warnings: list[str]
 
 
@@ -143,6 +145,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         spans=rank_spans(tables),
+        kernels=kernel_sums(tables),
         warnings=tables.warnings,
     )
 
@@ -189,8 +192,13 @@ def merge(
     )
     if result.rehearsed:  # whatever depends on how long a collective took
         groups = [replace(row, busbw_bytes_per_s=None) for row in result.groups]
-        return summarise(replace(result, groups=groups, prefetch=[], bandwidth=[]))
-    return summarise(replace(result, findings=findings.find(result, manifests, references.thresholds)))
+        result = replace(result, groups=groups, prefetch=[], bandwidth=[], timeline=None)
+    else:
+        result = replace(result, findings=findings.find(result, manifests, references.thresholds))
+    result = summarise(result)
+    windows, step_ns = result.totals.windows, result.totals.step_ns
+    kernels = kernel_rows((one.kernels for one in analyses), windows, step_ns) if windows else []
+    return replace(result, kernels=kernels)
 
 
 def merge_results(
@@ -200,7 +208,8 @@ def merge_results(
 ) -> TraceAnalysis:
     """Put the results of single ranks together, without the collectives that ranks are compared by.
 
-    What ranks waited for each other is not known then. Bandwidth is that of the lowest rank.
+    What ranks waited for each other is not known then. Bandwidth, kernels and timeline are those of the
+    lowest rank.
     """
     analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
     steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
@@ -217,6 +226,8 @@ def merge_results(
         warnings=[*(line for one in analyses for line in one.warnings), *alone],
         prefetch=[row for one in analyses for row in one.prefetch],
         bandwidth=analyses[0].bandwidth,
+        kernels=analyses[0].kernels,
+        timeline=analyses[0].timeline,
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )
     if not result.rehearsed:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 
 from fsdp2prof.analyzers.layers import family_name, fold_alike, natural_key
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.results import LateRow, PrefetchRow
-from fsdp2prof.vocabulary import layer_name
+from fsdp2prof.vocabulary import PHASES, layer_name
 
-__all__ = ["late_rows"]
+__all__ = ["arrivals", "late_rows"]
 
 
 def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = False) -> list[LateRow]:
@@ -25,6 +26,26 @@ def late_rows(prefetch: Sequence[PrefetchRow], windows: int, *, folded: bool = F
     members = list(kinds.values())
     groups = _alike(members) if folded else [[i] for i in range(len(members))]
     return _longest_first(_late_row([members[i] for i in group], windows) for group in groups)
+
+
+def arrivals(prefetch: Sequence[PrefetchRow], windows: int) -> list[LateRow]:
+    """Sum up verdicts by layer, phase and op alone, in that order; the cause is that of the longest wait."""
+    kinds: dict[tuple[str | None, str, str], list[PrefetchRow]] = defaultdict(list)
+    for row in prefetch:
+        kinds[row.fqn, row.phase, row.op].append(row)
+    rows = [
+        replace(_late_row([members], windows), cause=max(members, key=lambda row: row.stall_ns).cause)
+        for members in kinds.values()
+    ]
+    order = list(PHASES)
+    return sorted(
+        rows,
+        key=lambda row: (
+            order.index(row.phase) if row.phase in order else len(order),
+            row.op,
+            natural_key(layer_name(row.fqn)),
+        ),
+    )
 
 
 def _alike(kinds: Sequence[Sequence[PrefetchRow]]) -> list[list[int]]:

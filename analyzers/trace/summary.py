@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ranks.waiting import sum_up
 from fsdp2prof.analyzers.steps import window_count
+from fsdp2prof.analyzers.trace.bandwidth_fit import bandwidth_fits
 from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_totals
 from fsdp2prof.analyzers.trace.host_syncs import host_sync_places
-from fsdp2prof.analyzers.trace.late import late_rows
+from fsdp2prof.analyzers.trace.late import arrivals, late_rows
+from fsdp2prof.analyzers.trace.layer_waits import layer_waits
 from fsdp2prof.analyzers.trace.totals import rank_means, trace_totals
 from fsdp2prof.analyzers.trace.verdict import trace_advice, trace_verdict
 from fsdp2prof.results import TraceAnalysis
@@ -32,6 +34,9 @@ def summarise(analysis: TraceAnalysis) -> TraceAnalysis:
         cross_rank=sum_up(analysis.cross_rank, len(analysis.ranks), analysed_ns),
         late=late_rows(analysis.prefetch, windows),
         late_folded=late_rows(analysis.prefetch, windows, folded=True),
+        arrivals=arrivals(analysis.prefetch, windows) if windows else [],
+        layer_waits=layer_waits(analysis.prefetch, analysis.ranks),
+        bandwidth_fits=bandwidth_fits(analysis.bandwidth),
         host_sync_places=host_sync_places(analysis.host_syncs, windows),
     )
     return replace(summed, verdict=trace_verdict(summed), advice=trace_advice(summed))

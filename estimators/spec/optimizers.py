@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["IMPLEMENTATIONS", "OPTIMIZERS", "Implementation", "OptimizerImpl", "OptimizerKind"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "OPTIMIZERS",
+    "Implementation",
+    "OptimizerFactory",
+    "OptimizerImpl",
+    "OptimizerKind",
+]
 
 OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 
@@ -62,6 +73,38 @@ class OptimizerKind:
         if implementation in self.unsharded:
             return f"torch cannot run {self.class_name} ({implementation}) on sharded parameters"
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerFactory:
+    """An optimizer of the user's own: ``package.module:factory``, called with the trainable parameters."""
+
+    source: str
+
+    def build(self, parameters: Iterable[Any], implementation: OptimizerImpl) -> Optimizer:
+        """Make it over ``parameters``. Raises ``ModelError`` for what cannot be imported or makes none."""
+        from torch.optim import Optimizer
+
+        module, _, name = self.source.partition(":")
+        try:
+            with current_directory_importable():
+                made = getattr(import_module(module), name)(list(parameters))
+        except Exception as error:  # the user's own code may raise anything
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ModelError(f"optimizer {self.source}: {reason}") from error
+        if not isinstance(made, Optimizer):
+            raise ModelError(
+                f"optimizer {self.source} made a {type(made).__name__}, no torch.optim.Optimizer"
+            )
+        return made
+
+    def refusal(self, implementation: OptimizerImpl) -> str | None:
+        """Its own implementation is the only one, and it counts its steps as it likes."""
+        return (
+            None
+            if implementation == "foreach"
+            else f"{self.source} decides itself how it goes over parameters"
+        )
 
 
 _ADAM_STATE = ("exp_avg", "exp_avg_sq")

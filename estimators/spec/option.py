@@ -46,6 +46,7 @@ _SHORT_DTYPES = {
 _COUNT = re.compile(r"[0-9]{1,6}")
 _LONGEST = 4096
 """Characters of a text; a path is no longer."""
+_FACTORY = re.compile(r"[\w.]{1,200}:\w{1,100}")
 _KEY = "option"
 
 
@@ -223,11 +224,14 @@ class Words:
     counted: type[Counted] | None = None
     number: str | None = None
     """What a number from 1 on means."""
+    factory: bool = False
+    """``package.module:factory`` is taken, too."""
 
     @property
     def values(self) -> str:
         """The words, and what else there is."""
         counted = [f"{self.counted.word}:K"] if self.counted is not None else []
+        counted += ["PACKAGE:FACTORY"] * self.factory
         return "|".join([*self.words, *["none"] * self.none, *counted, *["K"] * (self.number is not None)])
 
     def read(self, value: Any) -> Any:
@@ -243,7 +247,10 @@ class Words:
             word, _, count = text.partition(":")
             if word == self.counted.word and (number := _count(count)):
                 return self.counted(number)
+        if self.factory and _FACTORY.fullmatch(text):
+            return text
         last = [f"{self.counted.word}:K with K >= 1"] if self.counted is not None else []
+        last += ["package.module:factory"] * self.factory
         last += [self.number] if self.number is not None else []
         listed = " or ".join([", ".join(self.words), *["none"] * self.none, *last])
         raise ValueError(f"unknown value {value!r}; one of {listed}")

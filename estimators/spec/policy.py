@@ -10,7 +10,13 @@ from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
-from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS, OPTIMIZERS, OptimizerImpl, OptimizerKind
+from fsdp2prof.estimators.spec.optimizers import (
+    IMPLEMENTATIONS,
+    OPTIMIZERS,
+    OptimizerFactory,
+    OptimizerImpl,
+    OptimizerKind,
+)
 from fsdp2prof.estimators.spec.option import (
     ByUnit,
     Counted,
@@ -176,8 +182,9 @@ class PolicySpec:
     )
     optimizer: str = option(
         "adamw",
-        Words(words=(*OPTIMIZERS, "none")),
-        "The optimizer; none trains nothing, forward and backward only.",
+        Words(words=(*OPTIMIZERS, "none"), factory=True),
+        "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
+        "backward only.",
     )
     optimizer_impl: OptimizerImpl = option(
         "foreach", Words(words=tuple(IMPLEMENTATIONS)), "How the optimizer goes over its parameters."
@@ -303,9 +310,13 @@ class PolicySpec:
         return plain(self)
 
     @property
-    def optimizer_kind(self) -> OptimizerKind | None:
-        """The row of the table of optimizers, ``None`` where nothing is trained."""
-        return OPTIMIZERS.get(self.optimizer)
+    def optimizer_kind(self) -> OptimizerKind | OptimizerFactory | None:
+        """The row of the table of optimizers or the user's own, ``None`` where nothing is trained."""
+        return (
+            OptimizerFactory(source=self.optimizer)
+            if ":" in self.optimizer
+            else OPTIMIZERS.get(self.optimizer)
+        )
 
     @property
     def ac_every(self) -> int | None:

@@ -101,12 +101,14 @@ class Output:
             yield
 
 
-def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def output_options(
+    *formats: str, beside: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add where and how the result is written (``-o``, ``--format``, ``-v``, ...) as one ``output``.
 
     Without ``formats`` it is every one there is. The first is the default unless ``--format`` or the
     extension of ``-o`` says otherwise. An existing file is refused before any work is done, unless ``-f`` is
-    given.
+    given. ``beside``: without ``-o`` the command finds a place beside its input.
     """
     formats = formats or tuple(RENDERERS)
 
@@ -122,15 +124,15 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             output_table: str | None = None,
             **rest: Any,
         ) -> None:
-            chosen = _choose_format(output_path, output_format, formats)
+            chosen = _choose_format(output_path, output_format, formats, beside=beside)
             if chosen != "csv":
                 refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
             if chosen != "text":
                 refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
-            if output_path is None:
-                refuse_given("--force", because="it overwrites the file of -o, which is not given")
             if output_path is not None:
                 refuse_existing(output_path, force)
+            elif not beside:
+                refuse_given("--force", because="it overwrites the file of -o, which is not given")
             output = Output(
                 path=output_path,
                 format=chosen,
@@ -142,7 +144,7 @@ def output_options(*formats: str) -> Callable[[Callable[..., None]], Callable[..
             command(*args, output=output, **rest)
 
         decorated: Callable[..., None] = with_output
-        for option in reversed(_options(formats)):
+        for option in reversed(_options(formats, beside=beside)):
             decorated = option(decorated)
         return decorated
 
@@ -175,12 +177,11 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
     return decorate
 
 
-def _options(formats: Sequence[str]) -> list[Callable[[Any], Any]]:
+def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:
     """Return the options of a command that writes these formats, in the order its help shows them."""
     path = click.Path(path_type=Path)
-    options = [
-        click.option("-o", "--output", "output_path", type=path, help="Write to this file instead of stdout.")
-    ]
+    where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
+    options = [click.option("-o", "--output", "output_path", type=path, help=where)]
     if len(formats) > 1:
         text = f"Output format; else the extension of -o decides, else {formats[0]}."
         options.append(click.option("--format", "output_format", type=click.Choice(formats), help=text))
@@ -213,7 +214,7 @@ def _text_width(to_terminal: bool) -> int:
     return max(_MIN_WIDTH, min(width, _MAX_WIDTH))
 
 
-def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]) -> str:
+def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str], *, beside: bool) -> str:
     if chosen is None and path is not None:
         guessed = _EXTENSIONS.get(path.suffix.lower())
         if guessed is None:
@@ -223,7 +224,7 @@ def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]
     chosen = chosen or formats[0]
     if chosen not in formats:
         raise UsageError(f"{path}: this command writes {', '.join(formats)}, not {chosen}")
-    if RENDERERS[chosen].page and path is None:
+    if RENDERERS[chosen].page and path is None and not beside:
         raise UsageError(f"a page needs a file to go to: add -o report{RENDERERS[chosen].extension}")
     return chosen
 

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from fsdp2prof.commands.options import JobChoice, job_options
-from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.output import Output, output_options, refuse_existing
 from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.vocabulary import printable
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["report"]
 
+_NAME = "report.html"
+_GENERATOR = b'<meta name="generator" content="fsdp2prof'
+_HEAD = 4096
+
 
 @click.command()
 @click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
 @job_options
 @trace_options
-@output_options("html")
-def report(
-    path: Path,
-    *,
-    choice: JobChoice,
-    options: TraceOptions,
-    output: Output,
-) -> None:
+@click.option("--open", "show", is_flag=True, help="Open the page in the browser.")
+@output_options("html", beside=True)
+def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output, show: bool) -> None:
     """Write a run's report as one offline HTML file.
 
-    RUN is a run directory; a trace, a memory snapshot or a folder of them gives the parts it has.
+    RUN is a run directory; a trace, a memory snapshot or a folder of them gives the parts it has. Without -o
+    the page is written beside what it is about (RUN/report.html), in place of an earlier one, and its path is
+    printed.
     """
+    told = output.path is None
+    output = _beside(path, output) if told else output
     with output.progress(f"analysing {path}"):
         from fsdp2prof.workflows.analyze import analyze_any
 
@@ -40,3 +45,23 @@ def report(
         refuse_without_traces(job)
         analysis = analyze_any(job, **options)
     output.render(analysis, source=path)
+    if told:
+        click.echo(printable(str(output.path)))
+    if show and output.path is not None:
+        click.launch(output.path.absolute().as_uri())
+
+
+def _beside(path: Path, output: Output) -> Output:
+    """Choose the page's place; only an earlier report is overwritten unless ``-f`` is given."""
+    place = path / _NAME if path.is_dir() else path.with_name(f"{path.name}.{_NAME}")
+    force = output.force or _is_report(place)
+    refuse_existing(place, force)
+    return replace(output, path=place, force=force)
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _GENERATOR in file.read(_HEAD)
+    except OSError:
+        return False

@@ -84,6 +84,7 @@ class EstimatedPolicy:
     reshard_root: bool | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    output_dtype: str | None = None
     orig_dtype: str | None = None
     offload: bool | None = None
     lora: str | None = None
@@ -94,7 +95,6 @@ class EstimatedPolicy:
     clip_grad: bool | None = None
     loss: str | None = None
     loss_parallel: bool | None = None
-    output_dtype: str | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
     separate_reduce_scatter_group: bool | None = None

@@ -19,6 +19,7 @@ from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
 from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
 
@@ -115,3 +116,11 @@ class TraceAnalysis(Shown):
     """The longest blocked first."""
     timeline: StepTimeline | None = None
     """One typical step; null where no step was analysed."""
+    kernels: list[KernelRow] = field(default_factory=list)
+    """The 40 names that take longest, then what is left of each kind."""
+    arrivals: list[LateRow] = field(default_factory=list)
+    """The same whatever the cause, by phase, op and layer; the cause is that of the longest wait."""
+    layer_waits: list[LayerWait] = field(default_factory=list)
+    """By rank and layer."""
+    bandwidth_fits: list[BandwidthFit] = field(default_factory=list)
+    """Of collectives that ran in three sizes or more."""

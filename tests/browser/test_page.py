@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,26 @@ def column(page: Page, index: int, table: str = TABLE) -> list[str]:
 
 def sort_by(page: Page, index: int, table: str = TABLE) -> str:
     header = f"{table}.tHead.rows[0].cells[{index}]"
-    page.evaluate(f"{header}.querySelector('button').click()")
-    order: str = page.evaluate(f"{header}.getAttribute('aria-sort')")
+    before = page.evaluate(f"{header}.getAttribute('aria-sort')")
+    page.evaluate(f"{header}.click()")
+    return sorted_as(page, header, before)
+
+
+def sorted_as(page: Page, header: str, before: str | None = None) -> str:
+    """Wait until a header says another order than before, and return it."""
+    order: str = page.evaluate(
+        f"new Promise(done => {{ const look = () => {{ const order = {header}.getAttribute('aria-sort');"
+        f" if (order !== {json.dumps(before)}) done(order); else requestAnimationFrame(look); }}; look(); }})"
+    )
     return order
+
+
+def unfold(page: Page) -> str:
+    """Open the first fold; return its table, which comes alive then."""
+    page.evaluate("document.querySelector('details').open = true")
+    page.evaluate("new Promise(done => setTimeout(done))")
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return "document.querySelector('details table')"
 
 
 @pytest.mark.parametrize("width", [PHONE, LAPTOP, DESK])
@@ -61,8 +79,7 @@ def test_a_large_screen_is_used(page: Page, file: Path) -> None:
 
 def test_a_click_sorts_numbers_by_value_and_names_as_people_count(page: Page, file: Path) -> None:
     page.open(file)
-    page.evaluate("document.querySelector('details').open = true")
-    table = "document.querySelector('details table')"
+    table = unfold(page)
     shown = column(page, 3, table)
     assert len(shown) == 12
     assert sort_by(page, 3, table) == "descending"
@@ -76,6 +93,53 @@ def test_a_click_sorts_numbers_by_value_and_names_as_people_count(page: Page, fi
     marked = f"[...{table}.tHead.querySelectorAll('[aria-sort]')].length"
     assert page.evaluate(marked) == 1
     assert page.evaluate(f"{table}.tFoot.rows[0].cells[0].textContent.trim()") == "all"
+
+
+def test_the_keyboard_sorts_too(page: Page, file: Path) -> None:
+    page.open(file)
+    table = unfold(page)
+    focusable = f"{table}.tHead.rows[0].cells[0].querySelector('[tabindex=\"0\"]')"
+    page.evaluate(f"{focusable}.focus()")
+    for kind in ("keyDown", "keyUp"):
+        page.call(
+            "Input.dispatchKeyEvent",
+            type=kind,
+            key="Enter",
+            code="Enter",
+            text="\r",
+            windowsVirtualKeyCode=13,
+        )
+    assert sorted_as(page, f"{table}.tHead.rows[0].cells[0]") == "ascending"
+
+
+def test_a_filter_leaves_the_rows_that_match(page: Page, file: Path) -> None:
+    page.open(file)
+    table = unfold(page)
+    field = "document.querySelector('details input[type=search]')"
+    page.evaluate(f"{field}.value = 'layers.3'; {field}.dispatchEvent(new Event('input'))")
+    assert column(page, 0, table) == ["layers.3"]
+    page.evaluate(f"{field}.value = ''; {field}.dispatchEvent(new Event('input'))")
+    assert len(column(page, 0, table)) == 12
+
+
+def test_a_table_copies_as_it_is_sorted(page: Page, file: Path) -> None:
+    page.open(file)
+    unfold(page)
+    page.evaluate(
+        "window.copied = null;"
+        "Object.defineProperty(navigator, 'clipboard',"
+        " {value: {writeText: async text => { window.copied = text; }}})"
+    )
+    page.evaluate("document.querySelector('details .table-tools button').click()")
+    header, *rows = page.evaluate("window.copied").split("\n")
+    assert header.split("\t")[0] == "layer"
+    assert len(rows) == 12 + 1, "every row, and the totals"
+
+
+def test_the_contents_stay_in_sight(page: Page, file: Path) -> None:
+    page.open(file, height=400)
+    page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+    assert page.evaluate("document.querySelector('nav').getBoundingClientRect().top") == 0
 
 
 def test_the_dark_page_and_its_charts_are_light_on_dark(page: Page, file: Path) -> None:

@@ -110,6 +110,7 @@ class Page:
             if answer.get("method") == "Page.loadEventFired":
                 break
         if scripts:
+            self.evaluate("typeof ready === 'undefined' ? null : ready.then(() => null)")
             self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:

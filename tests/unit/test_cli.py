@@ -106,7 +106,6 @@ def test_usage_errors_exit_2_and_stay_off_stdout(
         (["analyze", "trace", "x", "-o", "result.pdf"], ["result.pdf", "--format"]),
         (["report", "x", "-o", "result.csv"], ["result.csv", "writes html"]),
         (["analyze", "trace", "x", "--format", "html"], ["-o report.html"]),
-        (["report", "x"], ["-o report.html"]),
         (["analyze", "trace", "x", "--fail-on", "speed>1"], ["speed", "exposed_frac"]),
         (["analyze", "trace", "x", "--fail-on", "exposed_frac"], ["exposed_frac>0.2"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
@@ -71,3 +73,47 @@ def test_nothing_is_kept_where_nothing_is_trained():
     assert (optimizer_state_bytes(policy, (8, 8), "float32"), step_counter_bytes(policy)) == (0, 0)
     run = execute(SPEC, MESH, replace(policy, seq_len=64))
     assert not [tensor for tensor in run.tensors if tensor.category == "optimizer_state"]
+
+
+def own(parameters):
+    """An optimizer that keeps one byte an element and one fp32 number a parameter."""
+
+    class Own(torch.optim.Optimizer):
+        """State in step."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not self.state[parameter]:
+                        local = parameter.to_local()
+                        self.state[parameter]["codes"] = torch.zeros_like(local, dtype=torch.uint8)
+                        self.state[parameter]["scale"] = torch.zeros(1)
+
+    return Own(parameters, {})
+
+
+def nothing(parameters):
+    """No optimizer."""
+
+
+def test_an_optimizer_of_the_users_own_is_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    run = execute(SPEC, MESH, PolicySpec(seq_len=64, optimizer="users_own:own"))
+    shards = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "sharded_parameter"}
+    states = {tensor.name: tensor.nbytes for tensor in run.tensors if tensor.category == "optimizer_state"}
+    assert states == {f"{name}.codes": size // 4 for name, size in shards.items()} | {
+        f"{name}.scale": 4 for name in shards
+    }
+    for name, message in (
+        ("nothing", "made a NoneType"),
+        ("absent", "AttributeError"),
+        ("own.a", "unknown value"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            execute(SPEC, MESH, PolicySpec(seq_len=64, optimizer=f"users_own:{name}"))
+    policy = PolicySpec(optimizer="users_own:own")
+    with pytest.raises(ModelError, match="only estimate memory"):
+        optimizer_state_bytes(policy, (4,), "float32")
+    with pytest.raises(ModelError, match="decides itself"):
+        PolicySpec(optimizer="users_own:own", optimizer_impl="fused")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import hashlib
 import io
 import json
 import re
+from base64 import b64decode, b64encode
 from typing import Any
 
 import pytest
@@ -31,9 +34,15 @@ def without_scripts(text: str) -> str:
     return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
+def unpacked(text: str) -> list[str]:
+    """The scripts that a page unpacks, in order."""
+    packed = re.findall(r"<script type=.application/gzip. data-script>(.*?)</script>", text)
+    return [gzip.decompress(b64decode(script)).decode() for script in packed]
+
+
 def test_hostile_text_is_escaped_everywhere() -> None:
     own = without_scripts(page())
-    assert own.count("</script>") == 3  # of the figures, their details and their colours
+    assert own.count("</script>") == 6  # of the figures, their colours, and four packed scripts
     assert "<img" not in own
     assert "\x1b" not in own
     assert own.count("&lt;/script&gt;&lt;img src=x") >= 7
@@ -49,13 +58,16 @@ def test_nothing_refers_outside() -> None:
 def test_scripts_are_allowed_by_their_hashes_alone() -> None:
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page())
     assert policy
-    assert policy[1].count("sha256-") == page().count("<script>") == 3
+    loader, packed = re.findall(r"<script>(.*?)</script>", page(), re.DOTALL), unpacked(page())
+    hashes = [b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in (*loader, *packed)]
+    assert re.findall("sha256-([^']+)", policy[1]) == hashes
+    assert len(hashes) == 1 + 4, "what unpacks, tables' library and code, plotly and charts"
     assert "script-src 'unsafe" not in policy[1]
 
 
 def test_numbers_carry_their_raw_value_and_names_their_whole() -> None:
     own = without_scripts(page())
-    assert 'data-value="1234567">1.23</td>' in own
+    assert 'data-order="1234567">1.23</td>' in own
     long = "a.very.long.module.name." * 6
     assert f'title="{long}"' in own
     assert f"<span>{long[:60]}…{long[-59:]}</span>" in own

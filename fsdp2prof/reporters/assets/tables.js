@@ -1,29 +1,67 @@
 "use strict";
-// A click on a header sorts its table: numbers by value, names as people count (layers.9 before layers.10).
-const names = new Intl.Collator("en", { numeric: true });
+// Every table sorts, filters and copies. Numbers sort by value, names as people count (layers.9 before layers.10).
+const FILTERED_FROM = 8;
+const plain = html => html.replace(/<[^>]*>/g, "");
 
-function key(row, column) {
-  const cell = row.cells[column];
-  return cell.dataset.value === undefined ? cell.textContent.trim() : Number(cell.dataset.value);
+DataTable.ext.type.order["value-pre"] = value => (value === "" || value === null ? -Infinity : Number(value));
+DataTable.ext.type.order["counted-pre"] = value => (
+  plain(String(value ?? "")).trim().toLowerCase().replace(/\d+/g, digits => digits.padStart(12, "0"))
+);
+
+function made(tag, properties, attributes = {}) {
+  const element = Object.assign(document.createElement(tag), properties);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
 }
 
-function compare(a, b) {
-  if (typeof a === "number" && typeof b === "number") return a - b;
-  if (typeof a === typeof b) return names.compare(a, b);
-  return typeof a === "number" ? 1 : -1;  // what is unknown is least
+const cellText = cell => (cell.querySelector("meter") ? "" : cell.title || cell.textContent.trim());
+
+async function copy(table, button) {
+  const rows = [...table.tHead.rows, ...table.tBodies[0].rows, ...(table.tFoot?.rows ?? [])];
+  const text = rows.map(row => [...row.cells].map(cellText).join("\t")).join("\n");
+  await navigator.clipboard.writeText(text);
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
 }
 
-for (const header of document.querySelectorAll("th[data-sortable]")) {
-  const sort = () => {
-    const body = header.closest("table").tBodies[0];
-    const numeric = header.classList.contains("number") || header.classList.contains("bar");
-    const before = header.getAttribute("aria-sort");
-    const descending = before ? before === "ascending" : numeric;
-    for (const other of header.parentNode.cells) other.removeAttribute("aria-sort");
-    header.setAttribute("aria-sort", descending ? "descending" : "ascending");
-    const rows = [...body.rows].map(row => [key(row, header.cellIndex), row]);
-    rows.sort(([a], [b]) => (descending ? compare(b, a) : compare(a, b)));
-    body.append(...rows.map(([, row]) => row));
-  };
-  header.querySelector("button").addEventListener("click", sort);
+function enliven(table) {
+  const kind = name => [...table.tHead.rows[0].cells].flatMap((cell, i) => (cell.classList.contains(name) ? [i] : []));
+  const [numbers, unsorted] = [kind("number"), kind("unsorted")];
+  const live = new DataTable(table, {
+    paging: false, info: false, autoWidth: false, order: [], orderMulti: false,
+    layout: { topStart: null, topEnd: null, bottomStart: null, bottomEnd: null },
+    columnDefs: [
+      { targets: numbers, type: "value", orderSequence: ["desc", "asc"] },
+      { targets: unsorted, orderable: false },
+      { targets: "_all", type: "counted", orderSequence: ["asc", "desc"] },
+    ],
+    language: { zeroRecords: "nothing matches" },
+  });
+  const bar = made("div", { className: "table-tools" });
+  if (table.tBodies[0].rows.length > FILTERED_FROM) {
+    const filter = made("input", { type: "search", placeholder: "Filter" }, { "aria-label": "Filter the rows" });
+    filter.addEventListener("input", () => live.search(filter.value).draw());
+    bar.append(filter);
+  }
+  const button = made("button", { type: "button", textContent: "Copy" }, { "aria-label": "Copy the table" });
+  button.addEventListener("click", () => copy(table, button));
+  bar.append(button);
+  table.closest(".scroll").before(bar);
 }
+
+for (const table of document.querySelectorAll("main table")) {
+  const fold = table.closest("details");
+  if (fold === null) enliven(table);
+  else fold.addEventListener("toggle", () => enliven(table), { once: true });
+}
+
+// The table of contents says where the reader is.
+const links = new Map([...document.querySelectorAll("nav a")].map(link => [link.hash.slice(1), link]));
+const seen = new IntersectionObserver(entries => {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    for (const link of links.values()) link.removeAttribute("aria-current");
+    links.get(target.id)?.setAttribute("aria-current", "true");
+  }
+}, { rootMargin: "-15% 0px -75% 0px" });
+for (const section of document.querySelectorAll("main section[id]")) seen.observe(section);

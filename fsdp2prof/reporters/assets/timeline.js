@@ -212,13 +212,17 @@ class Timeline {
     const found = [];
     this.rows.forEach((row, y) => {
       if (!row.key) return;
+      let before = null;  // neighbours of one layer share a name
       for (const span of row.lanes[0].spans) {
         const start = Math.max(span.start, low), end = Math.min(span.end, high);
-        if (end - start >= LEAST_TEXT * pixel) found.push({ y, start, end, span, row });
+        if (end <= start) continue;
+        if (before && before.span.layer === span.layer && before.span.phase === span.phase
+            && start - before.end < 4 * pixel) before.end = Math.max(before.end, end);
+        else found.push(before = { y, start, end, span, row });
       }
     });
     found.sort((a, b) => (b.end - b.start) - (a.end - a.start));
-    const shown = found.slice(0, TEXTS);
+    const shown = found.filter(({ start, end }) => end - start >= LEAST_TEXT * pixel).slice(0, TEXTS);
     return {
       type: "scatter", mode: "text", name: "layers", hoverinfo: "skip", cliponaxis: true,
       x: shown.map(({ start, end }) => (start + end) / 2 / MS),
@@ -434,6 +438,5 @@ class Timeline {
 const timelines = new Map();
 for (const box of document.querySelectorAll("[data-timeline]")) {
   const { timeline: name } = box.dataset;
-  const details = JSON.parse(document.getElementById("details").textContent);
   timelines.set(name, new Timeline(box, figures[name], details[name]));
 }

@@ -14,7 +14,8 @@ __all__ = ["given_section", "subtitle"]
 _TOPICS = {
     "batch": ("batch_size", "seq_len", "grad_accum", "sync"),
     "sharding": ("wrap", "reshard", "reshard_root", "offload", "lora", "trainable"),
-    "precision": ("orig_dtype", "param_dtype", "reduce_dtype", "float8", "fp8_all_gather"),
+    "precision": ("orig_dtype", "param_dtype", "reduce_dtype", "output_dtype", "float8", "fp8_all_gather"),
+    "software": ("torch", "attention", "attention_is_saved", "norm", "allocator", "record_streams"),
     "training": ("ac", "optimizer", "optimizer_impl", "clip_grad", "loss", "loss_parallel", "compile"),
 }
 """Options by what they are about; the others come last."""

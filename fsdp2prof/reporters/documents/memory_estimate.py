@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp2prof.reporters.charts.memory import memory_layer_chart
-from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
 from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
@@ -53,9 +53,55 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 title="What would lower it",
                 blocks=[remedy_table("What would lower it", estimate.remedies)],
             ),
+            _range_section(estimate),
             given_section(estimate.model, estimate.mesh, estimate.policy, estimate.assumptions),
         ],
         result=estimate,
+    )
+
+
+def _range_section(estimate: MemoryEstimate) -> Section:
+    """What is not known, and what no allocator counts, with where each range comes from."""
+    depends = Sentences(title="Whether it fits depends on", lines=estimate.depends_on, style="list")
+    return Section(
+        anchor="range",
+        title="What is not known",
+        blocks=[
+            *([depends] if estimate.depends_on else []),
+            *([_unknown_table(estimate)] if estimate.unknowns else []),
+            _outside_table(estimate),
+        ],
+    )
+
+
+def _unknown_table(estimate: MemoryEstimate) -> Table:
+    ends = [size for one in estimate.unknowns for size in (one.low_bytes, one.high_bytes)]
+    return Table(
+        name="unknowns",
+        title="What may move the reserved peak",
+        columns=[
+            text_column("name", "what"),
+            bytes_column("low_bytes", "least", ends),
+            bytes_column("high_bytes", "most", ends),
+        ],
+        rows=[[one.name, one.low_bytes, one.high_bytes] for one in estimate.unknowns],
+        remarks=[f"{one.name}: {one.why}" for one in estimate.unknowns],
+    )
+
+
+def _outside_table(estimate: MemoryEstimate) -> Table:
+    outside = estimate.outside_allocator_bytes
+    return Table(
+        name="outside_allocator",
+        title="Outside the allocator",
+        columns=[
+            text_column("name", "what"),
+            bytes_column("low_bytes", "least", [outside.high]),
+            bytes_column("high_bytes", "most", [outside.high]),
+        ],
+        rows=[[part.name, part.low, part.high] for part in outside.parts],
+        totals=[["all", outside.low, outside.high]],
+        remarks=[f"{part.name}: {part.source}" for part in outside.parts],
     )
 
 

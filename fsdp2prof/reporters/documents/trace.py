@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp2prof.reporters.charts.communication import bandwidth_chart, prefetch_chart, wait_chart
 from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.document import (
@@ -25,6 +26,7 @@ __all__ = ["trace_data", "trace_document", "trace_numbers", "trace_sections"]
 _STATES_NAMED = 4
 
 _NO_COLLECTIVE = "No collective ran in the analysed window."
+_WAITING = "of the compute stream for collectives; mean per step"
 _NO_STEP = "No step is in these traces; the warnings say why."
 
 
@@ -114,6 +116,7 @@ def _step_section(analysis: TraceAnalysis) -> list[Section]:
     blocks: list[Block] = [
         *_chart("step_chart", table.title, step_chart(step_rows(analysis))),
         table,
+        *([tables.kernel_table(analysis)] if analysis.kernels else []),
     ]
     lead = (
         f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
@@ -123,12 +126,8 @@ def _step_section(analysis: TraceAnalysis) -> list[Section]:
 
 
 def _communication_section(analysis: TraceAnalysis) -> Section:
-    shown = [
-        (analysis.late_folded, tables.late_table),
-        (analysis.bandwidth, tables.bandwidth_table),
-        (analysis.host_sync_places, tables.host_sync_table),
-    ]
-    blocks: list[Block] = [make(analysis) for rows, make in shown if rows]
+    blocks = [*_late_blocks(analysis), *_bandwidth_blocks(analysis)]
+    blocks += [tables.host_sync_table(analysis)] if analysis.host_sync_places else []
     title = "Communication by layer"
     if not analysis.by_layer:
         nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
@@ -139,11 +138,38 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
     return Section(anchor="communication", title=title, blocks=[*chart, table, *blocks])
 
 
+def _late_blocks(analysis: TraceAnalysis) -> list[Block]:
+    if not analysis.late_folded:
+        return []
+    title = "From launch to end, against when it was needed"
+    note = "ms, medians; what reaches beyond 0 came late"
+    chart = _chart("prefetch_chart", title, prefetch_chart(analysis.arrivals), note)
+    return [*chart, tables.late_table(analysis)]
+
+
+def _bandwidth_blocks(analysis: TraceAnalysis) -> list[Block]:
+    if not analysis.bandwidth:
+        return []
+    note = "dashed: latency plus bytes over a rate, fitted; open: waiting for absent ranks may be in it"
+    chart = _chart(
+        "bandwidth_chart",
+        "Bandwidth against size",
+        bandwidth_chart(analysis.bandwidth, analysis.bandwidth_fits),
+        note,
+    )
+    fits = [tables.fit_table(analysis)] if analysis.bandwidth_fits else []
+    return [*chart, tables.bandwidth_table(analysis), *fits]
+
+
 def _rank_section(analysis: TraceAnalysis) -> list[Section]:
     across, title = analysis.cross_rank, "Ranks against each other"
-    if not across.summary:
+    waits = _chart("wait_chart", "Waiting by rank and layer", wait_chart(analysis.layer_waits), _WAITING)
+    if not across.summary and not waits:
         return []
-    blocks: list[Block] = [Sentences(title=title, lines=across.summary)]
+    if not across.summary:
+        return [Section(anchor="ranks", title="Waiting", blocks=[*waits, tables.layer_wait_table(analysis)])]
+    blocks: list[Block] = [Sentences(title=title, lines=across.summary), *waits]
+    blocks += [tables.layer_wait_table(analysis)] if waits else []
     blocks += [tables.wait_table(analysis)] if across.ranks else []
     blocks += [tables.straggler_table(analysis)] if across.stragglers else []
     return [Section(anchor="ranks", title=title, blocks=blocks)]

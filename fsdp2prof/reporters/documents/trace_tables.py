@@ -31,15 +31,18 @@ from fsdp2prof.reporters.formats import (
 from fsdp2prof.reporters.step_rows import StepRow, every_step, step_rows
 from fsdp2prof.results import BreakdownNs, GroupRow, LateRow, LayerRow, TraceAnalysis
 from fsdp2prof.units import format_flops, format_frac, format_ns, plural
-from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LATE_CAUSES
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LANES, LATE_CAUSES
 
 __all__ = [
     "bandwidth_table",
     "breakdown_table",
+    "fit_table",
     "group_table",
     "host_sync_table",
+    "kernel_table",
     "late_table",
     "layer_table",
+    "layer_wait_table",
     "step_table",
     "straggler_table",
     "wait_table",
@@ -49,6 +52,8 @@ _LAYER_ROWS = 20
 _LATE_ROWS = 10
 _BANDWIDTH_ROWS = 12
 _SYNC_ROWS = 8
+_KERNEL_ROWS = 10
+_WAIT_ROWS = 6
 _RANK_ROWS = 8
 _STRAGGLER_ROWS = 5
 
@@ -219,6 +224,68 @@ def group_table(analysis: TraceAnalysis) -> Table:
 
 
 # Behind the breakdown.
+
+
+def kernel_table(analysis: TraceAnalysis) -> Table:
+    """Return the kernels that take longest, by name."""
+    rows = analysis.kernels
+    columns = [
+        name_column("name", "kernel", lambda name: "all others" if name is None else str(name)),
+        text_column("kind", "kind", lambda kind: LANES[kind].label),
+        ms_column("total_ns", "ms", [row.total_ns for row in rows]),
+        number_column("step_frac", "of the step", show_frac),
+        number_column("count", "n", mean_count),
+        number_column("mean_ns", "each", show_ns),
+    ]
+    on_device = any(rank.device_type != "cpu" for rank in analysis.ranks)
+    return Table(
+        name="kernels",
+        title="Kernels" if on_device else "Operators",
+        note="per rank and step, longest first; collectives stand by themselves",
+        columns=columns,
+        rows=cells(columns, rows),
+        limit=_KERNEL_ROWS,
+        noun="name",
+    )
+
+
+def layer_wait_table(analysis: TraceAnalysis) -> Table:
+    """Return how long each rank waits for each layer."""
+    rows = sorted(analysis.layer_waits, key=lambda row: -row.stall_ns)
+    columns = [
+        number_column("rank", "rank"),
+        layer_column(),
+        ms_column("stall_ns", "waited", [row.stall_ns for row in rows]),
+    ]
+    return Table(
+        name="layer_waits",
+        title="The longest waits by rank and layer",
+        note="ms per step",
+        columns=columns,
+        rows=cells(columns, rows),
+        limit=_WAIT_ROWS,
+    )
+
+
+def fit_table(analysis: TraceAnalysis) -> Table:
+    """Return latency and rate of each kind of collective."""
+    rows = analysis.bandwidth_fits
+    columns = [
+        text_column("op", "op", show_op),
+        number_column("latency_ns", "latency", show_ns),
+        number_column("bytes_per_s", "GB/s at\nany size", show_gb_per_s),
+        number_column("knee_bytes", "half of it\nat", lambda size: show_bytes(round(size))),
+        number_column("error_frac", "off by\nat most", show_frac),
+        number_column("sizes", "sizes"),
+        number_column("group_size", "ranks"),
+    ]
+    return Table(
+        name="bandwidth_fits",
+        title="Latency and rate",
+        note="of a collective's time as latency plus wire bytes over a rate",
+        columns=columns,
+        rows=cells(columns, rows),
+    )
 
 
 def late_table(analysis: TraceAnalysis) -> Table:

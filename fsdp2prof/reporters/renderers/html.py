@@ -1,12 +1,14 @@
 """A page: one offline HTML file with the tables and charts of a document.
 
 Everything a trace or a run says is untrusted. Text is escaped by the templates (autoescape), chart data by
-:func:`_json_in_script`, and the page's content security policy allows the page's own scripts by their hashes
-and nothing else: no request leaves the file.
+:func:`_json_in_script` or packed, and the page's content security policy allows the page's own scripts by
+their hashes and nothing else: no request leaves the file. Scripts are packed (gzip, base64): plotly is most
+of a page.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -48,20 +50,22 @@ class HtmlRenderer:
         from markupsafe import Markup
 
         charts = document.charts()
-        scripts = [_asset("tables.js")]
+        details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
+        scripts = [_datatables(), _asset("tables.js")]
         if charts:
             scripts += [_plotly(), _asset("charts.js")]
-        details = {name: chart.detail for name, chart in charts.items() if chart.detail is not None}
         if details:
             scripts.append(_asset("timeline.js"))
+        loader = _asset("load.js")
         page: str = _template("page").render(
             document=document,
             title=options.source or document.title,
             figures=Markup(_json_in_script({name: chart.figure for name, chart in charts.items()})),
-            details=Markup(_json_in_script(details)),
+            details=_packed(json.dumps(details, allow_nan=False, separators=(",", ":"))) if details else "",
             dark=Markup(_json_in_script(DARK)),
-            scripts=[Markup(script) for script in scripts],
-            script_hashes=[_hash(script) for script in scripts],
+            loader=Markup(loader),
+            scripts=[_packed(script) for script in scripts],
+            script_hashes=[_hash(script) for script in (loader, *scripts)],
             css=Markup(_asset("page.css")),
             version=__version__,
         )
@@ -125,7 +129,7 @@ def _cell(value: Value, column: Column) -> str:
 
 def _data(value: Value, column: Column) -> Value:
     """What a cell sorts by: the number itself."""
-    return value if column.kind in ("number", "bar") and isinstance(value, (int, float)) else None
+    return value if column.kind == "number" and isinstance(value, (int, float)) else None
 
 
 def _full(value: Value, column: Column) -> str | None:
@@ -153,6 +157,17 @@ def _plotly() -> str:
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
+
+
+@cache
+def _datatables() -> str:
+    return _asset("datatables.min.js")
+
+
+@cache
+def _packed(text: str) -> str:
+    """Compress text that a page unpacks by itself; base64, the same every time."""
+    return b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def _hash(script: str) -> str:

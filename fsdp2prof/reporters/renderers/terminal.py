@@ -75,7 +75,7 @@ def _parts(document: Document, options: RenderOptions) -> Iterator[RenderableTyp
     if document.warnings:
         yield _titled("Warnings", "", _list(document.warnings, "yellow"))
     if document.charts() and options.source:
-        command = f"fsdp2prof report {shlex.quote(options.source)} -o report.html"
+        command = f"fsdp2prof report {shlex.quote(options.source)}"
         yield _text(f"{command}  shows all of this as charts.", "dim")
 
 

@@ -137,7 +137,7 @@ def main(output: Path) -> None:
         with mode:
             mode.phase = "forward"
             logits = module(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             mode.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
         assert loss.isfinite()

@@ -1,0 +1,16 @@
+"use strict";
+// The page's other scripts and its large data are packed: unpacked here, in order, each still held to its hash.
+async function unpacked(place) {
+  const bytes = Uint8Array.from(atob(place.textContent), char => char.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+const details = {};
+const ready = (async () => {
+  for (const place of document.querySelectorAll("script[data-json]")) {
+    Object.assign(details, JSON.parse(await unpacked(place)));
+  }
+  for (const place of document.querySelectorAll("script[data-script]")) {
+    document.head.append(Object.assign(document.createElement("script"), { textContent: await unpacked(place) }));
+  }
+})();

@@ -1,0 +1,53 @@
+"""What a trace says of its kernels, of each rank's waiting by layer, and of how bandwidth grows with size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["BandwidthFit", "KernelRow", "LayerWait"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """Kernels (host-only: operators) of one name: means per rank and step."""
+
+    name: str | None
+    """Of the function, without namespaces, template arguments and parameters; null: the rest."""
+    kind: Literal["compute", "fsdp_copy", "memcpy"]
+    count: float
+    total_ns: float
+    mean_ns: float
+    """Of one of them."""
+    step_frac: float | None
+    """Of the step; several streams may run at once, so these need not sum to less than 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerWait:
+    """One rank's compute stream waiting for the collectives of one layer: mean per step."""
+
+    rank: int
+    fqn: str | None
+    stall_ns: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BandwidthFit:
+    """Time of a collective as latency plus wire bytes over a rate, fitted over the sizes that ran.
+
+    Least squares of relative errors over the medians of at least three sizes; only where waits are known.
+    """
+
+    op: str
+    process_group: str | None
+    mesh_dim: str | None
+    group_size: int
+    sizes: int
+    latency_ns: float
+    bytes_per_s: float
+    """Busbw that large ones approach."""
+    knee_bytes: float
+    """Payload whose busbw is half of that: below it latency decides."""
+    error_frac: float
+    """Largest relative error of a size's time."""
