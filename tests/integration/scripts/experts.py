@@ -139,7 +139,7 @@ def main(output: Path) -> None:
             logits = module(tokens[:, :-1])
             loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             mode.phase = "backward"
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         assert loss.isfinite()
         module.zero_grad()
     if dist.get_rank() == 0:
