@@ -152,7 +152,7 @@ def test_the_command_reads_mesh_and_policy_from_the_run(recorded, name):
     command = [sys.executable, "-m", "fsdp2prof", "estimate", "memory", "--from-run", str(run)]
     command += ["--model", f"support.recorded_models:{name}", "--no-clip-grad", "--format", "json"]
     done = subprocess.run(
-        command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=120, check=False
+        command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     estimate = json.loads(done.stdout)
