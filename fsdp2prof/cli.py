@@ -42,10 +42,12 @@ _VERBS = {
         "fsdp2prof.commands.inspect:inspect",
         "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",
     ),
+    "bench": ("fsdp2prof.commands.bench:bench", "Measure links, devices and hosts of a cluster."),
     "compare": (
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",
     ),
+    "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
     "export": (
         "fsdp2prof.commands.export:export",
         "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.",

@@ -13,6 +13,14 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.bench import (
+    BENCH_SCHEMA,
+    BenchCollective,
+    BenchFit,
+    BenchRate,
+    BenchResult,
+    MeasuredPart,
+)
 from fsdp2prof.results.catalog import (
     CATEGORY_CATALOG_SCHEMA,
     HARDWARE_CATALOG_SCHEMA,
@@ -63,6 +71,13 @@ from fsdp2prof.results.cross_rank import (
     LateRanks,
     RankWait,
     Straggler,
+)
+from fsdp2prof.results.environment_check import (
+    ENVIRONMENT_CHECK_SCHEMA,
+    EnvironmentCheck,
+    ProbedGather,
+    ProbedRank,
+    ProbedTransport,
 )
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
@@ -171,9 +186,11 @@ from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, S
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
+from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
+    "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
@@ -181,6 +198,7 @@ __all__ = [
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
+    "ENVIRONMENT_CHECK_SCHEMA",
     "HANG_SCHEMA",
     "HARDWARE_CATALOG_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
@@ -200,10 +218,15 @@ __all__ = [
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
     "WATCH_SCHEMA",
+    "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
     "BandwidthFit",
     "BandwidthRow",
+    "BenchCollective",
+    "BenchFit",
+    "BenchRate",
+    "BenchResult",
     "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
@@ -230,6 +253,7 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EnvironmentCheck",
     "EstimatedMesh",
     "EstimatedModel",
     "EstimatedPolicy",
@@ -265,6 +289,7 @@ __all__ = [
     "LayerTotal",
     "LayerWait",
     "LiveBlock",
+    "MeasuredPart",
     "MemoryAnalysis",
     "MemoryComparison",
     "MemoryDelta",
@@ -299,6 +324,9 @@ __all__ = [
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
+    "ProbedGather",
+    "ProbedRank",
+    "ProbedTransport",
     "RankMeans",
     "RankMemory",
     "RankPeakChange",
@@ -347,4 +375,7 @@ __all__ = [
     "WatchedRank",
     "WatchedRun",
     "WatchedTime",
+    "WhatIf",
+    "WhatIfChange",
+    "WhatIfLayer",
 ]

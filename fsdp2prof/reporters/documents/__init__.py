@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.bench import bench_document
 from fsdp2prof.reporters.documents.catalogs import (
     category_catalog_document,
     hardware_catalog_document,
@@ -15,6 +16,7 @@ from fsdp2prof.reporters.documents.check import check_document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
+from fsdp2prof.reporters.documents.environment_check import environment_check_document
 from fsdp2prof.reporters.documents.hang import hang_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
@@ -35,12 +37,15 @@ from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.reporters.documents.watch import watch_document
+from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    BenchResult,
     CategoryCatalog,
     CheckpointEstimate,
     CheckpointMap,
     CommEstimate,
     CriticalPath,
+    EnvironmentCheck,
     HangAnalysis,
     HardwareCatalog,
     IdleCauses,
@@ -61,11 +66,13 @@ from fsdp2prof.results import (
     TraceAnalysis,
     TraceDiff,
     WatchedRun,
+    WhatIf,
 )
 
 __all__ = ["BUILDERS", "build"]
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {
+    BenchResult: bench_document,
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
     CriticalPath: critical_path_document,
@@ -83,6 +90,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
     ParityCheck: parity_document,
+    EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
     PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
@@ -90,6 +98,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
+    WhatIf: what_if_document,
     WatchedRun: watch_document,
 }
 """Type of a result -> its builder."""
