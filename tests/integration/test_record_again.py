@@ -19,7 +19,7 @@ from fsdp2prof.workflows.watch import watch_run
 
 from .conftest import script_path, torchrun, training_environment
 
-PATIENCE_S = 150
+PATIENCE_S = 400
 
 
 def wait_for(what: Callable[[], bool], training: subprocess.Popen[str]) -> None:
@@ -50,8 +50,8 @@ def test_a_running_job_records_when_it_is_asked(tmp_path):
         wait_for(lambda: len(states(run, ".")) == 2, training)
         os.kill(training.pid, signal.SIGUSR2)
         wait_for(lambda: states(run, "recording-0001") == ["complete"] * 2, training)
-        trigger = [sys.executable, "-m", "fsdp2prof", "trigger", str(run), "--wait", "100"]
-        asked = subprocess.run(trigger, capture_output=True, text=True, timeout=120, check=False)
+        trigger = [sys.executable, "-m", "fsdp2prof", "trigger", str(run), "--wait", "300"]
+        asked = subprocess.run(trigger, capture_output=True, text=True, timeout=400, check=False)
         assert asked.returncode == 0, asked.stderr
         assert asked.stdout.startswith(f"{run / 'recording-0002'}: every rank, from step ")
         wait_for(lambda: states(run, "recording-0002") == ["complete"] * 2, training)

@@ -48,7 +48,7 @@ def start(run: Path, *command: str, options: tuple[str, ...]) -> subprocess.Comp
     start = [sys.executable, "-m", "fsdp2prof", "rehearse", "-q", "-f", "-o", str(run), *options, "--"]
     environment = training_environment()
     return subprocess.run(
-        [*start, *command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*start, *command], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
 
 

@@ -58,7 +58,7 @@ def test_a_training_leaves_its_summary_and_nothing_else(tmp_path):
         env=training_environment(),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr
