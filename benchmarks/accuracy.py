@@ -1,6 +1,9 @@
 """Predicted against published peak memory of real FSDP2 runs.
 
     python benchmarks/accuracy.py PUBLISHED.csv [ID ...]
+    python benchmarks/accuracy.py --throughput PUBLISHED.csv [ID ...]
+
+The second form is about speed: see benchmarks/throughput.py.
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_PEAKS) has a row a run, with the columns that
 docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from one stack a source.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import os
+import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -128,6 +132,9 @@ def formulas(run: Published, parameters: int, largest_layer: int) -> dict[str, f
 def main() -> None:
     """Print the table and the errors of each class."""
     arguments = sys.argv[1:]
+    if arguments and arguments[0] == "--throughput":
+        runpy.run_path(str(Path(__file__).with_name("throughput.py")))["main"](arguments[1:])
+        return
     named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
     path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_PEAKS"])
     errors: dict[str, list[tuple[float, float]]] = {}

@@ -15,6 +15,7 @@ import csv
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -107,9 +108,9 @@ def read(row: dict[str, str]) -> Row:
     )
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Print the table and the errors of each class."""
-    arguments = sys.argv[1:]
+    arguments = list(given)
     named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
     path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_THROUGHPUT"])
     factors: dict[tuple[str, str], float] = {}
@@ -145,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

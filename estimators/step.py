@@ -19,10 +19,12 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.commands import Collective, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
@@ -55,18 +57,31 @@ class StepPrediction:
     trace: Trace
 
 
-def estimate_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepEstimate:
-    """Predict the training step of rank 0 on a cluster.
+def estimate_step(
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+) -> StepEstimate:
+    """Predict the training step of rank 0 on a cluster, by the models or by a recorded run.
 
     Raises ``ModelError`` for what cannot be built or is not modelled, and for hardware that does not state
     what a step's time needs.
     """
-    return predict_step(model, mesh, policy, cluster).estimate
+    return predict_step(model, mesh, policy, cluster, calibration).estimate
 
 
-def predict_step(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepPrediction:
+def predict_step(
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+) -> StepPrediction:
     """As :func:`estimate_step`, and keep the predicted trace."""
-    return simulate_program(program_of(model, mesh, policy), model, mesh, policy, cluster)
+    program = program_of(model, mesh, policy)
+    return simulate_program(program, model, mesh, policy, cluster, calibration)
 
 
 def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
@@ -90,10 +105,15 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
 
 
 def simulate_program(
-    program: Program, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster
+    program: Program,
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
 ) -> StepPrediction:
-    """Run a captured step on a cluster."""
-    costs = ClusterCosts(cluster=cluster, mesh=mesh)
+    """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
+    program, costs = _costed(program, mesh, cluster, calibration)
     timeline, trace, analysis = _simulated(program, model, mesh, costs)
     estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
     return StepPrediction(estimate=estimate, trace=trace)
@@ -139,7 +159,8 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
 
 def _figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
     program = program_of(model, mesh, policy)
-    timeline, _, analysis = _simulated(program, model, mesh, ClusterCosts(cluster=cluster, mesh=mesh))
+    program, costs = _costed(program, mesh, cluster, None)
+    timeline, _, analysis = _simulated(program, model, mesh, costs)
     step = analysis.ranks[0].steps[0]
     parts = step.breakdown_ns
     bubble = _bubble_ns(program, timeline, mesh, policy)
@@ -154,17 +175,30 @@ def _figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Clus
     )
 
 
+def _costed(
+    program: Program, mesh: MeshSpec, cluster: Cluster, calibration: Calibration | None
+) -> tuple[Program, ClusterCosts]:
+    """Return a program as a cluster runs it, and what its commands cost there."""
+    hardware = cluster.hardware
+    contention = _CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
+    pace = HostPace(operator_ns=hardware.host_operator_ns or _HOST_NS[1])
+    costs = ClusterCosts(cluster=cluster, mesh=mesh, host=pace, contention_frac=contention)
+    if not hardware.on_host and calibration is None:
+        return program, costs
+    program, by_place = placed(program, costs, calibration)
+    return (blocking(program) if by_place.on_host else program), by_place
+
+
 def _simulated(
     program: Program, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
 ) -> tuple[Timeline, Trace, TraceAnalysis]:
     timeline = simulate(program, costs)
-    trace = trace_of(
-        program,
-        timeline,
-        source=f"estimate of {model.source}",
-        world_size=mesh.world_size,
-        device_name=costs.cluster.hardware.name,
-    )
+    source, world_size = f"estimate of {model.source}", mesh.world_size
+    if isinstance(costs, PlacedCosts) and costs.on_host:
+        trace = host_trace_of(program, timeline, costs.computing_ns, source=source, world_size=world_size)
+    else:
+        name = costs.cluster.hardware.name
+        trace = trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
     return timeline, trace, analyze_trace([(trace, None)])
 
 
@@ -202,7 +236,7 @@ def _estimate(
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=analysis.by_layer,
         trace=analysis,
-        range=_range(program, costs, bubble),
+        range=_range(program, costs, bubble, step.duration_ns),
         assumptions=_assumptions(mesh, policy, costs),
     )
     return replace(made, verdict=_verdict(made))
@@ -213,6 +247,7 @@ _BOUNDS = {
     "memory_bandwidth": "Memory bandwidth",
     "nvlink": "The links inside a node",
     "pcie": "PCIe",
+    "gloo": "The ranks' transport",
     "network": "The network between nodes",
     "host": "The host, which issues too slowly,",
 }
@@ -283,6 +318,8 @@ def _kernels(program: Program, timeline: Timeline, costs: ClusterCosts) -> dict[
     floor = costs.cluster.hardware.kernel_floor_ns
     sums = dict.fromkeys(("matmul", "attention", "memory", "launch"), 0)
     spans = (timeline.end_ns - timeline.start_ns).tolist()
+    if isinstance(costs, PlacedCosts) and costs.on_host:
+        spans, floor = [costs.computing_ns(command) for command in program.commands], 0
     for command, span in zip(program.commands, spans, strict=True):
         if isinstance(command, Kernel) and command.work is not None and command.stream == 0:
             kind = command.work.kind
@@ -316,8 +353,22 @@ def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program,
     return max(parts, key=lambda name: parts[name])
 
 
-def _range(program: Program, costs: ClusterCosts, bubble_ns: int) -> StepRange:
-    """Simulate the kindest and the harshest of what is not known."""
+def _range(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) -> StepRange:
+    """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread."""
+    calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
+    if calibration is not None:
+        spread = f"{calibration.low_frac:.0%} to {calibration.high_frac:.0%}"
+        return StepRange(
+            low_ns=round(step_ns * calibration.low_frac) + bubble_ns,
+            high_ns=round(step_ns * calibration.high_frac) + bubble_ns,
+            unknown=[
+                f"half of the {calibration.steps} steps that this is calibrated on took {spread} of their "
+                "median"
+            ],
+        )
+    hardware = costs.cluster.hardware
+    if hardware.on_host:
+        return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
     ends = []
     for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
         varied = replace(costs, contention_frac=contention, host=HostPace(operator_ns=operator_ns))
@@ -339,6 +390,18 @@ def _range(program: Program, costs: ClusterCosts, bubble_ns: int) -> StepRange:
 
 def _assumptions(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
     hardware = costs.cluster.hardware
+    calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
+    if calibration is not None:
+        return [
+            "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
+            f"calibrated on {calibration.source}: its operators by layer and phase, its host's pace, its "
+            "collectives by size (waiting for other ranks as it was there)",
+            *(
+                ["collectives block the host, as gloo's do"]
+                if calibration.on_host
+                else [f"what it did not run, by the models of {hardware.name}"]
+            ),
+        ]
     notes = [
         "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
         f"{hardware.name}: {hardware.source}",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdp2prof.api import analyze_trace as analyze_trace
     from fsdp2prof.api import compare as compare
     from fsdp2prof.api import load as load
+    from fsdp2prof.api import what_if as what_if
     from fsdp2prof.estimators.checkpoint import estimate_checkpoint as estimate_checkpoint
     from fsdp2prof.estimators.communication import estimate_comm as estimate_comm
     from fsdp2prof.estimators.memory import estimate_memory as estimate_memory
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results import RunComparison as RunComparison
     from fsdp2prof.results import StepEstimate as StepEstimate
     from fsdp2prof.results import TraceAnalysis as TraceAnalysis
+    from fsdp2prof.results import WhatIf as WhatIf
     from fsdp2prof.workflows.references import references as references
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ _HOMES = {
         "analyze_trace",
         "compare",
         "load",
+        "what_if",
     ),
     "fsdp2prof.estimators.checkpoint": ("estimate_checkpoint",),
     "fsdp2prof.estimators.communication": ("estimate_comm",),
@@ -71,6 +74,7 @@ _HOMES = {
         "RunComparison",
         "StepEstimate",
         "TraceAnalysis",
+        "WhatIf",
     ),
     "fsdp2prof.workflows.references": ("references",),
 }

@@ -6,15 +6,16 @@ in a notebook, and as data frames and figures (:class:`~fsdp2prof.results.Shown`
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.run_summary import summarize_run
-from fsdp2prof.results import MemoryAnalysis, RunAnalysis, RunComparison, RunSummary, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, RunComparison, RunSummary, TraceAnalysis, WhatIf
 from fsdp2prof.workflows import analyze
 from fsdp2prof.workflows import compare as comparing
+from fsdp2prof.workflows import whatif as replaying
 from fsdp2prof.workflows.analyze import TraceOptions
 from fsdp2prof.workflows.compare import Chosen
 from fsdp2prof.workflows.job_files import JobFiles, open_job
@@ -22,7 +23,7 @@ from fsdp2prof.workflows.job_files import JobFiles, open_job
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Recording", "analyze_memory", "analyze_run", "analyze_trace", "compare", "load"]
+__all__ = ["Recording", "analyze_memory", "analyze_run", "analyze_trace", "compare", "load", "what_if"]
 
 
 def analyze_trace(
@@ -72,6 +73,24 @@ def compare(before: str | Path, after: str | Path, **chosen: Unpack[Chosen]) -> 
     Raises as :func:`analyze_trace`, and if the two share nothing.
     """
     return comparing.compare(Path(before), Path(after), **chosen)
+
+
+def what_if(
+    path: str | Path,
+    *,
+    settings: Sequence[str] = (),
+    without: Sequence[str] = (),
+    ranks: Collection[int] | None = None,
+    iteration: int | None = None,
+    steps: Collection[int] | None = None,
+) -> WhatIf:
+    """Run a recorded run again with something changed, or try every single change.
+
+    ``settings`` and ``without`` are written as for the command (``["reshard=never"]``, ``["host_syncs"]``).
+    Raises as :func:`analyze_trace`, and ``UsageError`` for a change that is not one.
+    """
+    job = open_job(path, ranks=ranks, iteration=iteration)
+    return replaying.what_if(job, settings=settings, without=without, steps=steps)
 
 
 def load(

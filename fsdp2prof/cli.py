@@ -20,6 +20,7 @@ _VERBS = {
         "fsdp2prof.commands.rehearse:rehearse",
         "Run a training command as one rank of a large world, alone, and record it.",
     ),
+    "watch": ("fsdp2prof.commands.watch:watch", "Follow a running job step by step."),
     "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",
@@ -41,10 +42,12 @@ _VERBS = {
         "fsdp2prof.commands.inspect:inspect",
         "Look up a mesh, a sharding, a checkpoint, models, hardware, categories.",
     ),
+    "bench": ("fsdp2prof.commands.bench:bench", "Measure links, devices and hosts of a cluster."),
     "compare": (
         "fsdp2prof.commands.compare:compare",
         "Say what changed from one run, trace or estimate to another.",
     ),
+    "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
     "export": (
         "fsdp2prof.commands.export:export",
         "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.",

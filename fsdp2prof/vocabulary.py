@@ -12,6 +12,7 @@ from fsdp2prof.labels import is_root
 
 __all__ = [
     "ACTIVITIES",
+    "BENCH_KINDS",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
     "EXPOSED_PARTS",
@@ -201,6 +202,19 @@ PATH_BOUNDS = {
     "launch_delay": Word("launch delay"),
 }
 """What bounds a stretch of a critical path."""
+
+BENCH_KINDS = {
+    "matmul": "matrix product",
+    "attention": "attention",
+    "copy": "copy on the device",
+    "host_to_device_pinned": "copy to the device, pinned",
+    "host_to_device_pageable": "copy to the device, pageable",
+    "operator": "small eager operators",
+    "launch": "empty kernels",
+    "matmul_alone": "product, alone",
+    "matmul_beside_collective": "product, beside an all-gather",
+}
+"""What a bench measures on one device, in words."""
 
 KERNEL_BOUNDS = {
     "matmul": Word("matrix products"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -30,9 +29,7 @@ def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -
     if spec.kind == "factory":
         from fsdp2prof.estimators.models.factory import build_factory
 
-        if spec.layers is not None:
-            raise ModelError(f"model {spec.source}: a factory decides its own number of layers")
-        return build_factory(spec.source, orig_dtype)
+        return build_factory(spec.source, orig_dtype, spec.layers)
     from fsdp2prof.estimators.models.builtin import build_builtin
 
     config = builtin_config(spec.source)

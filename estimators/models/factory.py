@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,10 +22,11 @@ from fsdp2prof.estimators.spec.user_code import current_directory_importable
 __all__ = ["build_factory"]
 
 
-def build_factory(source: str, orig_dtype: str) -> Model:
+def build_factory(source: str, orig_dtype: str, layers: int | None = None) -> Model:
     """Call ``package.module:factory`` under the meta device and describe what it returns.
 
-    The current directory is importable, as for a script. Raises ``ModelError`` if it cannot be imported,
+    The current directory is importable, as for a script. A number of layers goes to a factory that has an
+    argument of that name. Raises ``ModelError`` if it cannot be imported,
     fails, returns something else, or allocates real memory.
     """
     module_name, _, attribute = source.partition(":")
@@ -33,9 +35,12 @@ def build_factory(source: str, orig_dtype: str) -> Model:
             factory = getattr(importlib.import_module(module_name), attribute)
         except (Exception, SystemExit) as error:  # the user's own code may raise anything
             raise ModelError(f"model {source}: cannot be imported: {one_line(error)}") from None
+        if layers is not None and "layers" not in _arguments(factory):
+            raise ModelError(f"model {source}: a factory without an argument `layers` decides their number")
+        given = {} if layers is None else {"layers": layers}
         try:
             with meta_construction(orig_dtype):
-                made = factory()
+                made = factory(**given)
         except (Exception, SystemExit) as error:  # as above
             raise ModelError(f"model {source}: the factory failed: {one_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
@@ -58,6 +63,13 @@ def build_factory(source: str, orig_dtype: str) -> Model:
         make_batch=partial(_own_batch, batch) if batch else _default_batch(source, module),
         loss=partial(_own_loss, loss) if loss else partial(loss_of_model, head_of(module)),
     )
+
+
+def _arguments(factory: Callable[..., Any]) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # a callable written in C
+        return frozenset()
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -47,7 +47,9 @@ class Cluster:
 
     @property
     def node_link(self) -> str:
-        """``nvlink`` or ``pcie``."""
+        """``nvlink``, ``pcie``, or ``gloo`` between CPUs."""
+        if self.hardware.on_host:
+            return "gloo"
         return "pcie" if self.hardware.link_gb_per_s is None else "nvlink"
 
     @property

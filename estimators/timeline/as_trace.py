@@ -21,7 +21,7 @@ from fsdp2prof.tables import (
     Trace,
 )
 
-__all__ = ["STEP", "trace_of"]
+__all__ = ["STEP", "Rows", "groups_of", "metadata_of", "table_of", "trace_of"]
 
 STEP = 1
 """Number of the one step in a predicted trace."""
@@ -48,17 +48,19 @@ _METADATA = {
 
 
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """Events while they are collected: one dict a row, columns of :class:`EventTable` by their names."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def host(self, name: str, category: str, start: int, end: int, **more: Any) -> None:
+        """Add an event of a host thread."""
         self.rows.append(
-            {"name": name, "category": category, "start_ns": start, "end_ns": end, "thread": 0, **more}
+            {"thread": 0, "name": name, "category": category, "start_ns": start, "end_ns": end, **more}
         )
 
     def device(self, name: str, category: str, stream: int, start: int, end: int, **more: Any) -> None:
+        """Add an activity of the device."""
         self.rows.append(
             {
                 "name": name,
@@ -76,7 +78,7 @@ def trace_of(
     program: Program, timeline: Timeline, *, source: str, world_size: int, device_name: str
 ) -> Trace:
     """Return the trace that a profiler would have written of a simulated step, as number :data:`STEP`."""
-    rows = _Rows()
+    rows = Rows()
     open_labels: list[tuple[str, int]] = []
     sequence: dict[str, int] = {}
     host, host_end = timeline.host_ns.tolist(), timeline.host_end_ns.tolist()
@@ -94,7 +96,7 @@ def trace_of(
             rows.host("cudaLaunchKernel", "cuda_runtime", issued - 1, issued, correlation=position + 1)
             common: dict[str, Any] = {"correlation": position + 1, "external_id": position + 1}
             if isinstance(command, Collective):
-                args = _metadata(command, sequence)
+                args = metadata_of(command, sequence)
                 rows.host("record_param_comms", "cpu_op", begin, issued, external_id=position + 1, args=args)
                 name, category = _KERNELS.get(command.op, "ncclDevKernel_Generic"), "kernel"
                 common["args"] = args
@@ -103,7 +105,7 @@ def trace_of(
                 name, category = _kernel_name(command)
             rows.device(name, category, command.stream, start[position], end[position], **common)
     rows.host(f"ProfilerStep#{STEP}", "user_annotation", 0, max(host_end, default=0))
-    return _trace(rows.rows, _groups(program), source, world_size, device_name)
+    return table_of(rows.rows, groups_of(program, "nccl"), source, world_size, "cuda", device_name)
 
 
 def _kernel_name(kernel: Kernel) -> tuple[str, str]:
@@ -115,7 +117,8 @@ def _kernel_name(kernel: Kernel) -> tuple[str, str]:
     return kernel.op.rpartition("::")[2], "kernel"
 
 
-def _metadata(collective: Collective, sequence: dict[str, int]) -> dict[str, Any]:
+def metadata_of(collective: Collective, sequence: dict[str, int]) -> dict[str, Any]:
+    """Return what a trace says of a collective; ``sequence`` counts those of each group."""
     sequence[collective.group] = sequence.get(collective.group, 0) + 1
     return {
         "collective": _METADATA.get(collective.op, collective.op),
@@ -129,13 +132,14 @@ def _metadata(collective: Collective, sequence: dict[str, int]) -> dict[str, Any
     }
 
 
-def _groups(program: Program) -> tuple[ProcessGroupInfo, ...]:
+def groups_of(program: Program, backend: str) -> tuple[ProcessGroupInfo, ...]:
+    """Return the process groups of a program's collectives."""
     found = {c.group: c for c in program.commands if isinstance(c, Collective)}
     return tuple(
         ProcessGroupInfo(
             name=name,
             desc=f"mesh_{c.mesh_dim}" if c.mesh_dim else "undefined",
-            backend="nccl",
+            backend=backend,
             ranks=[],
             mesh_dim=c.mesh_dim or None,
         )
@@ -143,13 +147,15 @@ def _groups(program: Program) -> tuple[ProcessGroupInfo, ...]:
     )
 
 
-def _trace(
+def table_of(
     rows: list[dict[str, Any]],
     groups: tuple[ProcessGroupInfo, ...],
     source: str,
     world_size: int,
+    device_type: str,
     device_name: str,
 ) -> Trace:
+    """Put events into a trace of rank 0."""
     rows = sorted(rows, key=lambda row: (row["start_ns"], -row["end_ns"]))
 
     def integers(name: str, of: Iterable[dict[str, Any]]) -> Any:
@@ -175,7 +181,7 @@ def _trace(
         source=source,
         rank=0,
         world_size=world_size,
-        device=DeviceInfo(type="cuda", index=0, name=device_name),
+        device=DeviceInfo(type=device_type, index=None if device_type == "cpu" else 0, name=device_name),
         process_groups=groups,
         base_time_ns=0,
         events=events,
@@ -191,6 +197,6 @@ def _trace(
         ),
         shapes=ShapeTable.empty(),
         memory=MemoryEventTable.empty(),
-        threads=("host",),
+        threads=("host", "worker"),
         warnings=(),
     )

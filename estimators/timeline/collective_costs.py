@@ -19,8 +19,10 @@ _BASE_US = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}
 _STEP_US = {
     "nvlink": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4},
     "pcie": {"LL": 1.0, "LL128": 1.9, "Simple": 5.7},
+    "gloo": {"LL": 60.0, "LL128": 60.0, "Simple": 60.0},
     "network": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
 }
+"""Microseconds a step; gloo's is a round trip through sockets of one machine, for groups not measured."""
 _SHARE = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
 _LL_BYTES_PER_S = 39e9
 """LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
@@ -44,6 +46,9 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
     n = placement.ranks
     if n == 1:
         return Transfer(0, "", 0.0)
+    measured = cluster.hardware.measured_ns(op, n, payload_bytes) if placement.nodes == 1 else None
+    if measured is not None:
+        return Transfer(measured, cluster.node_link, payload_bytes * 1e9 / measured)
     passes = 2 if op == "all_reduce" else 1
     moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
     link = "network" if placement.nodes > 1 else cluster.node_link

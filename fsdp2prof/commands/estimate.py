@@ -192,6 +192,12 @@ def comm(described: Described, output: Output) -> None:
 @click.option("--network", shell_complete=complete_network, help="What connects the nodes (400gb-ib).")
 @click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
 @click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="A recorded run of the same model: its measured times replace the model's where they apply.",
+)
+@click.option(
     "--save-run",
     type=click.Path(path_type=Path),
     help="Also write the predicted step as a run for analyze, report and compare.",
@@ -203,6 +209,7 @@ def step(
     gpus_per_node: int,
     network: str | None,
     nics_per_node: int | None,
+    calibrate: Path | None,
     save_run: Path | None,
     output: Output,
 ) -> None:
@@ -215,16 +222,21 @@ def step(
     from fsdp2prof.workflows.estimate import estimate_step
 
     spec = described.spec(hardware=hardware)
-    if spec.hardware is None:
+    if spec.hardware is None and calibrate is None:
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
-    cluster = Cluster(
-        hardware=spec.hardware,
-        gpus_per_node=gpus_per_node,
-        network=None if network is None else NetworkSpec.parse(network),
-        nics_per_node=nics_per_node,
-    )
+    if spec.hardware is None:
+        because = "without --hardware the CPUs of the calibrating run are taken"
+        refuse_given("--gpus-per-node", "--network", "--nics-per-node", because=because)
+    cluster = None
+    if spec.hardware is not None:
+        cluster = Cluster(
+            hardware=spec.hardware,
+            gpus_per_node=gpus_per_node,
+            network=None if network is None else NetworkSpec.parse(network),
+            nics_per_node=nics_per_node,
+        )
     with output.progress(f"executing {spec.model.source} on fake tensors"):
-        result = estimate_step(described, cluster, save=save_run)
+        result = estimate_step(described, cluster, calibrate=calibrate, save=save_run)
     output.render(result)
 
 

@@ -43,6 +43,7 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
 
         job = choice.open(path)
         refuse_without_traces(job)
+        options["what_if"] = True
         analysis = analyze_any(job, **options)
     output.render(analysis, source=path)
     if told:

@@ -13,6 +13,14 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.bench import (
+    BENCH_SCHEMA,
+    BenchCollective,
+    BenchFit,
+    BenchRate,
+    BenchResult,
+    MeasuredPart,
+)
 from fsdp2prof.results.catalog import (
     CATEGORY_CATALOG_SCHEMA,
     HARDWARE_CATALOG_SCHEMA,
@@ -177,9 +185,12 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
+from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
+    "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
     "CHECKPOINT_SCHEMA",
@@ -206,10 +217,16 @@ __all__ = [
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
+    "WATCH_SCHEMA",
+    "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
     "BandwidthFit",
     "BandwidthRow",
+    "BenchCollective",
+    "BenchFit",
+    "BenchRate",
+    "BenchResult",
     "BlockBytes",
     "BoundByNs",
     "BreakdownNs",
@@ -272,6 +289,7 @@ __all__ = [
     "LayerTotal",
     "LayerWait",
     "LiveBlock",
+    "MeasuredPart",
     "MemoryAnalysis",
     "MemoryComparison",
     "MemoryDelta",
@@ -354,4 +372,10 @@ __all__ = [
     "Unknown",
     "UnrecordedStep",
     "UnshardedRow",
+    "WatchedRank",
+    "WatchedRun",
+    "WatchedTime",
+    "WhatIf",
+    "WhatIfChange",
+    "WhatIfLayer",
 ]

@@ -65,7 +65,8 @@ class StepEstimate(Shown):
     kernels_ns: dict[str, int]
     """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
     bound_by: str
-    """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``network`` or ``host``: the largest part."""
+    """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``gloo``, ``network`` or ``host``: the largest
+    part."""
     by_layer: list[LayerRow]
     """Worst exposed first."""
     trace: TraceAnalysis

@@ -19,6 +19,7 @@ from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
 from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
@@ -114,6 +115,8 @@ class TraceAnalysis(Shown):
     """The longest blocked first."""
     host_sync_places: list[HostSyncPlace] = field(default_factory=list)
     """The longest blocked first."""
+    what_if: list[WhatIfChange] = field(default_factory=list)
+    """Single changes, tried on the recording, the most gained first; empty where none were."""
     timeline: StepTimeline | None = None
     """One typical step; null where no step was analysed."""
     kernels: list[KernelRow] = field(default_factory=list)

@@ -22,6 +22,8 @@ from fsdp2prof.analyzers.steps import host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
+from fsdp2prof.estimators.replay.program import RankProgram
+from fsdp2prof.estimators.whatif import program_of, replay_job, with_what_ifs
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
@@ -46,6 +48,7 @@ __all__ = [
     "analyze_ranks",
     "analyze_run",
     "analyze_trace",
+    "cut_short",
     "read_recordings",
     "read_tables",
 ]
@@ -261,6 +264,8 @@ class _RankOutcome:
     steps: tuple[int, ...]
     """All that can be chosen."""
     at_peak: AtPeak | None
+    program: RankProgram | None
+    """For what is tried on the recording."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,6 +303,9 @@ def _analyze_traces(job: JobFiles, fullest: _Fullest | None, options: TraceOptio
     if references.of_accelerator and all(one.rank.device_type == "cpu" for one in analyses):
         raise UsageError(f"--hardware would have no effect: {job.path} ran on a CPU")
     result = merge(analyses, references, list(manifests.values()))
+    programs = [(one.program, one.analysis.summary) for one in analysed if one.program is not None]
+    if programs and result.totals.windows:
+        result = with_what_ifs(result, replay_job(programs))
     warnings = [*job.traces.warnings, *unreadable, *result.warnings]
     at_peak = next((outcome.at_peak for outcome in analysed if outcome.at_peak is not None), None)
     return _TracePart(result=replace(result, warnings=warnings), ranks=analyses, at_peak=at_peak)
@@ -311,21 +319,22 @@ def _analyze_file(job: _TraceJob) -> _RankOutcome | str:
     except TraceError as error:
         return str(error)
     window, chosen = job.options.get("window", "steps"), job.options.get("steps")
-    cut_short = _cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
-    if cut_short:
-        chosen = set(host_steps(trace.labels).step.tolist()) - set(cut_short)
+    left_out = cut_short(trace, job.manifest) if window == "steps" and chosen is None else []
+    if left_out:
+        chosen = set(host_steps(trace.labels).step.tolist()) - set(left_out)
     tables = rank_tables(trace, job.manifest, window, chosen)
     analysis = analyze_tables(tables, default_rank=job.file.rank)
     rank = job.file.rank
-    told = [f"rank {rank}: step {n} was cut short and is left out; --steps {n} shows it" for n in cut_short]
+    told = [f"rank {rank}: step {n} was cut short and is left out; --steps {n} shows it" for n in left_out]
     return _RankOutcome(
         analysis=replace(analysis, warnings=[*analysis.warnings, *told]),
         steps=tables.measurable,
         at_peak=None if job.fullest is None else find_peak(job.fullest.prepared(), tables),
+        program=program_of(tables, analysis.summary) if job.options.get("what_if") else None,
     )
 
 
-def _cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
+def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
     """Steps whose label is in the trace and that the recorder did not see end.
 
     If it saw none end, those that no forward began in: the others are all there is to show.

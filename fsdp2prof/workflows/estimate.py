@@ -22,6 +22,7 @@ from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, s
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.spec.cluster import Cluster
+    from fsdp2prof.estimators.timeline.calibrated import Calibration
 
 __all__ = [
     "Described",
@@ -117,17 +118,30 @@ def estimate_communication(described: Described) -> CommEstimate:
     return _noted(estimate_comm(spec.model, spec.mesh, spec.policy), spec)
 
 
-def estimate_step(described: Described, cluster: Cluster, *, save: Path | None = None) -> StepEstimate:
+def estimate_step(
+    described: Described,
+    cluster: Cluster | None,
+    *,
+    calibrate: Path | None = None,
+    save: Path | None = None,
+) -> StepEstimate:
     """Estimate the time of a step; ``save`` writes it as a run.
 
-    Raises ``ModelError`` for what cannot be estimated, ``RunDirectoryError`` for a run that is there already.
+    ``calibrate`` is a recorded run of the same model whose measured costs replace the models'; without a
+    ``cluster`` it is on CPUs. Raises ``ModelError`` for what cannot be estimated, ``UsageError`` for a run on
+    accelerators without ``cluster``, and ``RunDirectoryError`` for a run that is there already.
     """
     if save is not None:
         refuse_existing_run(save)
     spec = described.spec()
     from fsdp2prof.estimators.step import predict_step
 
-    prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster)
+    calibration = None
+    if calibrate is not None:
+        calibration, cluster = _calibrated(spec, calibrate, cluster)
+    if cluster is None:
+        raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
+    prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration)
     if save is not None:
         save_step_run(save, prediction)
     return _noted(prediction.estimate, spec)
@@ -165,6 +179,26 @@ _Estimate = TypeVar("_Estimate", MemoryEstimate, CommEstimate, StepEstimate, Che
 def _noted(estimate: _Estimate, spec: EstimateSpec) -> _Estimate:
     """An estimate that also says what its input rests on."""
     return replace(estimate, assumptions=[*estimate.assumptions, *spec.notes])
+
+
+def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple[Calibration, Cluster]:
+    """Measure what a recorded run's commands cost; without a cluster, on CPUs of its own kind."""
+    from fsdp2prof.estimators.calibration import calibration_of, recorded_configuration, recorded_cpus
+    from fsdp2prof.estimators.step import program_of
+    from fsdp2prof.estimators.whatif import replay_job
+    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.whatif import recorded_ranks
+
+    ranks, _ = recorded_ranks(open_job(run))
+    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
+    if cluster is None:
+        if job[0].on_device:
+            raise UsageError(f"--calibrate {run}: recorded on accelerators; name them with --hardware")
+        cluster = recorded_cpus(spec.mesh)
+    tables = [one.tables for one in ranks]
+    model, mesh, policy = recorded_configuration(tables[0], spec.model, spec.policy)
+    program = program_of(model, mesh, policy)
+    return calibration_of(tables, job, program, cluster, str(run)), cluster
 
 
 def _manifest(run: Path) -> RankManifest:

@@ -22,3 +22,5 @@ class TraceOptions(TypedDict, total=False):
     cache: bool
     """A large trace leaves its columns beside it and is not decoded again; off by default."""
     references: References
+    what_if: bool
+    """Also try, by replaying the recording, what would make a step faster; off by default."""

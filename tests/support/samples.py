@@ -16,6 +16,9 @@ from fsdp2prof.analyzers.sharding.environment import judge_environment
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.sharding.parity import judge_parity
+from fsdp2prof.analyzers.trace.analysis import analyze_tables
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.estimators.bench import bench_result
 from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_models
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
@@ -27,7 +30,9 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.step import estimate_step
+from fsdp2prof.estimators.step import estimate_step, predict_step
+from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
+from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.parity_measurements import doubled_gradient
@@ -42,9 +47,44 @@ from support.results import (
 )
 from support.run_checks import run_check
 from support.traces import two_kernel_trace
+from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
+
+
+def two_measured_ranks() -> Measured:
+    """Times of two gloo ranks, made up."""
+    return Measured(
+        device_type="cpu",
+        device="cpu",
+        backend="gloo",
+        world_size=2,
+        ranks_per_node=2,
+        memory_bytes=8 << 30,
+        units=1,
+        torch="2.13.0",
+        seconds=2.5,
+        collectives=[
+            CollectiveTimes(op=op, mesh_dim="world", ranks=2, payload_bytes=size, times_ns=[size + 100_000])
+            for op in ("all_gather", "all_reduce")
+            for size in (4096, 1 << 20)
+        ],
+        rates=[
+            RateTimes(kind=kind, dtype="float32", size="some", amount=1 << 20, times_ns=[10_000, 12_000])
+            for kind in ("matmul", "attention", "copy", "operator")
+        ],
+    )
+
+
+def what_if_sample() -> results.WhatIf:
+    """A run of one simulated rank, every single change tried."""
+    trace = predict_step(MODEL, MESH, POLICY, Cluster(hardware=HardwareSpec.parse("h100"))).trace
+    tables = rank_tables(trace)
+    analysis = analyze_tables(tables)
+    program = program_of(tables, analysis.summary)
+    return what_if([RecordedRank(tables=tables, program=program, analysis=analysis)], "run")
+
 
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
@@ -57,6 +97,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.check.parity/1",
         lambda: judge_parity(doubled_gradient()),
     ),
+    "watch": (results.WatchedRun, "fsdp2prof.watch/1", watched_run),
     "environment_check": (
         results.EnvironmentCheck,
         "fsdp2prof.check.env/1",
@@ -125,6 +166,8 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         "fsdp2prof.trace.idle_causes/1",
         lambda: idle_causes(two_kernel_trace()),
     ),
+    "bench": (results.BenchResult, "fsdp2prof.bench/1", lambda: bench_result(two_measured_ranks())),
+    "what_if": (results.WhatIf, "fsdp2prof.what_if/1", what_if_sample),
     "trace_diff": (
         results.TraceDiff,
         "fsdp2prof.trace.diff/1",

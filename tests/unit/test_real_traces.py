@@ -12,9 +12,13 @@ import pytest
 from synthetic import Schedule, record, transformer, write
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.steps import Window
-from fsdp2prof.analyzers.trace.analysis import analyze_rank, merge
+from fsdp2prof.analyzers.trace.analysis import analyze_rank, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.estimators.replay.program import RankProgram
+from fsdp2prof.estimators.replay.run import run
+from fsdp2prof.estimators.whatif import program_of, replay_job
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.tables.columns import IntArray
@@ -195,3 +199,16 @@ def test_hta_takes_fsdps_copies_and_symmetric_memory_kernels_for_compute(
     compute = times["compute_time(us)"] * 1e3
     assert compute == pytest.approx(sum(intervals.total(part) for part in parts), abs=FLOAT_CLOCK)
     assert min(intervals.total(part) for part in parts) > 20 * FLOAT_CLOCK
+
+
+@pytest.mark.parametrize("name", [[A100], [RESNET], MI300], ids=["a100", "resnet", "mi300"])
+def test_a_real_run_replayed_unchanged_gives_back_its_steps(real_data: Path, name: list[str]) -> None:
+    ranks: list[tuple[RankProgram, RankSummary]] = []
+    for one in name:
+        tables = rank_tables(read_trace(path(real_data, one)))
+        summary = analyze_tables(tables, default_rank=len(ranks)).summary
+        ranks.append((program_of(tables, summary), summary))
+    job = replay_job(ranks)
+    for ran in run(job).ranks:
+        for index, recorded in ran.program.activities.items():
+            assert (ran.started[index], ran.ended[index]) == (recorded.start, recorded.end)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.bench import bench_document
 from fsdp2prof.reporters.documents.catalogs import (
     category_catalog_document,
     hardware_catalog_document,
@@ -35,7 +36,10 @@ from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.reporters.documents.watch import watch_document
+from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    BenchResult,
     CategoryCatalog,
     CheckpointEstimate,
     CheckpointMap,
@@ -61,11 +65,14 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
+    WatchedRun,
+    WhatIf,
 )
 
 __all__ = ["BUILDERS", "build"]
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {
+    BenchResult: bench_document,
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
     CriticalPath: critical_path_document,
@@ -91,6 +98,8 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     StepEstimate: step_estimate_document,
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
+    WhatIf: what_if_document,
+    WatchedRun: watch_document,
 }
 """Type of a result -> its builder."""
 

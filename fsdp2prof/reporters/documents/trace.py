@@ -17,6 +17,7 @@ from fsdp2prof.reporters.document import (
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.documents.findings import findings_section
 from fsdp2prof.reporters.documents.timeline import timeline_section
+from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
@@ -70,8 +71,13 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
 
 def trace_sections(analysis: TraceAnalysis) -> list[Section]:
     """Lay out the step, the communication and the ranks, each where there is something to show."""
-    timeline = timeline_section(analysis.timeline)
-    return [*_step_section(analysis), *timeline, _communication_section(analysis), *_rank_section(analysis)]
+    return [
+        *_step_section(analysis),
+        *timeline_section(analysis.timeline),
+        *what_if_section(analysis.what_if),
+        _communication_section(analysis),
+        *_rank_section(analysis),
+    ]
 
 
 def trace_data(analysis: TraceAnalysis) -> list[Table]:

@@ -1,0 +1,175 @@
+"""Steps of recorded gloo runs, predicted from the recording of another configuration.
+
+    python benchmarks/calibration.py [FOLDER]
+
+Records a small transformer under torchrun with several batches, depths, ranks and reshard policies, the first
+one twice. Then the first calibrates ``estimate step`` for every other one, and every other one for the first;
+the prediction stands beside the mean traced step of the run that has it. How far the repeated recording is
+from the first is the noise of the machine: no prediction can be expected to be closer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY, DIM, HEADS, LENGTH = 1024, 256, 4, 128
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One run."""
+
+    name: str
+    layers: int = 4
+    batch: int = 4
+    ranks: int = 2
+    reshard: bool | None = None
+
+    @property
+    def arguments(self) -> list[str]:
+        """For the training."""
+        reshard = {None: "default", False: "never", True: "always"}[self.reshard]
+        return ["--layers", str(self.layers), "--batch", str(self.batch), "--reshard", reshard]
+
+
+CONFIGURATIONS = (
+    Configuration("4 layers, batch 4"),
+    Configuration("the same again"),
+    Configuration("batch 8", batch=8),
+    Configuration("batch 2", batch=2),
+    Configuration("2 layers", layers=2),
+    Configuration("6 layers", layers=6),
+    Configuration("never resharded", reshard=False),
+    Configuration("4 ranks", ranks=4),
+)
+
+
+def model(layers: int = 4) -> nn.Module:
+    """Return the trained model; ``--model benchmarks.calibration:model``."""
+    example: Any = importlib.import_module("examples.train_tiny_fsdp2")
+    made: nn.Module = example.TinyTransformer(VOCABULARY, DIM, layers, HEADS)
+    return made
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train some steps: what each rank runs."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    module = model(arguments.layers)
+    reshard = {"default": None, "never": False, "always": True}[arguments.reshard]
+    options: dict[str, Any] = {"reshard_after_forward": reshard} if reshard is not None else {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in module.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, **options)
+    fully_shard(module, mesh=mesh, mp_policy=policy, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+    for _ in range(16):
+        tokens = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
+        logits = module(tokens[:, :-1])
+        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    time.sleep(0.2)
+
+
+def record(configuration: Configuration, folder: Path) -> Path:
+    """Record one configuration."""
+    run = folder / configuration.name.replace(" ", "-").replace(",", "")
+    if run.exists():
+        return run
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--no-memory", "--wait", "3"]
+    command += ["--active", "10", "--", *launcher, str(configuration.ranks)]
+    command += ["-m", "benchmarks.calibration", "--train", *configuration.arguments]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    return run
+
+
+def predicted_ns(configuration: Configuration, calibrating: Path) -> int:
+    """Predict a configuration's step from another one's recording."""
+    from fsdp2prof.workflows.estimate import describe, estimate_step
+
+    policy: dict[str, Any] = {
+        "batch_size": configuration.batch,
+        "seq_len": LENGTH,
+        "clip_grad": False,
+        "optimizer_impl": "for-loop",
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    }
+    if configuration.reshard is False:
+        policy |= {"reshard": "never"}
+    given = {
+        "model": "benchmarks.calibration:model",
+        "layers": configuration.layers,
+        "mesh": f"dp_shard={configuration.ranks}",
+    }
+    return estimate_step(describe(given=given, policy=policy), None, calibrate=calibrating).step_ns
+
+
+def compare(folder: Path) -> None:
+    """Record every configuration and print every prediction beside its recording."""
+    from fsdp2prof.workflows.analyze import analyze_trace
+    from fsdp2prof.workflows.job_files import open_job
+
+    runs = {one: record(one, folder) for one in CONFIGURATIONS}
+    steps = {one: analyze_trace(open_job(run)).totals.step_ns or 0.0 for one, run in runs.items()}
+    noise = abs(steps[CONFIGURATIONS[1]] / steps[CONFIGURATIONS[0]] - 1)
+    errors: dict[str, list[float]] = {}
+    print("| calibrated on | predicted | recorded ms | predicted ms | error |\n|---|---|--:|--:|--:|")
+    for source, run in runs.items():
+        for target, recorded in steps.items():
+            if target is source or CONFIGURATIONS[0] not in (source, target):
+                continue
+            predicted = predicted_ns(target, run)
+            error = predicted / recorded - 1
+            errors.setdefault(source.name, []).append(abs(error))
+            times = f"{recorded / 1e6:.1f} | {predicted / 1e6:.1f} | {error:+.1%}"
+            print(f"| {source.name} | {target.name} | {times} |", flush=True)
+    every = [error for some in errors.values() for error in some]
+    print(f"\n{len(every)} pairs: median error {median(every):.1%}, largest {max(every):.1%}")
+    for name, some in errors.items():
+        print(f"from {name}: median {median(some):.1%}")
+    print(f"the same configuration recorded twice: {noise:.1%} apart")
+
+
+def main() -> None:
+    """Train as a rank, or drive everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--reshard", default="default")
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments)
+    elif arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        compare(arguments.folder)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(Path(folder))
+
+
+if __name__ == "__main__":
+    main()

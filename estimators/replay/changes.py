@@ -1,0 +1,383 @@
+"""The changes that can be tried on a recorded run: how each is written, when it applies, what it does.
+
+A change edits the order of the programs, or how long things take, or both; what it costs in memory follows
+from the bytes of the all-gathers that it keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from statistics import median
+
+from fsdp2prof.errors import UsageError
+from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, resharded
+from fsdp2prof.estimators.replay.program import Activity, Job, Point
+from fsdp2prof.estimators.replay.run import Pace
+
+__all__ = ["Change", "Changed", "NotApplicableError", "parse_change", "parse_without", "single_changes"]
+
+_SETTINGS = (
+    "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
+    "separate_reduce_scatter_group"
+)
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DEEPEST = 64
+
+
+class NotApplicableError(Exception):
+    """A change that this run cannot have, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A job with a change made."""
+
+    job: Job
+    pace: Pace
+    memory_bytes: int | None
+    """More memory at the peak, on one rank; None is not known."""
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change, as it is written on the command line (``forward_prefetch=2``, ``without host_syncs``)."""
+
+    name: str
+    value: str
+    what: str
+    """In words, as the beginning of a sentence: ``explicit forward prefetch of 2``."""
+    apply: Callable[[Changed], Changed]
+    """Raises :class:`NotApplicableError`."""
+
+    @property
+    def text(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.name}={self.value}" if self.name != "without" else f"without {self.value}"
+
+
+def parse_change(text: str) -> Change:
+    """Parse ``NAME=VALUE``. Raises ``UsageError``."""
+    name, equals, value = text.partition("=")
+    makers = {
+        "reshard": _reshard,
+        "bandwidth": _bandwidth,
+        "compute": _compute,
+        "forward_prefetch": _forward_prefetch,
+        "backward_prefetch": _backward_prefetch,
+        "reduce_dtype": _reduce_dtype,
+        "separate_reduce_scatter_group": _separate,
+        "mesh": _mesh,
+    }
+    if not equals or name not in makers:
+        raise UsageError(f"--set {text}: write NAME=VALUE with one of {_SETTINGS}")
+    return makers[name](value)
+
+
+def parse_without(text: str) -> Change:
+    """Parse ``host_syncs`` or ``straggler:RANK``. Raises ``UsageError``."""
+    if text == "host_syncs":
+        return Change("without", text, "a host that never stops for the device", _no_host_syncs)
+    match = re.fullmatch(r"straggler:(\d+)", text)
+    if match is None:
+        raise UsageError(f"--without {text}: write host_syncs, or straggler:RANK")
+    rank = int(match[1])
+    return Change(
+        "without", text, f"nobody waiting for rank {rank}", lambda changed: _no_straggler(changed, rank)
+    )
+
+
+def single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[Change]:
+    """Return every single change worth trying on a run, whether it applies or not."""
+    texts = [
+        "forward_prefetch=1", "forward_prefetch=2", "backward_prefetch=2", "reshard=never", "reshard=default",
+        "reshard=always", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes", "bandwidth=2x",
+        "compute=1.2x",
+    ]  # fmt: skip
+    ranks = [rank for rank in stragglers if len(job) > 1]
+    return [
+        *(parse_change(text) for text in texts),
+        parse_without("host_syncs"),
+        *(parse_without(f"straggler:{rank}") for rank in ranks),
+    ]
+
+
+def _factor(name: str, value: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x|inf", value)
+    factor = inf if value == "inf" else float(match[1]) if match else 0.0
+    if not factor:
+        raise UsageError(f"--set {name}={value}: write a factor, for example {name}=2x")
+    return factor
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal() or not 1 <= int(value) <= _DEEPEST:
+        raise UsageError(f"--set {name}={value}: write how many layers ahead, 1 to {_DEEPEST}")
+    return int(value)
+
+
+# How long things take.
+
+
+def _compute(value: str) -> Change:
+    factor = _factor("compute", value)
+
+    def apply(changed: Changed) -> Changed:
+        pace = changed.pace
+
+        def activity_ns(one: Activity) -> int:
+            time = pace.activity_ns(one)
+            return round(time / factor) if one.kind == "compute" else time
+
+        def host_ns(point: Point) -> int:
+            return pace.host_ns(point) - point.compute_ns + round(point.compute_ns / factor)
+
+        return replace(
+            changed,
+            pace=replace(pace, activity_ns=activity_ns, host_ns=host_ns),
+            assumptions=(*changed.assumptions, "every computing kernel or operator is that much faster"),
+        )
+
+    return Change("compute", value, f"compute {value} as fast", apply)
+
+
+def _bandwidth(value: str) -> Change:
+    factor = _factor("bandwidth", value)
+
+    def apply(changed: Changed) -> Changed:
+        sent = [
+            one for program in changed.job for one in program.activities.values() if one.kind == "collective"
+        ]
+        if not sent:
+            raise NotApplicableError("nothing is sent in this run")
+        floor = latencies(sent)
+        pace = changed.pace
+
+        def activity_ns(one: Activity) -> int:
+            time = pace.activity_ns(one)
+            if one.kind != "collective":
+                return time
+            latency = min(time, floor.get((one.op, one.group), 0))
+            return latency + round((time - latency) / factor)
+
+        known = any(floor.values())
+        note = (
+            "of a collective's transfer, what its smallest ones take at no size stays: it is latency"
+            if known
+            else "all of a collective's transfer is bandwidth: the run has too few sizes to tell latency"
+        )
+        unmet = sum(one.meeting < 0 for one in sent)
+        notes = [note]
+        if unmet:
+            notes.append(f"{unmet} of {len(sent)} collectives hold waiting for other ranks that is not known")
+        return replace(
+            changed,
+            pace=replace(pace, activity_ns=activity_ns),
+            assumptions=(*changed.assumptions, *notes),
+        )
+
+    return Change("bandwidth", value, f"links {value} as fast", apply)
+
+
+def latencies(sent: Sequence[Activity]) -> dict[tuple[str, str], int]:
+    """Return (op, group) -> the time of a collective of no size: a line through the medians by payload.
+
+    Between 0 and the shortest one; 0 where a group sends fewer than two sizes.
+    """
+    sizes: dict[tuple[str, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for one in sent:
+        if one.payload_bytes > 0:
+            sizes[one.op, one.group][one.payload_bytes].append(one.transfer_ns)
+    found = {}
+    for key, by_size in sizes.items():
+        pairs = sorted((size, median(times)) for size, times in by_size.items())
+        if len(pairs) < 2 or not all(a < b for (_, a), (_, b) in pairwise(pairs)):
+            continue
+        (low, fast), (high, slow) = pairs[0], pairs[-1]
+        intercept = fast - low * (slow - fast) / (high - low)
+        found[key] = int(min(max(0.0, intercept), min(time for _, time in pairs)))
+    return found
+
+
+def _reduce_dtype(value: str) -> Change:
+    dtype = _DTYPES.get(value, value)
+    if dtype not in _BYTES:
+        raise UsageError(f"--set reduce_dtype={value}: write one of {', '.join(_BYTES)}")
+
+    def apply(changed: Changed) -> Changed:
+        reduced = [
+            one
+            for program in changed.job
+            for one in program.activities.values()
+            if one.op == "reduce_scatter" and one.fqn is not None and one.dtype in _BYTES
+        ]
+        if not any(one.dtype != dtype for one in reduced):
+            raise NotApplicableError(f"no layer's gradients are reduced in another type than {dtype}")
+        pace = changed.pace
+        own = {(one.op, one.group) for one in reduced}
+        indices = {id(one) for one in reduced}
+
+        def activity_ns(one: Activity) -> int:
+            time = pace.activity_ns(one)
+            return time * _BYTES[dtype] // _BYTES[one.dtype] if id(one) in indices else time
+
+        del own
+        return replace(
+            changed,
+            pace=replace(pace, activity_ns=activity_ns),
+            assumptions=(
+                *changed.assumptions,
+                "a reduce-scatter's transfer grows with its bytes; casts stay",
+            ),
+        )
+
+    return Change("reduce_dtype", value, f"reducing gradients in {dtype}", apply)
+
+
+def _mesh(value: str) -> Change:
+    raise UsageError(
+        f"--set mesh={value}: a recorded run does not say how fast other groups of ranks are; "
+        "use `estimate step --calibrate RUN --mesh ...`"
+    )
+
+
+# Who waits for whom.
+
+
+def _no_host_syncs(changed: Changed) -> Changed:
+    if not any(point.syncs for program in changed.job for point in program.points):
+        raise NotApplicableError("no call of this run stops the host for the device")
+    job = [
+        replace(
+            program,
+            points=[replace(p, awaits=None, syncs=False) if p.syncs else p for p in program.points],
+        )
+        for program in changed.job
+    ]
+    return replace(changed, job=job)
+
+
+def _no_straggler(changed: Changed, rank: int) -> Changed:
+    ranks = {program.rank for program in changed.job}
+    if rank not in ranks:
+        raise UsageError(f"--without straggler:{rank}: there are traces of ranks {sorted(ranks)}")
+    if len(ranks) < 2:
+        raise NotApplicableError("it takes the traces of at least two ranks")
+    if not any(one.meeting >= 0 for program in changed.job for one in program.activities.values()):
+        raise NotApplicableError("the ranks' collectives could not be matched")
+    left = (changed.pace.waits_for or frozenset(ranks)) - {rank}
+    return replace(
+        changed,
+        pace=replace(changed.pace, waits_for=left),
+        assumptions=(*changed.assumptions, f"rank {rank} is never the last; it is left out of the result"),
+    )
+
+
+def _separate(value: str) -> Change:
+    if value not in ("yes", "true"):
+        raise UsageError(f"--set separate_reduce_scatter_group={value}: write yes")
+
+    def apply(changed: Changed) -> Changed:
+        _need_device(changed)
+        groups: dict[str, set[str]] = defaultdict(set)
+        for program in changed.job:
+            for one in program.activities.values():
+                if one.kind == "collective" and one.fqn is not None:
+                    groups[one.group].add(one.op)
+        if not any({"all_gather", "reduce_scatter"} <= ops for ops in groups.values()):
+            raise NotApplicableError("all-gathers and reduce-scatters share no communicator")
+        note = "collectives that now run at the same time do not slow each other"
+        return replace(
+            changed,
+            pace=replace(changed.pace, one_communicator=False),
+            memory_bytes=None,
+            assumptions=(*changed.assumptions, note),
+        )
+
+    return Change(
+        "separate_reduce_scatter_group", value, "a communicator of their own for reduce-scatters", apply
+    )
+
+
+# What is gathered when.
+
+
+def _need_device(changed: Changed) -> None:
+    if not all(program.on_device for program in changed.job):
+        raise NotApplicableError("on a CPU collectives block their caller: nothing runs beside them")
+
+
+def _gathers(changed: Changed) -> list[list[Gather]]:
+    found = [gathers(program) for program in changed.job]
+    if not any(found):
+        raise NotApplicableError("the traces name no layer's all-gather (no FSDP labels)")
+    return found
+
+
+def _forward_prefetch(value: str) -> Change:
+    return _prefetch("forward", _number("forward_prefetch", value))
+
+
+def _backward_prefetch(value: str) -> Change:
+    return _prefetch("backward", _number("backward_prefetch", value))
+
+
+def _prefetch(phase: str, ahead: int) -> Change:
+    def apply(changed: Changed) -> Changed:
+        _need_device(changed)
+        found = [[one for one in rank if one.phase == phase] for rank in _gathers(changed)]
+        if max(map(len, found)) < 2:
+            raise NotApplicableError(f"fewer than two layers are gathered in {phase}")
+        now = 1 if phase == "backward" else 0  # groups that are gathered ahead of need by themselves
+        more = _largest([one for one in found[0] if one.fqn != found[0][0].fqn], ahead - now)
+        job = [prefetched(program, phase, ahead) for program in changed.job]
+        memory = None if changed.memory_bytes is None else changed.memory_bytes + more
+        return replace(changed, job=job, memory_bytes=memory)
+
+    return Change(f"{phase}_prefetch", str(ahead), f"explicit {phase} prefetch of {ahead}", apply)
+
+
+def _largest(found: Sequence[Gather], count: int) -> int:
+    """Bytes of the largest gathered layers."""
+    by_layer = {one.fqn: max(0, one.payload_bytes) for one in found}
+    return sum(sorted(by_layer.values(), reverse=True)[: max(0, count)])
+
+
+def _reshard(value: str) -> Change:
+    if value not in ("never", "default", "always"):
+        raise UsageError(f"--set reshard={value}: write never, default or always")
+
+    def apply(changed: Changed) -> Changed:
+        before = _gathers(changed)
+        job = [resharded(program, value) for program in changed.job]
+        after = [gathers(program) for program in job]
+        if [len(one) for one in before] == [len(one) for one in after]:
+            raise NotApplicableError("the run does so already")
+        more = _kept_bytes(after[0]) - _kept_bytes(before[0])
+        memory = None if changed.memory_bytes is None else changed.memory_bytes + more
+        return replace(changed, job=job, memory_bytes=memory)
+
+    return Change(
+        "reshard",
+        value,
+        {
+            "never": "never resharding after forward",
+            "default": "resharding all but the root after forward",
+            "always": "resharding everything after forward",
+        }[value],
+        apply,
+    )
+
+
+def _kept_bytes(found: Sequence[Gather]) -> int:
+    """Gathered bytes that stay from forward to backward: of the layers that are not gathered again."""
+    again = {one.fqn for one in found if one.phase == "backward"}
+    by_layer = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn not in again}
+    resharded_ones = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn in again}
+    return sum(by_layer.values()) + sum(sorted(resharded_ones.values(), reverse=True)[:2])

@@ -1,0 +1,62 @@
+"""``fsdp2prof bench``: measure links, devices and hosts instead of believing data sheets."""
+
+from __future__ import annotations
+
+import click
+
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.errors import UsageError
+
+__all__ = ["bench"]
+
+
+@click.command(
+    context_settings={"allow_interspersed_args": False},
+    short_help="Measure collectives, products, copies and the host's pace.",
+)
+@click.option(
+    "--mesh", metavar="DIM=N,...", help="Measure each dimension of this mesh (dp_replicate=2,dp_shard=4)."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=120, show_default=True, help="About how long."
+)
+@click.option("--largest", default="1GiB", show_default=True, help="Payload of the largest collective.")
+@click.option("--quick", is_flag=True, help="Small sizes only, some seconds: to try it out.")
+@output_options()
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
+def bench(
+    command: tuple[str, ...],
+    *,
+    mesh: str | None,
+    seconds: float,
+    largest: str,
+    quick: bool,
+    output: Output,
+) -> None:
+    """Let LAUNCHER (torchrun --nproc-per-node 8) start ranks that measure collectives over sizes, matrix
+    products, attention, copies, the host's pace, and products beside a collective.
+
+    A result written as JSON (-o cluster.json) is a file for `estimate step --hardware`.
+    """
+    from fsdp2prof.units import parse_bytes
+    from fsdp2prof.workflows import bench as benches
+
+    with output.progress("measuring"):
+        result = benches.bench(
+            command,
+            mesh=_mesh(mesh),
+            seconds=seconds,
+            largest_bytes=parse_bytes(largest),
+            quick=quick,
+        )
+    output.render(result)
+
+
+def _mesh(text: str | None) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for item in text.split(",") if text else ():
+        name, _, size = item.partition("=")
+        if not name.strip() or not size.isdecimal() or not int(size):
+            raise UsageError(f"--mesh {text}: write dimensions from the outermost, dp_replicate=2,dp_shard=4")
+        sizes[name.strip()] = int(size)
+    return sizes

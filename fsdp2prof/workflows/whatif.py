@@ -1,0 +1,71 @@
+"""From a recorded run to what a change to it would gain."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fsdp2prof.analyzers.steps import host_steps
+from fsdp2prof.analyzers.trace.analysis import analyze_tables
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.errors import TraceError
+from fsdp2prof.estimators import whatif
+from fsdp2prof.estimators.whatif import RecordedRank, program_of
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.results import WhatIf
+from fsdp2prof.workflows.analyze import cut_short
+from fsdp2prof.workflows.choices import require
+from fsdp2prof.workflows.job_files import JobFiles
+from fsdp2prof.workflows.one_job import RankFile
+from fsdp2prof.workflows.trace_cache import read_trace_cached
+
+__all__ = ["recorded_ranks", "what_if"]
+
+
+def what_if(
+    job: JobFiles,
+    *,
+    settings: Sequence[str] = (),
+    without: Sequence[str] = (),
+    steps: Collection[int] | None = None,
+    cache: bool = False,
+) -> WhatIf:
+    """Run a recorded job again with changes, or try each single one.
+
+    Raises ``TraceError`` where no trace can be read or holds a step, ``UsageError`` for a change that is not
+    known and ``InputError`` for one that does not apply.
+    """
+    ranks, warnings = recorded_ranks(job, steps=steps, cache=cache)
+    return whatif.what_if(
+        ranks, str(job.path), settings=settings, without=without, warnings=[*job.messages, *warnings]
+    )
+
+
+def recorded_ranks(
+    job: JobFiles, *, steps: Collection[int] | None = None, cache: bool = False
+) -> tuple[list[RecordedRank], list[str]]:
+    """Read every rank's trace; one that cannot be read is a warning. Raises ``TraceError`` if none can."""
+    if not job.traces.files:
+        raise TraceError(job.traces.absent)
+    ranks, warnings = [], list(job.traces.warnings)
+    for file in job.traces.files:
+        try:
+            ranks.append(_recorded(job, file, steps, cache=cache))
+        except TraceError as error:
+            warnings.append(str(error))
+    if not ranks:
+        raise TraceError(warnings[-1])
+    require(job.path, "step", steps, {step for one in ranks for step in one.program.steps})
+    if not any(rank.analysis.rank.steps for rank in ranks):
+        raise TraceError(f"{job.path}: no step is in these traces, so none can be run again")
+    return ranks, warnings
+
+
+def _recorded(job: JobFiles, file: RankFile, steps: Collection[int] | None, *, cache: bool) -> RecordedRank:
+    read = read_trace_cached if cache else read_trace
+    manifest = job.manifests.get(file.rank)
+    trace = read(file.path, rank=file.rank)
+    if steps is None and (left_out := cut_short(trace, manifest)):
+        steps = set(host_steps(trace.labels).step.tolist()) - set(left_out)
+    tables = rank_tables(trace, manifest, "steps", steps)
+    analysis = analyze_tables(tables, default_rank=file.rank)
+    return RecordedRank(tables=tables, program=program_of(tables, analysis.summary), analysis=analysis)

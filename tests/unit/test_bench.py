@@ -1,0 +1,118 @@
+"""What a bench makes of measured times: fits with known constants, the sentence, a file for estimates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.errors import InputError
+from fsdp2prof.estimators.bench import bench_result, fit_line
+from fsdp2prof.estimators.spec.cluster import Cluster, Placement
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.timeline.collective_costs import transfer
+from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+
+LATENCY_NS, BYTES_PER_S = 20_000, 10e9
+
+
+def collective(op: str, payload: int, ranks: int = 4) -> CollectiveTimes:
+    """Exactly latency + wire bytes / bandwidth; one time of three is far off."""
+    wire = payload * (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+    time = round(LATENCY_NS + wire * 1e9 / BYTES_PER_S)
+    return CollectiveTimes(
+        op=op, mesh_dim="dp_shard", ranks=ranks, payload_bytes=payload, times_ns=[time, 9 * time, time]
+    )
+
+
+def rate(kind: str, amount: int, time: int, dtype: str = "float32") -> RateTimes:
+    return RateTimes(kind=kind, dtype=dtype, size="some", amount=amount, times_ns=[time] * 3)
+
+
+def measured() -> Measured:
+    sizes = [4 << 10, 1 << 20, 64 << 20]
+    return Measured(
+        device_type="cuda",
+        device="Some GPU",
+        backend="nccl",
+        world_size=4,
+        ranks_per_node=4,
+        memory_bytes=80 << 30,
+        units=100,
+        torch="2.13.0",
+        seconds=1.0,
+        collectives=[
+            collective(op, size) for op in ("all_gather", "reduce_scatter", "all_reduce") for size in sizes
+        ],
+        rates=[
+            rate("matmul", 2 * 4096**3, 274_878, "bfloat16"),
+            rate("matmul", 2 * 4096**3, 2_748_780),
+            rate("attention", 10**12, 4_000_000, "bfloat16"),
+            rate("copy", 2 << 30, 1_000_000),
+            rate("operator", 200, 1_000_000),
+            rate("launch", 200, 400_000),
+            rate("matmul_alone", 1, 1_000),
+            rate("matmul_beside_collective", 1, 1_250),
+        ],
+    )
+
+
+def test_constants_come_back_from_times_made_of_them() -> None:
+    result = bench_result(measured())
+    for fit in result.fits:
+        assert fit.latency_ns == pytest.approx(LATENCY_NS, rel=1e-3)
+        assert fit.busbw_bytes_per_s == pytest.approx(BYTES_PER_S, rel=1e-3)
+        assert fit.worst_residual_frac < 1e-3
+    gather = result.fits[0]
+    half = LATENCY_NS * 1e-9 * BYTES_PER_S * 4 / 3  # payload whose wire bytes take the latency
+    assert gather.half_payload_bytes == pytest.approx(half, rel=1e-3)
+    assert "is latency-bound: wrap at least 133," in result.verdict[0]
+    assert result.overlap_slowdown_frac == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "line"),
+    [
+        ([1, 2, 4], [3, 5, 9], (1, 2)),
+        ([1, 2, 4], [2, 4, 8], (0, 2)),
+        ([1, 2, 4], [1, 3, 7], (0, None)),  # would begin below 0
+        ([1, 2, 4], [5, 5, 5], (5, 0)),
+        ([1, 2, 4], [6, 5, 4], (None, 0)),  # would fall
+    ],
+)
+def test_a_line_has_neither_negative_latency_nor_negative_cost(
+    x: list[float], y: list[float], line: tuple[float | None, float | None]
+) -> None:
+    for found, expected in zip(fit_line(x, y), line, strict=True):
+        assert found >= 0
+        if expected is not None:
+            assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_json_of_a_bench_is_a_hardware_file_with_what_was_measured(tmp_path: Path) -> None:
+    result = bench_result(measured())
+    path = tmp_path / "cluster.json"
+    path.write_text(str(RENDERERS["json"].render(build(result), RenderOptions())))
+    spec = HardwareSpec.parse(str(path))
+    assert spec.name == "measured-some-gpu"
+    assert spec.achieved_flops("bfloat16") == pytest.approx(500e12, rel=1e-3)
+    assert (spec.units, spec.kernel_floor_ns, spec.host_operator_ns) == (100, 2_000, 5_000)
+    assert spec.overlap_slowdown_frac == pytest.approx(0.25)
+    four = Placement(ranks=4, nodes=1, per_node=4, groups_per_node=1)
+    for op in ("all_gather", "all_reduce"):
+        for size in (4 << 10, 1 << 20, 64 << 20):
+            expected = collective(op, size).times_ns[0]
+            assert transfer(op, size, four, Cluster(hardware=spec)).ns == expected
+    between = transfer("all_gather", 32 << 20, four, Cluster(hardware=spec)).ns
+    assert between == pytest.approx(LATENCY_NS + (24 << 20) * 1e9 / BYTES_PER_S, rel=1e-3)
+    beyond = transfer("all_gather", 256 << 20, four, Cluster(hardware=spec)).ns
+    assert beyond == pytest.approx(LATENCY_NS + (192 << 20) * 1e9 / BYTES_PER_S, rel=1e-3)
+
+
+def test_without_rates_there_is_nothing_to_describe_a_device_by() -> None:
+    nothing = measured()
+    nothing.rates = []
+    with pytest.raises(InputError, match="measured no copy"):
+        bench_result(nothing)

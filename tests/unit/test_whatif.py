@@ -1,0 +1,220 @@
+"""Recorded runs replayed: unchanged to the nanosecond, changed as simulated runs that have the change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import Layer, Schedule, record, transformer, write
+from synthetic.strategies import schedules
+
+from fsdp2prof.analyzers.trace.analysis import analyze_tables
+from fsdp2prof.analyzers.trace.analysis import analyze_trace as analyze_trace_of
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.errors import InputError, TraceError, UsageError
+from fsdp2prof.estimators.replay.changes import latencies, parse_change, parse_without
+from fsdp2prof.estimators.replay.program import Activity
+from fsdp2prof.estimators.replay.run import run
+from fsdp2prof.estimators.replay.warp import replayed_trace
+from fsdp2prof.estimators.whatif import program_of, replay_job
+from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.results import WhatIf
+from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.whatif import what_if
+
+SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}
+KINDS: dict[str, dict[str, Any]] = {
+    "communication bound": dict(SLOW_LINKS),
+    "host syncs": {"sync": True},
+}
+
+
+def schedule(layers: tuple[Layer, ...], *, separate: bool = False) -> Schedule:
+    return Schedule(roots=(layers,), steps=2, separate_reduce_scatter_group=separate)
+
+
+def traces(folder: Path, *schedules: Schedule) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    for recording in record(*schedules):
+        write(recording, folder / f"rank{recording.rank}_trace.json")
+    return folder
+
+
+def tried(folder: Path, *settings: str, without: tuple[str, ...] = ()) -> WhatIf:
+    return what_if(open_job(folder), settings=settings, without=without)
+
+
+def with_forward_prefetch(layers: tuple[Layer, ...], ahead: int) -> tuple[Layer, ...]:
+    names = [layer.fqn for layer in layers]
+    return tuple(
+        replace(layer, forward_prefetch=tuple(names[at + 1 : at + 1 + ahead]))
+        for at, layer in enumerate(layers)
+    )
+
+
+def with_backward_prefetch(layers: tuple[Layer, ...], ahead: int) -> tuple[Layer, ...]:
+    children = [layer.fqn for layer in layers[1:]]
+    before = [children[::-1], *(children[:at][::-1] for at in range(len(children)))]
+    return tuple(
+        replace(layer, backward_prefetch=tuple(names[:ahead]))
+        for layer, names in zip(layers, before, strict=True)
+    )
+
+
+def with_reshard(layers: tuple[Layer, ...], reshard: bool) -> tuple[Layer, ...]:
+    return tuple(replace(layer, reshard=reshard) for layer in layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_gives_what_a_run_that_has_it_gives(kind: str, tmp_path: Path) -> None:
+    """The other run is simulated by the tests' own FSDP2, which knows nothing of replaying."""
+    layers = transformer(4, **KINDS[kind])
+    base = traces(tmp_path / "base", schedule(layers))
+    changed = {
+        "forward_prefetch=1": schedule(with_forward_prefetch(layers, 1)),
+        "forward_prefetch=2": schedule(with_forward_prefetch(layers, 2)),
+        "backward_prefetch=2": schedule(with_backward_prefetch(layers, 2)),
+        "reshard=never": schedule(with_reshard(layers, reshard=False)),
+        "reshard=always": schedule(with_reshard(layers, reshard=True)),
+        "separate_reduce_scatter_group=yes": schedule(layers, separate=True),
+    }
+    for change, truth in changed.items():
+        result = tried(base, change)
+        recorded = analyze_trace(open_job(traces(tmp_path / change, truth)))
+        assert result.replayed_ns == result.step_ns
+        assert result.tried[0].step_ns == pytest.approx(recorded.totals.step_ns, rel=0.003), change
+        assert sum(result.breakdown_after_ns.values()) == pytest.approx(result.tried[0].step_ns)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(each=st.lists(schedules(), min_size=1, max_size=1))
+def test_a_run_replayed_unchanged_gives_back_every_nanosecond(each: list[Schedule], tmp_path: Path) -> None:
+    """Whatever the policies: several roots, accumulation, HSDP, recomputation, graphs, no labels at all."""
+    (recording,) = record(*each)
+    trace = read_trace(write(recording, tmp_path / "trace.json"), workers=1)
+    tables = rank_tables(trace)
+    summary = analyze_tables(tables).summary
+    job = replay_job([(program_of(tables, summary), summary)])
+    ran = run(job).ranks[0]
+    assert ran.end == [point.end for point in job[0].points]
+    for index, one in job[0].activities.items():
+        assert (ran.started[index], ran.ended[index]) == (one.start, one.end)
+    again = replayed_trace(trace, ran)
+    before, after = analyze_trace_of([(trace, None)]), analyze_trace_of([(again, None)])
+    assert after.totals == before.totals
+    assert after.groups == before.groups
+
+
+def test_the_layers_after_a_change_are_those_of_a_run_that_has_it(tmp_path: Path) -> None:
+    layers = transformer(4, **SLOW_LINKS)
+    result = tried(traces(tmp_path / "base", schedule(layers)), "reshard=never")
+    never = schedule(with_reshard(layers, reshard=False))
+    recorded = analyze_trace(open_job(traces(tmp_path / "never", never)))
+    expected = {(row.fqn, row.phase, row.op): (row.count, row.exposed_ns) for row in recorded.by_layer}
+    found = {
+        (row.fqn, row.phase, row.op): (row.count_after, row.exposed_after_ns)
+        for row in result.by_layer
+        if row.count_after
+    }
+    assert found == expected
+    assert {
+        row.count_after for row in result.by_layer if row.phase == "backward" and row.op == "all_gather"
+    } == {0}
+    kept = 5 * 4_000_000 * 2 - 4_000_000 * 2 + 6_000_000 * 2 - (6_000_000 + 2 * 4_000_000) * 2
+    assert result.tried[0].memory_bytes == kept
+
+
+def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path: Path) -> None:
+    quick, slow = transformer(3), transformer(3, late_ns=700_003)
+    base = traces(tmp_path / "base", schedule(quick), schedule(slow))
+    alone = analyze_trace(open_job(traces(tmp_path / "alone", schedule(quick), schedule(quick))))
+    result = tried(base, without=("straggler:1",))
+    assert result.replayed_ns == result.step_ns
+    assert result.tried[0].step_ns == pytest.approx(alone.totals.step_ns, rel=0.001)
+    assert any(row.change == "without straggler:1" for row in tried(base).tried)
+
+
+def test_more_bandwidth_and_more_compute_are_never_slower_and_bounded_by_the_other(tmp_path: Path) -> None:
+    base = traces(tmp_path / "base", schedule(transformer(4, **SLOW_LINKS)))
+    steps = [tried(base, f"bandwidth={factor}x").tried[0].step_ns or 0.0 for factor in (1, 2, 4, 1000)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] == tried(base).step_ns
+    parts = tried(base).breakdown_before_ns
+    assert steps[-1] >= parts["compute"] + parts["fsdp_copy"]
+    faster = [tried(base, f"compute={factor}x").tried[0].step_ns or 0.0 for factor in (1, 2, 1000)]
+    assert faster == sorted(faster, reverse=True)
+
+
+def test_every_single_change_is_ranked_by_what_it_gains_and_the_others_say_why_not(tmp_path: Path) -> None:
+    result = tried(traces(tmp_path / "base", schedule(transformer(4, **SLOW_LINKS))))
+    gains = [row.gained_ns for row in result.tried if row.gained_ns is not None]
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) >= 7
+    for row in result.tried:
+        assert (row.step_ns is None) == (row.reason is not None)
+    refused = {row.change: row.reason for row in result.tried if row.reason}
+    assert refused["reshard=default"] == "the run does so already"
+    assert "no call of this run stops the host" in refused["without host_syncs"]
+
+
+def test_findings_say_what_their_change_gained_on_the_recording(tmp_path: Path) -> None:
+    base = traces(tmp_path / "base", schedule(transformer(5, sync=True)))
+    plain = analyze_trace(open_job(base))
+    analysis = analyze_trace(open_job(base), what_if=True)
+    assert plain.what_if == []
+    assert analysis.what_if
+    late = next(one for one in analysis.findings if one.id == "all_gather_launched_late")
+    evidence = late.evidence["what_if"]
+    assert isinstance(evidence, dict)
+    assert str(evidence["change"]).startswith("forward_prefetch=")
+    row = next(one for one in analysis.what_if if one.change == evidence["change"])
+    assert evidence["gained_ns_per_step"] == row.gained_ns
+    assert f"Tried on this recording: {row.what}: -" in late.message
+    before = next(one for one in plain.findings if one.id == late.id)
+    assert late.message.startswith(before.message)
+    assert late.change == before.change
+
+
+def test_latency_is_where_the_line_through_two_sizes_meets_no_size() -> None:
+    def one(payload: int, time: int) -> Activity:
+        return Activity(
+            index=0, start=0, end=time, stream=0, kind="collective", step=0, op="all_gather", group="0",
+            payload_bytes=payload, transfer_ns=time,
+        )  # fmt: skip
+
+    assert latencies([one(1_000, 30), one(2_000, 50)]) == {("all_gather", "0"): 10}
+    assert latencies([one(1_000, 30)]) == {}
+    assert latencies([one(1_000, 30), one(2_000, 20)]) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["reshard", "reshard=maybe", "bandwidth=fast", "bandwidth=0x", "forward_prefetch=0", "colour=red",
+             "reduce_dtype=int8", "mesh=dp_shard=8", "separate_reduce_scatter_group=maybe"]
+)  # fmt: skip
+def test_a_change_that_is_not_one_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=text.partition("=")[0]):
+        parse_change(text)
+
+
+@pytest.mark.parametrize("text", ["straggler", "straggler:x", "sleep"])
+def test_what_cannot_be_left_out_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="host_syncs, or straggler:RANK"):
+        parse_without(text)
+
+
+def test_a_given_change_that_does_not_apply_is_an_error_that_says_why(tmp_path: Path) -> None:
+    base = traces(tmp_path / "base", schedule(transformer(3)))
+    with pytest.raises(InputError, match="reshard=default: the run does so already"):
+        tried(base, "reshard=default")
+    with pytest.raises(InputError, match="traces of at least two ranks"):
+        tried(base, without=("straggler:0",))
+    with pytest.raises(UsageError, match="there are traces of ranks"):
+        tried(base, without=("straggler:7",))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError):
+        tried(tmp_path / "empty")
