@@ -84,7 +84,7 @@ def train(arguments: argparse.Namespace) -> None:
     for _ in range(16):
         tokens = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
         logits = module(tokens[:, :-1])
-        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
