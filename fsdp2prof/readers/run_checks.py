@@ -36,7 +36,12 @@ def _check_times(info: RunInfo) -> None:
 
 
 def _check_parameter(parameter: ParameterInfo) -> None:
-    for shape in (parameter.global_shape, parameter.local_shape, parameter.padded_local_shape):
+    shapes = (parameter.global_shape, parameter.local_shape, parameter.padded_local_shape)
+    if not parameter.global_shape or len(set(map(len, shapes))) > 1:
+        raise ValueError(
+            f"{parameter.fqn} has shapes of {', '.join(str(len(one)) for one in shapes)} dimensions"
+        )
+    for shape in shapes:
         if prod(shape) > _MOST_ELEMENTS:
             raise ValueError(f"no tensor has the shape {shape}")
     if len(parameter.all_gather_dtypes) != len(parameter.all_gather_numels):
