@@ -28,13 +28,13 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.vocabulary import EXPOSED_PARTS
 
-__all__ = ["METRICS", "Condition", "Failure", "Metric", "check", "parse"]
+__all__ = ["METRICS", "Condition", "Metric", "Outcome", "check", "judge", "parse"]
 
 Analysis = TraceAnalysis | MemoryAnalysis | RunAnalysis | RunComparison
 Kind: TypeAlias = Literal["trace", "memory", "run", "comparison"]
 """Of results that a condition may test."""
 _PerRank = Mapping[int | None, float | None]
-"""Rank -> value; null is the key of a value of all ranks together."""
+"""Rank -> value; None is the key of a value of all ranks together."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -87,15 +87,15 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A condition that held, with the worst value and its rank."""
+class Outcome:
+    """A condition that was tested, with the worst value and its rank."""
 
     condition: Condition
     rank: int | None
-    """Null for a value of all ranks together."""
+    """None for a value of all ranks together."""
     value: float
     ranks: int
-    """Ranks on which it held."""
+    """Ranks on which it held: the gate fails unless there are none."""
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
@@ -108,37 +108,46 @@ def parse(text: str, of: Kind | None = None) -> Condition:
 
     Raises ``UsageError`` for a bad form and for a metric that such a result does not have.
     """
+    known = [name for name, one in METRICS.items() if of is None or one.source in _SOURCES[of]]
     match = _CONDITION.fullmatch(text)
     if match is None:
-        raise UsageError(f"not a condition: {text!r}; write for example 'exposed_frac>0.2'")
+        example = "exposed_frac" if "exposed_frac" in known else known[0]
+        raise UsageError(
+            f"not a condition: {text!r}; write for example '{example}>0.2'; here are {', '.join(known)}"
+        )
     metric, symbol, number = match.groups()
-    known = [name for name, one in METRICS.items() if of is None or one.source in _SOURCES[of]]
     if metric not in known:
         of_others = f", which needs {_NEEDED[METRICS[metric].source]}" if metric in METRICS else ""
         raise UsageError(f"no metric {metric!r} here (in {text!r}){of_others}; here are {', '.join(known)}")
     return Condition(metric, symbol, float(number), text.strip())
 
 
-def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Failure]:
-    """Return the conditions that hold, in the order given.
+def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
+    """Return the conditions that hold, in the order given; raises what :func:`judge` does."""
+    return [outcome for outcome in judge(conditions, analysis) if outcome.ranks]
+
+
+def judge(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
+    """Test every condition, in the order given.
 
     Raises ``UsageError`` if the analysis is not of the kind a metric needs, ``InputError`` if a metric is
     undefined on every rank.
     """
-    return [failure for condition in conditions if (failure := _evaluate(condition, analysis)) is not None]
+    return [_evaluate(condition, analysis) for condition in conditions]
 
 
-def _evaluate(condition: Condition, analysis: Analysis) -> Failure | None:
+def _evaluate(condition: Condition, analysis: Analysis) -> Outcome:
     values = {rank: v for rank, v in _values(condition, analysis).items() if v is not None}
     if not values:
         raise InputError(
             f"{condition.text}: {condition.metric} is undefined here, so the condition cannot be tested"
         )
     held = {rank: value for rank, value in values.items() if condition.holds(value)}
-    if not held:
-        return None
-    worst = min(held, key=held.__getitem__) if "<" in condition.operator else max(held, key=held.__getitem__)
-    return Failure(condition, worst, held[worst], len(held))
+    among = held or values
+    worst = (
+        min(among, key=among.__getitem__) if "<" in condition.operator else max(among, key=among.__getitem__)
+    )
+    return Outcome(condition, worst, among[worst], len(held))
 
 
 def _values(condition: Condition, analysis: Analysis) -> _PerRank:

@@ -58,7 +58,7 @@ def run_floor(path: Path) -> dict[str, Any]:
         for column, piece in zip(columns, pieces, strict=True):
             column.append(piece)
 
-    with igzip.open(path) as stream:
+    with igzip.open(path) as stream:  # type: ignore[no-untyped-call]
         buffer = stream.read(8 << 20)
         buffer = buffer[re.search(rb'"traceEvents"\s*:\s*\[', buffer).end() :]  # type: ignore[union-attr]
         while more := stream.read(8 << 20):

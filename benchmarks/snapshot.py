@@ -59,7 +59,7 @@ def memory_viz(path: Path) -> Callable[[], int]:
 
     def run() -> int:
         with path.open("rb") as file:
-            return len(trace_plot(pickle.load(file))) and 0
+            return len(trace_plot(pickle.load(file))) and 0  # type: ignore[no-untyped-call]
 
     return run
 
@@ -116,7 +116,7 @@ def make(path: Path, events: int) -> None:
     alive: list[tuple[int, int, int]] = []
     address = 1 << 40
     while len(trace) < events:
-        step = []
+        step: list[tuple[int, int, int]] = []
         for _ in range(1000):
             size, stack = rng.randint(1, 1 << 22), rng.randrange(len(stacks))
             step.append((address + len(step) * (1 << 22), size, stack))
@@ -136,22 +136,22 @@ def make(path: Path, events: int) -> None:
                     }
                 )
         alive = step
-    blocks = [
+    held = [
         {"address": at, "size": 1 << 22, "requested_size": size, "state": "active_allocated", "frames": []}
         for at, size, _ in alive
     ]
     segment = {
         "device": 0,
         "address": alive[0][0],
-        "total_size": len(blocks) << 22,
+        "total_size": len(held) << 22,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
         "is_expandable": True,
-        "allocated_size": len(blocks) << 22,
-        "active_size": len(blocks) << 22,
+        "allocated_size": len(held) << 22,
+        "active_size": len(held) << 22,
         "frames": [],
-        "blocks": blocks,
+        "blocks": held,
     }
     snapshot = {
         "segments": [segment],

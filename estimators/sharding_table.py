@@ -23,6 +23,7 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
     """
     if mesh.ep > 1:
         raise ModelError("mesh: experts on a mesh of their own are not laid out: leave ep at 1")
+    mesh.dimensions()
     if mesh.pp > 1:
         raise ModelError("mesh: a pipeline stage is sharded on its own: leave pp at 1")
     policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides

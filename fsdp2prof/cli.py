@@ -20,6 +20,7 @@ _VERBS = {
         "fsdp2prof.commands.rehearse:rehearse",
         "Run a training command as one rank of a large world, alone, and record it.",
     ),
+    "watch": ("fsdp2prof.commands.watch:watch", "Follow a running job step by step."),
     "trigger": ("fsdp2prof.commands.trigger:trigger", "Ask a running job for a recording."),
     "analyze": (
         "fsdp2prof.commands.analyze:analyze",

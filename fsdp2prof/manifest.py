@@ -9,6 +9,7 @@
     RUN/rank-00000/memory.pickle       CUDA allocator snapshot, or
     RUN/rank-00000/memory.npz          the exact storage count of a CPU run
     RUN/rank-00000/summary.json        RunAnalysis of the rank, where ``--summary`` keeps no more
+    RUN/rank-00000/steps.jsonl         a WatchedStep a line, of every step, with ``--watch``
     RUN/communication.json             CommEstimate, in an estimate saved as a run only
     RUN/recording-0001/recording.json  RecordingInfo, in a run that may record several times; beside it
     RUN/recording-0001/rank-00000/     what a rank recorded then, as above
@@ -36,6 +37,7 @@ __all__ = [
     "RUN_FILE",
     "RUN_SCHEMA",
     "SNAPSHOT_FILE",
+    "STEPS_FILE",
     "STORAGE_COUNT_FILE",
     "SUMMARY_FILE",
     "TRACE_FILE",
@@ -57,6 +59,7 @@ __all__ = [
     "StepInfo",
     "TensorInfo",
     "UnshardedInfo",
+    "WatchedStep",
     "node_file",
     "rank_folder",
     "recording_folder",
@@ -76,6 +79,7 @@ OOM_SNAPSHOT_FILE = "oom.pickle"
 """Written beside the recording of the memory steps when a later step runs out of memory."""
 STORAGE_COUNT_FILE = "memory.npz"
 SUMMARY_FILE = "summary.json"
+STEPS_FILE = "steps.jsonl"
 RECORDING_FILE = "recording.json"
 TRIGGER_FILE = "trigger.json"
 """Asks a running job for a recording; its first rank takes it away."""
@@ -154,6 +158,7 @@ class RecordOptions(_Record):
     summary: Annotated[
         bool, _told("Keep no trace: each rank analyses its own steps and leaves the result.")
     ] = False
+    watch: Annotated[bool, _told("Leave a line a step, for `fsdp2prof watch`, all the time.")] = False
     ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
@@ -362,6 +367,26 @@ class StepInfo(_Record):
     duration_ns: Amount
     kind: Literal["plain", "warmup", "traced", "memory"] = "plain"
     """How it was captured; ``traced``, too, where a profiler of the training's own was in it."""
+
+
+class WatchedStep(_Record):
+    """One line of ``steps.jsonl``."""
+
+    step: Index = 0
+    start_ns: int = 0
+    """``time.time_ns`` at the step's start."""
+    duration_ns: int = 0
+    kind: str = "plain"
+    """As in :class:`StepInfo`."""
+    exposed_ns: int | None = None
+    """Time in FSDP2's waits for communication: of the compute stream, on a CPU of the host; null unknown."""
+    allocated_peak_bytes: int | None = None
+    """Of the CUDA allocator, since the training began or reset it itself; null on a CPU."""
+    reserved_peak_bytes: int | None = None
+    retries: int | None = None
+    """Times the CUDA allocator had to free its cache to go on, so far."""
+    resident_peak_bytes: int | None = None
+    """Most memory the process has had, on a CPU."""
 
 
 class TensorInfo(_Record):

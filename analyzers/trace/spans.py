@@ -258,5 +258,4 @@ def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int
     if not len(rows):
         return low, high
     start, end = int(tables.analysed.start_ns[rows[0]]), int(tables.analysed.end_ns[rows[0]])
-    longest = high - low
-    return max(start, low - longest), min(end, high + longest)
+    return (low, high) if start == np.iinfo(np.int64).min else (start, end)

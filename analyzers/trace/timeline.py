@@ -131,11 +131,14 @@ def _worth_showing(
 def _shifts(
     chosen: Sequence[tuple[RankSteps, RankSpans]], comparison: RankComparison
 ) -> tuple[list[int], bool]:
-    """Return what to add to each rank's times so that the earliest span is at 0, and whether clocks agree."""
+    """Return what to add to each rank's times so that the first step window begins at 0.
+
+    And whether the clocks agree.
+    """
     offsets = comparison.result.clock_offset_ns
     clocks = {rank.summary.clock for rank, _ in chosen}
     aligned = len(clocks) == 1 or clocks <= offsets.keys()
-    first = [int(one.spans.start_ns.min()) for _, one in chosen]
+    first = [one.start_ns for _, one in chosen]
     if not aligned:
         return [-start for start in first], False
     shift = [rank.summary.base_ns - offsets.get(rank.summary.clock, 0) for rank, _ in chosen]

@@ -77,6 +77,17 @@ class MeshSpec:
         """Name of the dimension FSDP shards on: ``dp_shard``, or ``dp_shard_cp`` flattened."""
         return "dp_shard" if self.cp == 1 else "dp_shard_cp"
 
+    def dimensions(self) -> dict[str, int]:
+        """Sizes by name, the slowest first, of a mesh whose ranks are their product.
+
+        Raises ``ModelError`` with expert parallelism, whose ranks are some of dp_shard x cp.
+        """
+        if self.ep > 1:
+            raise ModelError(
+                "mesh: ep regroups ranks of dp_shard x cp and has no place of its own: leave it out"
+            )
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ep"}
+
     @property
     def world_size(self) -> int:
         """All ranks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.completion import complete_hardware
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import ThresholdError, UsageError
 from fsdp2prof.results import SEVERITIES, Finding
@@ -115,6 +115,10 @@ def parity(
     from fsdp2prof.workflows.parity import check_parity
 
     sizes = _sizes(mesh, world_size)
+    if math.prod(sizes.values()) > _MOST_RANKS:
+        raise UsageError(
+            f"--mesh: {math.prod(sizes.values())} ranks on one machine are more than {_MOST_RANKS}"
+        )
     with output.progress(f"training {model} on {math.prod(sizes.values())} ranks"):
         found = check_parity(
             model=model,
@@ -143,6 +147,63 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
     spec = MeshSpec.parse(mesh)
     if world_size is not None and world_size != spec.world_size:
         raise UsageError(f"--mesh has {spec.world_size} ranks, --world-size says {world_size}; give one")
-    if spec.world_size > _MOST_RANKS:
-        raise UsageError(f"--mesh: {spec.world_size} ranks on one machine are more than {_MOST_RANKS}")
-    return {name: size for name, size in asdict(spec).items() if size > 1 or name == "dp_shard"}
+    return {name: size for name, size in spec.dimensions().items() if size > 1 or name == "dp_shard"}
+
+
+@check.command(
+    short_help="Ranks that a launch command gives: can they train together?",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option("--mesh", help="Dimensions over which sums are checked, for example dp_replicate=2,dp_shard=4.")
+@click.option("--world-size", type=click.IntRange(1), metavar="N", help="Ranks there should be.")
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="Accelerator (h100-sxm), or a file that describes one, to judge the bandwidth by; within a node.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="Where recordings will go, on a disk that all ranks see; by default the current one.",
+)
+@click.option("--timeout", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds.")
+@output_options()
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
+def env(
+    *,
+    mesh: str | None,
+    world_size: int | None,
+    hardware: str | None,
+    folder: Path,
+    timeout: float,
+    command: tuple[str, ...],
+    output: Output,
+) -> None:
+    """Run a launch command with a probe in place of the training, and judge what its ranks find.
+
+    LAUNCHER is all that stands before your script: torchrun --nproc-per-node 8, or srun python. Rendezvous,
+    devices, versions, variables, sums over every mesh dimension, bandwidth, clocks, the disk for recordings,
+    and what NCCL connects the hosts with.
+    """
+    from fsdp2prof.estimators.spec.hardware import HardwareSpec
+    from fsdp2prof.workflows.check_env import check_environment
+
+    sizes = (
+        "" if mesh is None else ",".join(f"{name}={size}" for name, size in _sizes(mesh, world_size).items())
+    )
+    expected = None
+    if hardware is not None:
+        spec = HardwareSpec.parse(hardware)
+        expected = round(spec.node_bus_bytes_per_s(world_size or 8))
+    with output.progress("probing the ranks"):
+        found = check_environment(
+            list(command),
+            folder=folder.absolute(),
+            mesh=sizes,
+            world_size=world_size,
+            expected_bytes_per_s=expected,
+            timeout_s=timeout,
+        )
+    output.render(found)
+    _fail_on(found.findings, "high")

@@ -5,29 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.files import replacing
+
 if TYPE_CHECKING:
-    from fsdp2prof.analyzers.fail_on import Analysis, Condition, Kind
+    from fsdp2prof.analyzers.fail_on import Analysis, Condition, Kind, Outcome
 
 __all__ = ["Gate", "fail_on_option"]
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The conditions a command was given."""
+    """The conditions a command was given, and where to tell how they were met."""
 
     conditions: Sequence[Condition]
+    markdown: Path | None = None
+    junit: Path | None = None
 
     def check(self, result: Analysis) -> None:
-        """Raise ``ThresholdError`` if a condition holds, naming each with its value."""
-        from fsdp2prof.analyzers.fail_on import check
+        """Raise ``ThresholdError`` if a condition holds, naming each with its value; write reports before."""
+        from fsdp2prof.analyzers.fail_on import judge
         from fsdp2prof.errors import ThresholdError
 
-        if failures := check(self.conditions, result):
+        outcomes = judge(self.conditions, result)
+        self._write(outcomes, result)
+        if failures := [outcome for outcome in outcomes if outcome.ranks]:
             raise ThresholdError("; ".join(map(str, failures)))
+
+    def _write(self, outcomes: Sequence[Outcome], result: Analysis) -> None:
+        from fsdp2prof.errors import InputError
+        from fsdp2prof.reporters.gate import junit, markdown
+
+        try:
+            if self.markdown is not None:
+                with self.markdown.open("a", encoding="utf-8") as file:
+                    file.write(markdown(outcomes, getattr(result, "verdict", [])))
+            if self.junit is not None:
+                with replacing(self.junit) as temporary:
+                    temporary.write_bytes(junit(outcomes))
+        except OSError as error:
+            raise InputError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
 
 def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -38,12 +60,33 @@ def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Ca
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def with_gate(*args: Any, fail_on: Sequence[str], **rest: Any) -> None:
+        def with_gate(
+            *args: Any,
+            fail_on: Sequence[str],
+            gate_markdown: Path | None,
+            gate_junit: Path | None,
+            **rest: Any,
+        ) -> None:
             from fsdp2prof.analyzers.fail_on import parse
 
-            command(*args, gate=Gate([parse(text, of) for text in fail_on]), **rest)
+            if not fail_on:
+                refuse_given("--gate-markdown", "--gate-junit", because="there is no --fail-on to tell of")
+            conditions = [parse(text, of) for text in fail_on]
+            command(*args, gate=Gate(conditions, markdown=gate_markdown, junit=gate_junit), **rest)
 
         text = f"Exit with code 3 if this holds (on any rank), for example '{example}'. May be repeated."
-        return click.option("--fail-on", multiple=True, metavar="CONDITION", help=text)(with_gate)
+        path = click.Path(dir_okay=False, path_type=Path)
+        decorated: Callable[..., None] = with_gate
+        for option in (
+            click.option("--gate-junit", type=path, help="Write the conditions to this file as JUnit XML."),
+            click.option(
+                "--gate-markdown",
+                type=path,
+                help="Append the conditions with their values to this file, for $GITHUB_STEP_SUMMARY.",
+            ),
+            click.option("--fail-on", multiple=True, metavar="CONDITION", help=text),
+        ):
+            decorated = option(decorated)
+        return decorated
 
     return decorate

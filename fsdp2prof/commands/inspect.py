@@ -46,14 +46,12 @@ def mesh(mesh: str, gpus_per_node: int, ranks: frozenset[int] | None, at: str | 
 
     MESH is for example dp_replicate=2,dp_shard=4,tp=2.
     """
-    from dataclasses import asdict
-
     from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
     from fsdp2prof.estimators.spec.mesh import MeshSpec
 
     spec = MeshSpec.parse(mesh)
     coordinates = {} if at is None else _coordinates(at)
-    output.render(map_mesh(asdict(spec), gpus_per_node=gpus_per_node, ranks=ranks, at=coordinates))
+    output.render(map_mesh(spec.dimensions(), gpus_per_node=gpus_per_node, ranks=ranks, at=coordinates))
 
 
 def _coordinates(text: str) -> Mapping[str, int]:

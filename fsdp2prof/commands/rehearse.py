@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.recording_options import default_run, recording_options, tell
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions, Rehearsal
@@ -51,6 +52,7 @@ def rehearse(
     from fsdp2prof.recorder.launcher import launch
     from fsdp2prof.recorder.one_process import as_one_process
 
+    refuse_given("--ranks", "--verify", because="a rehearsal is one rank, whose values mean nothing")
     if rank >= world_size:
         raise UsageError(f"--rank {rank}: a world of {world_size} has ranks 0 to {world_size - 1}")
     started, per_node = as_one_process(command)

@@ -117,7 +117,7 @@ def read_dump(path: Path, rank: int) -> FlightDump:
         raise FlightRecorderError(f"{path}: cannot be read ({error.strerror})") from error
     except SnapshotError as error:
         raise FlightRecorderError(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise FlightRecorderError(
             f"{path}: not a Flight Recorder dump, or a truncated one: {error}"
         ) from error

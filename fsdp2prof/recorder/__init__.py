@@ -13,6 +13,7 @@ Inside a rank, once it has called ``fully_shard``:
 - ``attach``: wraps ``fully_shard`` and makes the one session of the process;
 - ``session``: the training steps and the end of a rank;
 - ``recordings``, ``plans`` and ``requests``: several recordings of one run, the same steps on all ranks;
+- ``watching``: a line a step;
 - ``summaries``: processes that analyse what was recorded;
 - ``captures`` and ``schedule``: what is captured in which step;
 - ``training_profilers``: the training's own profilers, which ours makes way for;

@@ -15,7 +15,7 @@ __all__ = ["compiled_modules"]
 def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
     """Name the modules under the roots that run compiled, a root itself the empty string.
 
-    Null if nothing was given to ``torch.compile`` since the process began, whether it has been called or not;
+    None if nothing was given to ``torch.compile`` since the process began, whether it has been called or not;
     empty if what was given is no module under a root.
     """
     frames: Any = sys.modules.get("torch._dynamo.eval_frame")

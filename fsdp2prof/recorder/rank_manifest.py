@@ -25,7 +25,15 @@ __all__ = ["ManifestFile"]
 class ManifestFile:
     """A rank's folder, its manifest, and where the facts in it come from."""
 
-    def __init__(self, settings: Settings, identity: Identity, roots: Roots, watch: OptimizerWatch) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        roots: Roots,
+        watch: OptimizerWatch,
+        *,
+        settled: bool = False,
+    ) -> None:
         self.folder = settings.path / rank_folder(identity.rank)
         self.manifest = RankManifest(
             rank=identity.rank,
@@ -41,7 +49,7 @@ class ManifestFile:
             rehearsal=settings.rehearsal,
         )
         self._verify = settings.options.verify
-        self._settled = False
+        self._settled = settled
         self._roots = roots
         self._watch = watch
 

@@ -24,9 +24,10 @@ from fsdp2prof.recorder.plans import announce, bytes_taken, newest, read_plan
 from fsdp2prof.recorder.rank_manifest import ManifestFile
 from fsdp2prof.recorder.requests import request_recording, take_request
 from fsdp2prof.recorder.roots import Roots
-from fsdp2prof.recorder.settings import Settings, leader, size_limit
+from fsdp2prof.recorder.settings import Settings, leader
 from fsdp2prof.recorder.stepping import OptimizerWatch
 from fsdp2prof.recorder.summaries import Summaries
+from fsdp2prof.units import parse_bytes
 
 __all__ = ["Recordings"]
 
@@ -37,6 +38,8 @@ LEAD_S = 2.0
 RECENT_STEPS = 100
 """Steps whose times are kept: what a slow one is compared with."""
 LEAST_FOR_MEDIAN = 10
+FIRST_SETTLED_STEP = 2
+"""From it on every optimizer has stepped, and who updates what is known."""
 
 
 class Recordings:
@@ -59,7 +62,7 @@ class Recordings:
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._number = newest(self._run, before_attempt=self._attempt)
         self._scheduled = _first(self._options)
-        self._limit = None if self._options.max_size is None else size_limit(self._options.max_size)
+        self._limit = None if self._options.max_size is None else parse_bytes(self._options.max_size)
         self._recent: deque[StepInfo] = deque(maxlen=RECENT_STEPS)
         self._asked: str | None = None
         self._signalled = False
@@ -163,7 +166,9 @@ class Recordings:
         options = msgspec.structs.replace(self._options, at_step=plan.step)
         run = str(self._run / recording_folder(plan.number))
         settings = msgspec.structs.replace(self._settings, run=run, options=options)
-        self._own = ManifestFile(settings, self._identity, self._roots, self._watch)
+        self._own = ManifestFile(
+            settings, self._identity, self._roots, self._watch, settled=step >= FIRST_SETTLED_STEP
+        )
         self._own.folder.mkdir(parents=True, exist_ok=True)
         self._own.write()
         self._file.manifest.recordings.append(plan.number)

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE, StepInfo
+from fsdp2prof.manifest import (
+    SNAPSHOT_FILE,
+    STEPS_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    StepInfo,
+)
 from fsdp2prof.recorder.captures import Captures
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory_history import OomDump
@@ -22,8 +29,11 @@ from fsdp2prof.recorder.settings import Settings, records_again
 from fsdp2prof.recorder.stepping import OptimizerWatch, TrainingSteps
 from fsdp2prof.recorder.summaries import Summaries
 from fsdp2prof.recorder.training_profilers import training_profilers
+from fsdp2prof.recorder.watching import StepLines
 
 __all__ = ["RankSession"]
+
+_LEFT_BY_A_RANK = (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, STEPS_FILE)
 
 MAX_STEPS = 10_000
 """Training steps whose wall time is kept."""
@@ -51,6 +61,7 @@ class RankSession:
         self._file = ManifestFile(settings, identity, self._roots, self._watch)
         self.manifest, self.folder = self._file.manifest, self._file.folder
         self._summaries = Summaries() if settings.options.summary else None
+        self._lines = StepLines(self.folder) if settings.options.watch else None
         self._recordings: Recordings | None = None
         if records_again(settings.options):
             self._recordings = Recordings(
@@ -63,12 +74,7 @@ class RankSession:
     def begin(self) -> None:
         """Leave the sign of life and, in a selected rank, start watching."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (
-            TRACE_FILE,
-            SNAPSHOT_FILE,
-            STORAGE_COUNT_FILE,
-            SUMMARY_FILE,
-        ):  # of an attempt that was restarted
+        for name in _LEFT_BY_A_RANK:  # of an attempt that was restarted
             (self.folder / name).unlink(missing_ok=True)
         self.write_manifest()
         self._active = self.manifest.selected
@@ -104,6 +110,7 @@ class RankSession:
         self._forward_began = False
         if self._step == 1:
             self._guard(self._file.describe_first)
+            self._guard(self._begin_lines)
         elif self._step == 2:
             self._guard(self._file.describe_settled)
         if captured:
@@ -229,11 +236,13 @@ class RankSession:
             self._step_start_ns = now
         start = self._step_start_ns
         ended = StepInfo(step=self._step, start_ns=start, duration_ns=now - start, kind=self._captures.kind)
+        if self._lines is not None:
+            self._guard(self._lines.end_step, ended)
         if self._recordings is not None:
             self._recordings.keep(ended)
         if len(self.manifest.steps) < MAX_STEPS:
             self.manifest.steps.append(ended)
-        elif self._recordings is None and self._captures.is_over:
+        elif self._recordings is None and self._lines is None and self._captures.is_over:
             self._stop_watching()
 
     def _out_of_memory(self, file: str) -> None:
@@ -262,7 +271,14 @@ class RankSession:
             self._postponed = None
             postponed()
 
+    def _begin_lines(self) -> None:
+        if self._lines is not None:
+            blocking = not any(group.unshard_async_op for group in self.manifest.param_groups)
+            self._lines.begin(self._file.device_type, blocking=blocking)
+
     def _stop_watching(self) -> None:
+        if self._lines is not None:
+            self._lines.end()
         self._roots.remove()
         self._watch.remove()
         training_profilers.remove()

@@ -10,6 +10,7 @@ import msgspec
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions, Rehearsal
+from fsdp2prof.units import parse_bytes
 
 __all__ = [
     "ALIVE_VARIABLE",
@@ -18,7 +19,6 @@ __all__ = [
     "is_selected",
     "leader",
     "records_again",
-    "size_limit",
     "validate",
 ]
 
@@ -27,7 +27,6 @@ ALIVE_VARIABLE = "FSDP2PROF_ALIVE"
 """Folder in which every Python process of the run leaves an empty file named after its pid."""
 
 _SIGNALS = ("USR1", "USR2")
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?$", re.IGNORECASE)
 _RANKS = re.compile(r"^(all|sample:[1-9]\d*|\d+(,\d+)*)$")
 
 
@@ -65,8 +64,8 @@ def validate(options: RecordOptions) -> None:
             raise UsageError(f"--{name.replace('_', '-')} must not be negative")
     if options.at_step is not None and options.at_step < 0:
         raise UsageError("--at-step must not be negative")
-    if options.active == 0 and not options.memory:
-        raise UsageError("--active 0 with --no-memory records nothing; ask for one of the two")
+    if options.active == 0 and not options.memory and not options.watch:
+        raise UsageError("--active 0 with --no-memory records nothing; ask for one of the two, or --watch")
     if not _RANKS.match(options.ranks):
         raise UsageError(f"--ranks {options.ranks}: write all, a list as 0,3 or sample:K with K > 0")
     _validate_repetition(options)
@@ -80,7 +79,10 @@ def _validate_repetition(options: RecordOptions) -> None:
     if options.signal is not None and options.signal not in _SIGNALS:
         raise UsageError(f"--signal {options.signal}: {' or '.join(_SIGNALS)}")
     if options.max_size is not None:
-        size_limit(options.max_size)
+        try:
+            parse_bytes(options.max_size)
+        except UsageError as error:
+            raise UsageError(f"--max-size: {error}") from error
         if not records_again(options):
             raise UsageError(
                 "--max-size would have no effect on one recording; it goes with --every, --on-slow, "
@@ -94,15 +96,6 @@ def _validate_repetition(options: RecordOptions) -> None:
 def records_again(options: RecordOptions) -> bool:
     """Whether a run may have several recordings."""
     return bool(options.every or options.on_slow or options.on_demand or options.signal)
-
-
-def size_limit(text: str) -> int:
-    """Return the bytes of ``500MB``, ``2GiB`` or ``1.5G``. Raises ``UsageError``."""
-    match = _SIZE.match(text)
-    if match is None:
-        raise UsageError(f"--max-size {text}: write for example 500MB, 2GiB or 20G")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
 def leader(ranks: str, world_size: int) -> int:

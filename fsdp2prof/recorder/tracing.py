@@ -81,6 +81,10 @@ class TraceCapture:
         if was_running:
             with scratch(self._path.with_suffix("")) as text, training_profilers.set_aside():
                 self._profiler.export_chrome_trace(str(text))
+                partial = text.with_name(f"{text.name}.tmp")  # where Kineto writes first
+                if partial.exists():
+                    partial.unlink()
+                    raise OSError("the trace cannot be written whole; is the disk full?")
                 _compress(text, self._path)
 
     def discard(self) -> None:

@@ -76,7 +76,7 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def scaled(value: float | None, scale: int, digits: int) -> str:
-    """Format a number in units of ``scale``: ``-`` for null, ``0`` for an exact zero, ``<0.01`` for less."""
+    """Format a number in units of ``scale``: ``-`` for None, ``0`` for an exact zero, ``<0.01`` for less."""
     if value is None:
         return _UNKNOWN
     text = f"{value / scale:,.{digits}f}"

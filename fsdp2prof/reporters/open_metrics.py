@@ -7,11 +7,11 @@ asks for; what is not known is not written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis
+from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis, WatchedRank, WatchedRun
 from fsdp2prof.vocabulary import layer_name, printable
 
 __all__ = ["Metric", "metrics_of", "open_metrics", "scalars_of"]
@@ -54,6 +54,8 @@ def scalars_of(result: Any) -> dict[str, float]:
 
 def metrics_of(result: Any) -> list[Metric]:
     """Return what a run, a trace or a memory analysis comes to; a metric without samples is left out."""
+    if isinstance(result, WatchedRun):
+        return [metric for metric in _watched(result) if metric.samples]
     if isinstance(result, RunAnalysis):
         trace, memory, findings = result.trace, result.memory, result.findings
     else:
@@ -66,6 +68,44 @@ def metrics_of(result: Any) -> list[Metric]:
         _gauge("findings", "", "Findings by severity", [({"severity": k}, n) for k, n in severities.items()])
     )
     return [metric for metric in found if metric.samples]
+
+
+def _watched(run: WatchedRun) -> Iterator[Metric]:
+    def of_ranks(value: Callable[[WatchedRank], float | None]) -> list[tuple[Mapping[str, str], float]]:
+        known = ((rank.rank, value(rank)) for rank in run.ranks)
+        return [({"rank": str(rank)}, number) for rank, number in known if number is not None]
+
+    def seconds(ns: float | None) -> float | None:
+        return None if ns is None else ns / _NS
+
+    window = f"median of the last {run.window} steps"
+    yield _gauge("watched_step", "", "The last step", of_ranks(lambda rank: rank.last_step))
+    yield _gauge(
+        "watched_step_seconds",
+        "seconds",
+        f"A training step, {window}",
+        of_ranks(lambda rank: seconds(rank.step_ns)),
+    )
+    yield _gauge(
+        "watched_exposed_seconds",
+        "seconds",
+        f"Waiting for communication in a step, {window}",
+        of_ranks(lambda rank: seconds(rank.exposed_ns)),
+    )
+    yield _gauge(
+        "watched_peak_bytes",
+        "bytes",
+        "Most memory so far: reserved on a GPU, resident on a CPU",
+        of_ranks(lambda rank: rank.peak_bytes),
+    )
+    yield _gauge(
+        "watched_allocator_retries",
+        "",
+        "Times the allocator freed its cache to go on",
+        of_ranks(lambda rank: rank.retries),
+    )
+    if run.tokens_per_s is not None:
+        yield _gauge("watched_tokens_rate", "", "Tokens a second, all ranks", [({}, run.tokens_per_s)])
 
 
 def _trace(trace: TraceAnalysis) -> Iterator[Metric]:

@@ -72,6 +72,13 @@ from fsdp2prof.results.cross_rank import (
     RankWait,
     Straggler,
 )
+from fsdp2prof.results.environment_check import (
+    ENVIRONMENT_CHECK_SCHEMA,
+    EnvironmentCheck,
+    ProbedGather,
+    ProbedRank,
+    ProbedTransport,
+)
 from fsdp2prof.results.estimate import (
     CHECKPOINT_ESTIMATE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
@@ -178,6 +185,7 @@ from fsdp2prof.results.step import (
 from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
+from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
@@ -190,6 +198,7 @@ __all__ = [
     "COMM_ESTIMATE_SCHEMA",
     "COMPARISON_SCHEMA",
     "CRITICAL_PATH_SCHEMA",
+    "ENVIRONMENT_CHECK_SCHEMA",
     "HANG_SCHEMA",
     "HARDWARE_CATALOG_SCHEMA",
     "IDLE_CAUSES_SCHEMA",
@@ -208,6 +217,7 @@ __all__ = [
     "STEP_ESTIMATE_SCHEMA",
     "TRACE_DIFF_SCHEMA",
     "TRACE_SCHEMA",
+    "WATCH_SCHEMA",
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
@@ -243,6 +253,7 @@ __all__ = [
     "CriticalPath",
     "CrossRank",
     "CrossRankGroup",
+    "EnvironmentCheck",
     "EstimatedMesh",
     "EstimatedModel",
     "EstimatedPolicy",
@@ -313,6 +324,9 @@ __all__ = [
     "PredictedPeak",
     "PredictedStep",
     "PrefetchRow",
+    "ProbedGather",
+    "ProbedRank",
+    "ProbedTransport",
     "RankMeans",
     "RankMemory",
     "RankPeakChange",
@@ -358,6 +372,9 @@ __all__ = [
     "Unknown",
     "UnrecordedStep",
     "UnshardedRow",
+    "WatchedRank",
+    "WatchedRun",
+    "WatchedTime",
     "WhatIf",
     "WhatIfChange",
     "WhatIfLayer",

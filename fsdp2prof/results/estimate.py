@@ -109,9 +109,9 @@ class EstimatedPolicy:
     attention_is_saved: bool | None = None
     norm: str | None = None
     allocator: str | None = None
+    record_streams: bool | None = None
     expert_shards: str | None = None
     imbalance: float | None = None
-    record_streams: bool | None = None
     pp_stage: int | None = None
     extra_model: str | None = None
 

@@ -21,7 +21,7 @@ class TimelineLane:
     """``host`` (what the issuing threads were doing), ``compute``, ``fsdp_copy``, ``all_gather``,
     ``reduce_scatter``, ``all_reduce``, ``other_comm`` or ``memcpy``."""
     start_ns: list[int]
-    """On the timeline's clock."""
+    """On the timeline's clock; negative where a host runs ahead of the step."""
     duration_ns: list[int]
     busy_ns: list[int]
     """Part of the duration in which something ran: less where small gaps are folded in."""
@@ -75,7 +75,7 @@ class StepTimeline:
 
     step: int
     duration_ns: int
-    """From the earliest span of any rank, which is 0 on the timeline's clock, to the latest."""
+    """From the beginning of the earliest step window, 0 on the timeline's clock, to the latest span."""
     aligned: bool
     """Whether all ranks are on one clock; else each begins where its own step does."""
     resolution_ns: int

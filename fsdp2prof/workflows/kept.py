@@ -26,6 +26,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.workflows.choices import require
+from fsdp2prof.workflows.kept_checks import check_numbers, check_timeline
 
 __all__ = ["Kept", "cut", "read_kept"]
 
@@ -59,8 +60,13 @@ def read_kept(path: Path) -> Kept | None:
     if kind is None:
         raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+        check_numbers(content)
+        result: Kept = msgspec.json.decode(content, type=kind)
+        trace = result if isinstance(result, TraceAnalysis) else getattr(result, "trace", None)
+        check_timeline(getattr(trace, "timeline", None))
+        return result
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
 
 

@@ -43,7 +43,7 @@ _SUFFIX = ".fsdp2prof-cache"
 _WORTH_BYTES = {True: 1 << 20, False: 12 << 20}
 """File size (compressed or not) from which reading takes long enough to be worth a cache."""
 _HASHED_BYTES = 1 << 18
-_UNUSABLE = (OSError, ValueError, TypeError, KeyError, msgspec.MsgspecError)
+_UNUSABLE = (OSError, ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
 
 _Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 _T = TypeVar("_T", bound=Table)

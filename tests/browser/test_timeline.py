@@ -63,7 +63,7 @@ def test_lanes_are_drawn_from_the_data(
     rows = page.evaluate(f"{T}.rows.map(row => row.label)")
     ranks = timeline.ranks if width > 640 else timeline.ranks[:1]
     assert len(rows) == sum(len(rank.lanes) for rank in ranks)
-    page.evaluate(f"{T}.look(0, {T}.total)")  # the hosts, too, which run ahead
+    page.evaluate(f"{T}.look({T}.first, {T}.total)")  # the hosts, too, which run ahead
     drawn = page.evaluate(f"{T}.place.data[0].z.map(row => row.some(code => code !== null))")
     assert drawn == [True] * len(rows)
     assert page.evaluate("document.querySelectorAll('.timeline .heatmaplayer image').length") == 1
@@ -77,7 +77,7 @@ def test_a_pixel_shows_what_runs_there(page: Page, file: Path) -> None:
     codes = page.evaluate(f"{T}.pixels({row}, ...{T}.view, 50)")
     assert len(set(codes)) <= 2, "the collective, and the part of it that waits for a peer"
     assert None not in codes
-    empty = page.evaluate(f"{T}.pixels({row}, 0, 1000, 50)")
+    empty = page.evaluate(f"{T}.pixels({row}, {T}.first, {T}.first + 1000, 50)")
     assert set(empty) == {None}
 
 

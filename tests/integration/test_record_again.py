@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.present import manifest_of
+from support.present import manifest_of, present
 
 from fsdp2prof import analyze_run
 from fsdp2prof.readers.run_directory import open_recording, open_run
+from fsdp2prof.workflows.watch import watch_run
 
 from .conftest import script_path, torchrun, training_environment
 
@@ -36,7 +37,7 @@ def states(run: Path, folder: str) -> list[str]:
 
 def test_a_running_job_records_when_it_is_asked(tmp_path):
     run, stop = tmp_path / "run", tmp_path / "stop"
-    options = ["--on-demand", "--signal", "USR2", "--active", "2", "--warmup", "0"]
+    options = ["--on-demand", "--signal", "USR2", "--active", "2", "--warmup", "0", "--watch"]
     command = [sys.executable, "-m", "fsdp2prof", "record", "-q", "-o", str(run), *options, "--"]
     training = subprocess.Popen(
         [*command, *torchrun(script_path("until_told"), 2, str(stop))],
@@ -68,6 +69,10 @@ def test_a_running_job_records_when_it_is_asked(tmp_path):
         assert manifests[0].memory_steps == manifests[1].memory_steps == [manifests[0].traced_steps[-1] + 1]
     assert manifest_of(recordings[1].ranks[0]).traced_steps == [announced, announced + 1]
     assert "signal USR2" in recordings[0].messages[0]
+    watched = watch_run(run, window=1000)
+    assert [rank.last_step for rank in watched.ranks] == [watched.last_step] * 2
+    assert {one.step for one in watched.steps} == set(range(watched.last_step + 1))
+    assert all(0 < present(rank.exposed_ns) < rank.step_ns for rank in watched.ranks)
     analysis = analyze_run(run)
     assert analysis.trace is not None
     assert analysis.memory is not None

@@ -18,8 +18,8 @@ from .conftest import script_path, torchrun, training_environment
 def compare(tmp_path):
     """Runs a command alone and recorded, asserts that both print the same and end well; returns the run."""
 
-    def alone_and_recorded(command):
-        record = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(tmp_path / "run"), "--"]
+    def alone_and_recorded(command, *options):
+        record = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(tmp_path / "run"), *options, "--"]
         alone, recorded = (
             subprocess.run(
                 [*prefix, *command],
@@ -38,7 +38,7 @@ def compare(tmp_path):
 
 
 def test_parameters_are_the_same_bit_for_bit(compare):
-    run = compare(torchrun(script_path("checksums"), 2))
+    run = compare(torchrun(script_path("checksums"), 2), "--watch")
     assert run.info.state == "complete"
     assert [rank.manifest.memory_steps for rank in run.ranks] == [[5], [5]]
 

@@ -179,7 +179,7 @@ def _use_run(folder: Path) -> list[Any]:
     """The documents lie in one file, spoiled together; each goes where it belongs."""
     try:
         documents = json.loads((folder / "all.json").read_bytes())
-    except (ValueError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         documents = {}
     for name in ("run.json", *(f"{rank_folder(rank)}/manifest.json" for rank in range(2))):
         content = documents.get(name) if isinstance(documents, dict) else (folder / "all.json").read_bytes()

@@ -1,4 +1,8 @@
-"""Hand-made analyses for the tests of the outputs: two ranks, two steps, a root and four blocks."""
+"""Hand-made analyses for the tests of the outputs: two ranks, two steps, a root and four blocks.
+
+What is said of memory and of a run is written out here. A trace's rows and a comparison's sides are made by
+hand and summed by the analyzers; test_trace_summary.py, test_by_layer.py and test_compare.py derive the sums.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,19 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
-from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
-from fsdp2prof.analyzers.memory.wording import comparison_verdict, memory_advice, memory_verdict
 from fsdp2prof.analyzers.run_analysis import combine
-from fsdp2prof.analyzers.run_summary import shard_families
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results import (
     Attribution,
     BreakdownNs,
+    CategoryBytes,
     Communication,
     CrossRank,
     Finding,
     Fragmentation,
     GroupRow,
     LayerBytes,
+    LayerMemory,
     LayerMemoryDelta,
     LayerPeak,
     LiveBlock,
@@ -38,6 +41,7 @@ from fsdp2prof.results import (
     RunComparison,
     RunRank,
     RunSummary,
+    ShardFamily,
     ShardGroup,
     StepBreakdown,
     StepTime,
@@ -187,7 +191,20 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         "activation": 20 * MIB,
         "unsharded_parameter": 10 * MIB,
     }
-    layers = layer_rows(by_layer)
+    shares = [
+        CategoryBytes(category=name, bytes=size, frac=size / (100 * MIB)) for name, size in categories.items()
+    ]
+    of_layer = {
+        "sharded_parameter": 25 * MIB,
+        "optimizer_state": 30 * MIB,
+        "activation": 18 * MIB,
+        "unsharded_parameter": 10 * MIB,
+    }
+    layers = [
+        LayerMemory(name=layer, fqns=[layer], bytes=83 * MIB, categories=of_layer),
+        LayerMemory(name="(root)", fqns=[""], bytes=15 * MIB, categories={"sharded_parameter": 15 * MIB}),
+        LayerMemory(name="(no layer)", fqns=[None], bytes=2 * MIB, categories={"activation": 2 * MIB}),
+    ]
     ranks = [
         RankMemory(
             rank=rank,
@@ -202,9 +219,9 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
                 time_ns=2 * MS,
                 categories=categories,
                 by_layer=by_layer,
-                by_category=category_shares(categories.items()),
+                by_category=shares,
                 layers=layers,
-                layers_folded=fold_layers(layers),
+                layers_folded=layers,
                 largest_blocks=[
                     LiveBlock(
                         bytes=18 * MIB,
@@ -247,8 +264,12 @@ def memory_analysis(hostile: str | None = None) -> MemoryAnalysis:
         findings=[],
         warnings=[],
         key_figures=figures,
-        verdict=memory_verdict(ranks, figures),
-        advice=memory_advice(ranks),
+        verdict=[
+            "The fullest of 2 ranks, rank 0, peaks at 100.0 MiB.",
+            f"The peak is in backward of `{layer}`, step 5; it holds sharded parameters 40.0 MiB (40.0%), "
+            "optimizer state 30.0 MiB (30.0%), activations 20.0 MiB (20.0%).",
+        ],
+        advice=[f"Unsharded at the peak: `{layer}`."],
     )
 
 
@@ -303,7 +324,7 @@ def memory_comparison() -> MemoryComparison:
     after = memory_analysis().ranks[0].peak
     changes = [("activation", 8, 20), ("temporary", 2, 0), ("sharded_parameter", 80, 80)]
     places = [("aten::mm", 5, 14), ("aten::mm", 3, 6), ("aten::empty", 82, 80)]
-    comparison = MemoryComparison(
+    return MemoryComparison(
         before=replace(after, allocated_bytes=90 * MIB),
         after=after,
         delta_bytes=10 * MIB,
@@ -320,8 +341,12 @@ def memory_comparison() -> MemoryComparison:
                 delta_bytes=10 * MIB,
             )
         ],
+        verdict=[
+            "The peak is 10.0 MiB higher (+11.1%): 90.0 MiB before, 100.0 MiB after.",
+            "What changed most: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
+            "Where: the root module (+10.0 MiB).",
+        ],
     )
-    return replace(comparison, verdict=comparison_verdict(comparison))
 
 
 def run_comparison() -> RunComparison:
@@ -393,6 +418,24 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         )
         for fqn in ("", hostile or "layers.0", "layers.1")
     ]
+    families = [
+        ShardFamily(
+            layer=fqn,
+            groups=1,
+            parameters=9,
+            numel=1_000_000,
+            sharded_bytes=2_000_064,
+            padding_bytes=64,
+            dtype="float32",
+            param_dtype="bfloat16",
+            reduce_dtype="float32",
+            mesh="dp_shard=2",
+            reshard_after_forward=fqn != "",
+            offload=False,
+            requires_grad=True,
+        )
+        for fqn in ("", hostile or "layers.0", "layers.1")
+    ]
     return RunSummary(
         path="runs/sample",
         command=["torchrun", "--nproc-per-node", "2", "train.py", hostile or "--lr=1e-3"],
@@ -410,7 +453,7 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         shard_groups=groups,
         optimizers=["AdamW, 5.72 MiB of state"],
         unrecorded_step=replace(UNRECORDED, steps=2),
-        shard_families=shard_families(groups),
+        shard_families=families,
     )
 
 

@@ -12,6 +12,7 @@ from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
+from fsdp2prof.analyzers.sharding.environment import judge_environment
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.sharding.parity import judge_parity
@@ -36,6 +37,7 @@ from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.parity_measurements import doubled_gradient
 from support.plans import small_plan
+from support.probes import two_probes
 from support.results import (
     memory_analysis,
     memory_comparison,
@@ -45,6 +47,7 @@ from support.results import (
 )
 from support.run_checks import run_check
 from support.traces import two_kernel_trace
+from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
@@ -93,6 +96,14 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         results.ParityCheck,
         "fsdp2prof.check.parity/1",
         lambda: judge_parity(doubled_gradient()),
+    ),
+    "watch": (results.WatchedRun, "fsdp2prof.watch/1", watched_run),
+    "environment_check": (
+        results.EnvironmentCheck,
+        "fsdp2prof.check.env/1",
+        lambda: judge_environment(
+            two_probes(), command=["torchrun"], world_size=2, transports={(0, 1, "NET/IB/0"): 4}
+        ),
     ),
     "mesh": (
         results.MeshMap,

@@ -126,7 +126,7 @@ LLAMA = ["--model", "llama3-8b", "--seq-len", "64"]
 BAD = {
     "unknown model": (["--model", "llama9"], "unknown model 'llama9': did you mean"),
     "no model": (["--mesh", "dp_shard=8"], "no model: name a built-in"),
-    "unknown mesh dimension": ([*LLAMA, "--mesh", "ep=8"], "mesh: no dimension 'ep'"),
+    "unknown mesh dimension": ([*LLAMA, "--mesh", "vp=8"], "mesh: no dimension 'vp'"),
     "mesh that is no mesh": ([*LLAMA, "--mesh", "8"], "is not NAME=SIZE"),
     "reshard size that does not divide": (
         [*LLAMA, "--mesh", "dp_shard=8", "--reshard", "3"],

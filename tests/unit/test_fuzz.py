@@ -22,8 +22,11 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 
 FEW, MANY = 300, 10_000
-_MARKUP = re.compile(r"<script>alert\(1\)|<img src=x onerror|\x1b|\x07")
-"""What was put into names to be executed; renderers write it as text."""
+_LIVE = {
+    "text": re.compile(r"\x1b|\x07"),
+    "html": re.compile(r"<script>alert\(1\)|<img src=x onerror|\x1b|\x07"),
+}
+"""What was put into names to be executed, where it would be; renderers write it as text."""
 
 Found = Counter[str]
 
@@ -59,9 +62,9 @@ def use(name: str, folder: Path, document: Any, seed: int) -> str:
         assert sorted(folder.parent.rglob("*")) == around, "a file was written, or removed"
     for result in made if isinstance(made, list) else [made]:
         if result is not None and seed % 8 == 0:
-            for name in ("text", "html"):
-                page = RENDERERS[name].render(build(result), RenderOptions(source="it", verbose=True))
-                assert not _MARKUP.search(str(page)), f"{name} holds markup or escapes of the input"
+            for form, live in _LIVE.items():
+                page = RENDERERS[form].render(build(result), RenderOptions(source="it", verbose=True))
+                assert not live.search(str(page)), f"{form} holds markup or escapes of the input"
     return "used"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec import structs
 
 from fsdp2prof.estimators.memory import estimate_memory
@@ -11,8 +12,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
-MODEL, MESH = ModelSpec(source="gpt2", layers=2), MeshSpec(dp_shard=2)
-POLICY = PolicySpec(batch_size=8, seq_len=256)
+MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
+POLICY = PolicySpec(batch_size=8, seq_len=256, allocator="expandable")
 H100 = HardwareSpec.parse("h100")
 
 
@@ -42,6 +43,7 @@ def test_a_run_that_does_not_fit_ends_with_changes_that_do() -> None:
     assert made.advice[0].startswith(f"fits, tried: {' with '.join(first.changes)}")
 
 
+@pytest.mark.slow
 def test_where_nothing_is_enough_the_smallest_is_named() -> None:
     hardware = device(1 << 30)
     estimate = estimate_memory(MODEL, MESH, POLICY, hardware=hardware)

@@ -74,3 +74,4 @@ def test_the_command_refuses_what_is_no_mesh_and_no_coordinate(capfd: pytest.Cap
     call(capfd, "inspect", "mesh", "dp_shard").refused("NAME=SIZE")
     call(capfd, "inspect", "mesh", "dp_shard=4", "--at", "dp_shard").refused("DIM=I", code=2)
     call(capfd, "inspect", "mesh", "dp_shard=99999999").refused("more than")
+    call(capfd, "inspect", "mesh", "dp_shard=8,ep=4").refused("ep regroups ranks")

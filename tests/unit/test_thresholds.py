@@ -31,8 +31,10 @@ def test_conditions_are_parsed(text: str, metric: str, symbol: str, limit: float
     ["", "exposed_frac", "exposed_frac>", "exposed_frac=0.2", "0.2<exposed_frac", "exposed_frac>0.2 or 1"],
 )
 def test_other_text_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(UsageError, match=r"exposed_frac>0\.2"):
+    with pytest.raises(UsageError, match=r"exposed_frac>0\.2.*peak_allocated_gib"):
         parse(text)
+    with pytest.raises(UsageError, match=r"'step_time_frac>0\.2'; here are .*exposed_time_frac"):
+        parse(text, "comparison")
 
 
 def test_code_is_not_evaluated() -> None:

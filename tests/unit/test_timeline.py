@@ -86,8 +86,9 @@ def test_all_ranks_are_on_one_clock(analysis: TraceAnalysis) -> None:
     ]
     assert np.array_equal(ends[0], ends[1])
     assert np.array_equal(ends[0], ends[2])
-    earliest = min(lane.start_ns[0] for rank in timeline.ranks for lane in rank.lanes)
-    assert earliest == 0
+    assert min(rank.start_ns for rank in timeline.ranks) == 0
+    host = lane_of(timeline, 0, "host")
+    assert host.start_ns[0] < 0, "the host issues the step before the device begins it"
 
 
 def test_work_of_a_lane_sums_to_the_step_s_own_account(analysis: TraceAnalysis) -> None:
@@ -181,7 +182,9 @@ def test_the_overview_has_a_row_a_lane(analysis: TraceAnalysis) -> None:
     timeline = timeline_of(analysis)
     (heatmap,) = timeline_figure([("", timeline)])["data"]
     assert len(heatmap["z"]) == sum(len(rank.lanes) for rank in timeline.ranks)
-    assert all(any(code is not None for code in row) for row in heatmap["z"])
+    drawn = [any(code is not None for code in row) for row in heatmap["z"]]
+    hosts = [lane.lane == "host" for rank in timeline.ranks for lane in rank.lanes]
+    assert all(map(max, zip(drawn, hosts, strict=True))), "all but hosts that are done before the step begins"
 
 
 def test_a_predicted_step_has_one_too() -> None:
@@ -221,4 +224,4 @@ def test_ranks_without_a_common_clock_begin_where_their_own_steps_do() -> None:
     second = replace(first, rank=1, base_time_ns=10**9)
     timeline = timeline_of(analyze([(replace(first, rank=0), None), (second, None)]))
     assert not timeline.aligned
-    assert [min(lane.start_ns[0] for lane in rank.lanes) for rank in timeline.ranks] == [0, 0]
+    assert [rank.start_ns for rank in timeline.ranks] == [0, 0]

@@ -4,6 +4,7 @@
 const MS = 1e6;
 const NARROW = 640, ROW_HEIGHT = 18, MARGIN = 96;
 const LEAST_TEXT = 46, TEXT_WIDTH = 6.3, TEXTS = 250, ARROWS = 30, HATCHED = 300;
+const ON_PALE = "#1f2933";
 const MOST_ROWS = 48;  // from which on a column is wider than a pixel
 const BELOW_COMPUTE = ["memcpy", "other_comm", "all_reduce", "reduce_scatter", "all_gather", "fsdp_copy", "compute"];
 
@@ -53,8 +54,8 @@ class Timeline {
     }));
     this.ranks = this.sides.flatMap(side => side.ranks);
     this.total = Math.max(...detail.sides.map(side => side.duration));
-    const first = Math.min(...this.ranks.map(rank => rank.start));  // hosts may run far ahead of it
-    this.view = [Math.max(0, first - 0.02 * (this.total - first)), this.total];
+    this.first = Math.min(0, ...this.ranks.flatMap(rank => rank.lanes.map(lane => lane.spans[0].start)));
+    this.view = [Math.max(this.first, -0.02 * this.total), this.total];  // hosts may run far ahead
     this.stalls = this.ranks.flatMap(rank => rank.stalls.map(stall => ({ ...stall, rank })));
     this.stalls.sort((a, b) => b.length - a.length);
     this.worst = -1;
@@ -137,7 +138,7 @@ class Timeline {
   draw() {
     const [low, high] = this.view;
     const margin = (high - low) / 2;  // is there already when the view is dragged
-    const from = Math.max(0, low - margin), to = Math.min(this.total, high + margin);
+    const from = Math.max(this.first, low - margin), to = Math.min(this.total, high + margin);
     const pixels = Math.max(200, this.place.clientWidth - 160) * Math.min(1, MOST_ROWS / this.rows.length);
     const count = Math.max(1, Math.round(pixels * (to - from) / (high - low)));
     const { data: [base], layout: given } = inTheDark.matches ? recoloured(this.figure) : structuredClone(this.figure);
@@ -163,7 +164,7 @@ class Timeline {
       hovermode: "closest",
       showlegend: false,
       barmode: "overlay",
-      xaxis: { ...given.xaxis, range: [low / MS, high / MS], minallowed: 0, maxallowed: this.total / MS },
+      xaxis: { ...given.xaxis, range: [low / MS, high / MS], minallowed: this.first / MS, maxallowed: this.total / MS },
       yaxis: {
         ...given.yaxis,
         range: [rows - 0.5, -0.5],
@@ -232,7 +233,9 @@ class Timeline {
           ? this.layer(row.rank.side, span.layer) : row.rank.side.names[span.name] ?? "";
         return escaped(shortened(name, Math.floor((end - start) / pixel / TEXT_WIDTH)));
       }),
-      textfont: { size: 11, color: shown.map(({ row }) => (row.key === "host" ? ink : "#ffffff")) },
+      textfont: { size: 11, color: shown.map(({ row, span }) => (
+        row.key === "host" ? ink : span.wait > (span.end - span.start) / 2 ? ON_PALE : "#ffffff"
+      )) },
     };
   }
 
@@ -315,8 +318,8 @@ class Timeline {
   // Moving about.
 
   look(low, high) {
-    const length = Math.max(1000, Math.min(this.total, high - low));
-    const start = Math.max(0, Math.min(this.total - length, low));
+    const length = Math.max(1000, Math.min(this.total - this.first, high - low));
+    const start = Math.max(this.first, Math.min(this.total - length, low));
     this.view = [start, start + length];
     this.draw();
   }
@@ -365,7 +368,7 @@ class Timeline {
     button("−", "Zoom out", () => this.zoom(2));
     button("←", "Earlier", () => this.pan(-0.4));
     button("→", "Later", () => this.pan(0.4));
-    button("All", "The whole step", () => this.look(0, this.total));
+    button("All", "The whole step", () => this.look(this.first, this.total));
     this.select = document.createElement("select");
     this.select.setAttribute("aria-label", "Ranks shown");
     const options = [["most", this.ranks.length > 4 ? "ranks that wait longest" : "lanes of each rank"]];
@@ -413,7 +416,7 @@ class Timeline {
     this.place.on("plotly_relayout", change => {
       const low = change["xaxis.range[0]"], high = change["xaxis.range[1]"];
       if (low !== undefined && high !== undefined) this.look(low * MS, high * MS);
-      else if (change["xaxis.autorange"]) this.look(0, this.total);
+      else if (change["xaxis.autorange"]) this.look(this.first, this.total);
     });
     this.place.addEventListener("wheel", event => {
       if (!event.ctrlKey && !event.metaKey) return;

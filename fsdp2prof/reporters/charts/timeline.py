@@ -90,7 +90,7 @@ def _pixels(lane: TimelineLane, timeline: StepTimeline, duration_ns: int) -> lis
     for start, length, phase in zip(lane.start_ns, lane.duration_ns, lane.phase, strict=True):
         key = ("host", timeline.phases[phase]) if lane.lane == "host" else (lane.lane, "")
         code = _CODE.get(key, _CODE["host", "other"])
-        first, last = int(start / width), min(_COLUMNS - 1, int((start + length) / width))
+        first, last = max(0, int(start / width)), min(_COLUMNS - 1, int((start + length) / width))
         for column in range(first, last + 1):
             part = min(start + length, (column + 1) * width) - max(start, column * width)
             if part > covered[column]:

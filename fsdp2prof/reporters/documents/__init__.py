@@ -16,6 +16,7 @@ from fsdp2prof.reporters.documents.check import check_document
 from fsdp2prof.reporters.documents.checkpoint_estimate import checkpoint_estimate_document
 from fsdp2prof.reporters.documents.comm_estimate import comm_estimate_document
 from fsdp2prof.reporters.documents.comparison import comparison_document
+from fsdp2prof.reporters.documents.environment_check import environment_check_document
 from fsdp2prof.reporters.documents.hang import hang_document
 from fsdp2prof.reporters.documents.hta import (
     critical_path_document,
@@ -35,6 +36,7 @@ from fsdp2prof.reporters.documents.run import run_document
 from fsdp2prof.reporters.documents.sharding import sharding_document
 from fsdp2prof.reporters.documents.step_estimate import step_estimate_document
 from fsdp2prof.reporters.documents.trace import trace_document
+from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
     BenchResult,
@@ -43,6 +45,7 @@ from fsdp2prof.results import (
     CheckpointMap,
     CommEstimate,
     CriticalPath,
+    EnvironmentCheck,
     HangAnalysis,
     HardwareCatalog,
     IdleCauses,
@@ -62,6 +65,7 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
     TraceDiff,
+    WatchedRun,
     WhatIf,
 )
 
@@ -86,6 +90,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
     ParityCheck: parity_document,
+    EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
     PackingEstimate: packing_estimate_document,
     RunAnalysis: run_document,
@@ -94,6 +99,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     TraceAnalysis: trace_document,
     TraceDiff: diff_document,
     WhatIf: what_if_document,
+    WatchedRun: watch_document,
 }
 """Type of a result -> its builder."""
 

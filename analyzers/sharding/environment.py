@@ -1,0 +1,262 @@
+"""Can these ranks train together? What each of them found, put beside the others."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from fsdp2prof.analyzers.sharding.run_evidence import finding, listed
+from fsdp2prof.results import (
+    SEVERITIES,
+    CheckRow,
+    EnvironmentCheck,
+    Finding,
+    ProbedGather,
+    ProbedRank,
+    ProbedTransport,
+)
+from fsdp2prof.tables.environment import RankProbe
+from fsdp2prof.units import format_bytes, format_ns, plural
+
+__all__ = ["judge_environment"]
+
+_SLOW_FRAC = 0.5
+"""Of the bus bandwidth that large all-gathers reach on the named hardware."""
+_CLOCK_NS = 1_000_000
+"""Offset from which on traces of two hosts cannot be laid beside each other as they are."""
+_RECORDING_BYTES = 2 << 30
+"""Free space of a host below which recordings may not fit."""
+_SLOW_DISK = 50 << 20
+
+_Outcome = tuple[CheckRow, Finding | None]
+
+
+def judge_environment(
+    probes: Sequence[RankProbe],
+    *,
+    command: Sequence[str],
+    world_size: int,
+    expected_bytes_per_s: int | None = None,
+    transports: Mapping[tuple[int, int, str], int] | None = None,
+    said: Sequence[str] = (),
+) -> EnvironmentCheck:
+    """Judge what the ranks found; ``world_size`` is what they should be, ``said`` what the launcher wrote."""
+    probes = sorted(probes, key=lambda one: one.rank)
+    gathers = _gathers(probes, expected_bytes_per_s)
+    checks: list[Callable[[], _Outcome]] = [
+        lambda: _ranks(probes, world_size),
+        lambda: _devices(probes),
+        lambda: _versions(probes),
+        lambda: _variables(probes),
+        lambda: _sums(probes),
+        lambda: _bandwidth(gathers, expected_bytes_per_s),
+        lambda: _clocks(probes),
+        lambda: _disks(probes),
+    ]
+    outcomes = [check() for check in checks]
+    findings = sorted(
+        (found for _, found in outcomes if found is not None), key=lambda one: SEVERITIES.index(one.severity)
+    )
+    hosts = list(dict.fromkeys(one.host for one in probes))
+    passed = not any(one.severity == "high" for one in findings)
+    return EnvironmentCheck(
+        passed=passed,
+        verdict=_verdict(probes, hosts, findings, passed),
+        command=list(command),
+        world_size=world_size,
+        hosts=hosts,
+        versions=probes[0].versions if probes else {},
+        checks=[row for row, _ in outcomes],
+        findings=findings,
+        ranks=[_rank(one) for one in probes],
+        gathers=gathers,
+        transports=_transports(probes, transports or {}),
+        warnings=list(said),
+    )
+
+
+def _ranks(probes: Sequence[RankProbe], world_size: int) -> _Outcome:
+    present = {one.rank for one in probes}
+    missing = [rank for rank in range(world_size) if rank not in present]
+    if not probes or missing:
+        problem = f"{plural(len(missing), 'rank')} of {world_size} did not come to an end: {listed(missing)}."
+        change = (
+            "Look at what they wrote; a rendezvous that hangs is often a firewall or a wrong MASTER_ADDR."
+        )
+        return _failed("rendezvous", world_size, finding("ranks_missing", "high", problem, change))
+    locals_of_host: dict[str, list[int]] = defaultdict(list)
+    for one in probes:
+        locals_of_host[one.host].append(one.local_rank)
+    wrong = [host for host, found in locals_of_host.items() if sorted(found) != list(range(len(found)))]
+    if wrong:
+        problem = f"LOCAL_RANK does not count from 0 on {listed(wrong)}."
+        return _failed(
+            "rendezvous", world_size, finding("local_ranks", "high", problem, "Let torchrun set it.")
+        )
+    slowest = max(one.init_ns for one in probes)
+    return _ok("rendezvous", world_size, f"all ranks found each other, within {format_ns(slowest)}")
+
+
+def _devices(probes: Sequence[RankProbe]) -> _Outcome:
+    places = Counter((one.host, one.device_index) for one in probes if one.device_index is not None)
+    shared = [f"device {index} of {host}" for (host, index), count in places.items() if count > 1]
+    if shared:
+        problem = f"Several ranks use {listed(shared)}."
+        return _failed("devices", len(probes), finding("shared_device", "high", problem))
+    names = sorted({one.device for one in probes})
+    if len(names) > 1:
+        problem = f"Ranks have different devices: {listed(names)}; the slowest sets the pace."
+        return _failed("devices", len(probes), finding("devices_differ", "medium", problem))
+    return _ok("devices", len(probes), f"{listed(names)} on every rank")
+
+
+def _versions(probes: Sequence[RankProbe]) -> _Outcome:
+    names = sorted({name for one in probes for name in one.versions})
+    differing = [name for name in names if len({one.versions.get(name) for one in probes}) > 1]
+    if differing:
+        problem = f"Ranks run different versions of {listed(differing)}."
+        return _failed("versions", len(probes), finding("versions_differ", "high", problem, "Use one image."))
+    return _ok("versions", len(probes), f"the same {listed(names)} on every rank")
+
+
+def _variables(probes: Sequence[RankProbe]) -> _Outcome:
+    own = {"RANK", "LOCAL_RANK", "NCCL_DEBUG_FILE", "CUDA_VISIBLE_DEVICES"}
+    names = sorted({name for one in probes for name in one.variables} - own)
+    differing = [name for name in names if len({one.variables.get(name) for one in probes}) > 1]
+    if differing:
+        problem = f"Ranks have different values of {listed(differing)}."
+        change = "Export the same variables on every node."
+        severity = "high" if any(name.startswith(("NCCL_", "MASTER_")) for name in differing) else "medium"
+        found = finding("variables_differ", severity, problem, change)  # type: ignore[arg-type]
+        return _failed("variables", len(names), found)
+    return _ok("variables", len(names), "the same on every rank")
+
+
+def _sums(probes: Sequence[RankProbe]) -> _Outcome:
+    wrong = []
+    checked = 0
+    for one in probes:
+        for each in one.sums:
+            checked += 1
+            if each.total != sum(rank + 1 for rank in each.ranks) or one.rank not in each.ranks:
+                wrong.append(f"{each.dimension} on rank {one.rank}")
+    if wrong:
+        problem = f"An all-reduce of whole numbers gave a wrong sum: {listed(wrong)}."
+        change = "Run memory and link tests on these nodes before you train on them."
+        return _failed("sums", checked, finding("wrong_sums", "high", problem, change))
+    dimensions = list(dict.fromkeys(each.dimension for one in probes for each in one.sums))
+    return _ok("sums", checked, f"right over {listed(dimensions)}")
+
+
+def _gathers(probes: Sequence[RankProbe], expected: int | None) -> list[ProbedGather]:
+    """Of the slowest rank; the expectation is of large ones, so it stands at the largest alone."""
+    slowest: dict[int, int] = {}
+    for one in probes:
+        for each in one.gathers:
+            slowest[each.payload_bytes] = max(slowest.get(each.payload_bytes, 0), each.median_ns)
+    ranks, largest = len(probes), max(slowest, default=0)
+    return [
+        ProbedGather(
+            payload_bytes=payload,
+            median_ns=time_ns,
+            bus_bytes_per_s=payload * (ranks - 1) * 10**9 // (ranks * time_ns),
+            expected_bytes_per_s=expected if payload == largest else None,
+        )
+        for payload, time_ns in sorted(slowest.items())
+        if time_ns
+    ]
+
+
+def _bandwidth(gathers: Sequence[ProbedGather], expected: int | None) -> _Outcome:
+    if not gathers:
+        return _unknown("bandwidth", "no all-gather was timed")
+    best = gathers[-1]
+    rate = f"{best.bus_bytes_per_s / 1e9:.2f} GB/s busbw at {format_bytes(best.payload_bytes)}"
+    if expected is None:
+        return _unknown("bandwidth", f"{rate}; name the --hardware to judge it")
+    if best.bus_bytes_per_s < _SLOW_FRAC * expected:
+        problem = f"All-gathers reach {rate}, where {expected / 1e9:.0f} GB/s are usual."
+        change = (
+            "Look at the transports below, at `nvidia-smi topo -m`, and at the variables that NCCL reads."
+        )
+        return _failed("bandwidth", len(gathers), finding("slow_collectives", "high", problem, change))
+    return _ok("bandwidth", len(gathers), f"{rate}, {expected / 1e9:.0f} GB/s are usual")
+
+
+def _clocks(probes: Sequence[RankProbe]) -> _Outcome:
+    offsets = {one.rank: one.clock_offset_ns for one in probes if one.clock_offset_ns is not None}
+    if not offsets:
+        return _unknown("clocks", "one rank alone")
+    worst = max(offsets, key=lambda rank: abs(offsets[rank]))
+    said = f"rank {worst} differs most, by {format_ns(offsets[worst])}"
+    certain = max(one.clock_round_trip_ns or 0 for one in probes if one.rank == worst)
+    if abs(offsets[worst]) - certain // 2 > _CLOCK_NS:
+        problem = f"Clocks differ: {said} from rank 0."
+        change = "Synchronize them (chrony, PTP); traces are aligned by their collectives meanwhile."
+        return _failed("clocks", len(offsets), finding("clocks_differ", "medium", problem, change))
+    return _ok("clocks", len(offsets), said)
+
+
+def _disks(probes: Sequence[RankProbe]) -> _Outcome:
+    free = [one.disk_free_bytes for one in probes if one.disk_free_bytes is not None]
+    rates = [one.disk_write_bytes_per_s for one in probes if one.disk_write_bytes_per_s is not None]
+    if not free or not rates:
+        return _unknown("disk", "it could not be written to")
+    said = f"{format_bytes(min(free))} free, written at {format_bytes(min(rates))}/s"
+    if min(free) < _RECORDING_BYTES or min(rates) < _SLOW_DISK:
+        change = "Record fewer ranks (--ranks sample:8), or to another disk."
+        return _failed(
+            "disk", len(rates), finding("small_disk", "medium", f"For recordings: {said}.", change)
+        )
+    return _ok("disk", len(rates), said)
+
+
+def _rank(one: RankProbe) -> ProbedRank:
+    trip = one.clock_round_trip_ns
+    return ProbedRank(
+        rank=one.rank,
+        local_rank=one.local_rank,
+        host=one.host,
+        device=one.device,
+        backend=one.backend,
+        init_ns=one.init_ns,
+        clock_offset_ns=one.clock_offset_ns,
+        clock_uncertainty_ns=None if trip is None else trip // 2,
+        disk_free_bytes=one.disk_free_bytes,
+        disk_write_bytes_per_s=one.disk_write_bytes_per_s,
+    )
+
+
+def _transports(
+    probes: Sequence[RankProbe], transports: Mapping[tuple[int, int, str], int]
+) -> list[ProbedTransport]:
+    hosts = {one.rank: one.host for one in probes}
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for (source, target, name), count in transports.items():
+        sums[hosts.get(source, "?"), hosts.get(target, "?"), name] += count
+    return [
+        ProbedTransport(source=source, target=target, transport=name, pairs=count)
+        for (source, target, name), count in sorted(sums.items())
+    ]
+
+
+def _verdict(
+    probes: Sequence[RankProbe], hosts: Sequence[str], findings: Sequence[Finding], passed: bool
+) -> list[str]:
+    where = f"{plural(len(probes), 'rank')} on {plural(len(hosts), 'host')}"
+    if passed:
+        more = f"; {plural(len(findings), 'finding')} to look at" if findings else ""
+        return [f"{where} can train together{more}."]
+    return [f"{where} cannot train together as they are: {findings[0].message}"]
+
+
+def _ok(name: str, checked: int, said: str) -> _Outcome:
+    return CheckRow(name=name, state="ok", checked=checked, said=said), None
+
+
+def _unknown(name: str, said: str) -> _Outcome:
+    return CheckRow(name=name, state="unknown", checked=0, said=said), None
+
+
+def _failed(name: str, checked: int, found: Finding) -> _Outcome:
+    return CheckRow(name=name, state="failed", checked=checked, said=f"see {found.id}"), found

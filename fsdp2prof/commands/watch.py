@@ -1,0 +1,84 @@
+"""``fsdp2prof watch``: follow a running job step by step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.files import replacing
+from fsdp2prof.results import WatchedRun
+
+__all__ = ["watch"]
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option(
+    "--window",
+    type=click.IntRange(min=1, max=100_000),
+    default=50,
+    show_default=True,
+    help="Steps that medians are of.",
+)
+@click.option("--tokens-per-step", type=click.IntRange(min=1), help="Of all ranks; adds tokens per second.")
+@click.option(
+    "--follow/--once",
+    default=None,
+    help="Show it anew until the job ends, or once; by default as long as it runs, on a terminal.",
+)
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between."
+)
+@click.option(
+    "--openmetrics",
+    "metrics",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keep the numbers in a file that a node exporter reads, as OpenMetrics text.",
+)
+@output_options()
+def watch(
+    run: Path,
+    *,
+    window: int,
+    tokens_per_step: int | None,
+    follow: bool | None,
+    interval: float,
+    metrics: Path | None,
+    output: Output,
+) -> None:
+    """How a job does that `fsdp2prof record --watch -o RUN` runs: its last steps, slow ranks, memory."""
+    from fsdp2prof.workflows.watch import watch_run
+
+    if follow and output.path is not None:
+        raise UsageError("--follow shows one view after the other: leave out -o, or ask --once")
+    follows = output.to_terminal and output.format == "text" if follow is None else follow
+    while True:
+        try:
+            seen: WatchedRun | None = watch_run(run, window=window, tokens_per_step=tokens_per_step)
+        except RunDirectoryError as error:
+            if not follows or "no rank has ended a step yet" not in str(error):
+                raise
+            seen = None
+        if seen is not None:
+            _show(seen, metrics, output, clear=follows and output.to_terminal)
+        if not follows or (seen is not None and seen.state != "running"):
+            return
+        time.sleep(interval)
+
+
+def _show(seen: WatchedRun, metrics: Path | None, output: Output, *, clear: bool) -> None:
+    if metrics is not None:
+        from fsdp2prof.reporters.open_metrics import open_metrics
+
+        with replacing(metrics) as temporary:
+            temporary.write_text(open_metrics(seen))
+    if clear:
+        click.clear()
+    output.render(seen)
+    sys.stdout.flush()

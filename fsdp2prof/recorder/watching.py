@@ -1,0 +1,205 @@
+"""``--watch``: one line a training step, for as long as the training runs.
+
+Exposed communication is what FSDP2's own waits cost. On a GPU that is the time between two events on the
+compute stream, around each ``wait_event`` that FSDP2 makes it do; on a CPU the time that FSDP2's calls of
+collectives block. Nothing is waited for: a line is written when its events have happened, in a later step.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib import import_module
+from io import BufferedWriter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from fsdp2prof.manifest import STEPS_FILE, StepInfo, WatchedStep
+
+__all__ = ["StepLines"]
+
+FLUSH_S = 0.5
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_COLLECTIVES = (
+    "all_gather_single",
+    "all_gather_into_tensor",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "all_reduce",
+)
+_Pair = tuple[Any, Any]
+
+
+class _Waits(Protocol):
+    def take(self) -> Callable[[], int | None]:
+        """Begin a new step; gives what tells the old one's exposed nanoseconds, None as long as it cannot."""
+
+    def remove(self) -> None:
+        """Stop measuring."""
+
+
+class StepLines:
+    """Writes ``steps.jsonl`` of one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / STEPS_FILE
+        self._file: BufferedWriter | None = None
+        self._waits: _Waits | None = None
+        self._device_type = "cpu"
+        self._pending: deque[tuple[WatchedStep, Callable[[], int | None]]] = deque()
+        self._flushed = 0.0
+
+    def begin(self, device_type: str, *, blocking: bool) -> None:
+        """Measure waits from the next step on; ``blocking`` is whether collectives block on a CPU."""
+        self._device_type = device_type
+        if device_type == "cuda":
+            self._waits = _DeviceWaits()
+        elif blocking:
+            self._waits = _HostWaits()
+
+    def end_step(self, step: StepInfo) -> None:
+        """Write the lines of this step and of those before it whose events have happened."""
+        line = WatchedStep(
+            step=step.step, start_ns=step.start_ns, duration_ns=step.duration_ns, kind=step.kind
+        )
+        if self._device_type == "cuda":
+            stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
+            line.allocated_peak_bytes = stats["allocated_bytes"]["all"]["peak"]
+            line.reserved_peak_bytes = stats["reserved_bytes"]["all"]["peak"]
+            line.retries = stats["num_alloc_retries"]
+        else:
+            line.resident_peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+        self._pending.append((line, self._waits.take() if self._waits is not None else lambda: -1))
+        while self._pending:
+            line, exposed = self._pending[0]
+            exposed_ns = exposed()
+            if exposed_ns is None:
+                break
+            self._write(line, exposed_ns)
+            self._pending.popleft()
+
+    def end(self) -> None:
+        """Write what is left and stop."""
+        if self._waits is not None:
+            self._waits.remove()
+            self._waits = None
+        for line, exposed in self._pending:
+            exposed_ns = exposed()
+            self._write(line, -1 if exposed_ns is None else exposed_ns)
+        self._pending.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: WatchedStep, exposed_ns: int) -> None:
+        line.exposed_ns = None if exposed_ns < 0 else exposed_ns
+        if self._file is None:
+            self._file = self._path.open("ab")
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        now = time.monotonic()
+        if now - self._flushed > FLUSH_S:
+            self._file.flush()
+            self._flushed = now
+
+
+class _HostWaits:
+    """How long the calls of collectives block that FSDP2 makes."""
+
+    def __init__(self) -> None:
+        self._blocked_ns = 0
+        self._module = cast("Any", import_module(f"{_FSDP}._fsdp_collectives"))
+        self._of_module: Any = self._module.dist
+        self._module.dist = self._timed(dist)
+
+    def take(self) -> Callable[[], int | None]:
+        """Begin a new step."""
+        blocked, self._blocked_ns = self._blocked_ns, 0
+        return lambda: blocked
+
+    def remove(self) -> None:
+        """Put back what FSDP2 calls."""
+        self._module.dist = self._of_module
+
+    def _timed(self, module: ModuleType) -> ModuleType:
+        """A module that is ``torch.distributed`` but for the collectives that FSDP2 calls."""
+        timed = _Delegate(module)
+        for name in _COLLECTIVES:
+            if hasattr(module, name):
+                setattr(timed, name, self._around(name))
+        return timed
+
+    def _around(self, name: str) -> Callable[..., Any]:
+        def blocked(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter_ns()
+            try:
+                return getattr(dist, name)(*args, **kwargs)
+            finally:
+                self._blocked_ns += time.perf_counter_ns() - start
+
+        return blocked
+
+
+class _Delegate(ModuleType):
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module.__name__)
+        self.__dict__["_of"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_of"], name)
+
+
+class _DeviceWaits:
+    """How long the compute stream stands in the waits that FSDP2 gives it."""
+
+    def __init__(self) -> None:
+        self._pairs: list[_Pair] = []
+        self._free: list[_Pair] = []
+        self._wait_event: Any = torch.cuda.Stream.wait_event
+        wait_event = self._wait_event
+
+        def measured(stream: Any, event: Any) -> None:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not caller.startswith(_FSDP) or stream != torch.cuda.current_stream():
+                wait_event(stream, event)
+                return
+            before, after = pair = self._free.pop() if self._free else _new_pair()
+            before.record(stream)
+            wait_event(stream, event)
+            after.record(stream)
+            self._pairs.append(pair)
+
+        torch.cuda.Stream.wait_event = measured  # type: ignore[method-assign, assignment]
+
+    def take(self) -> Callable[[], int | None]:
+        """Begin a new step."""
+        pairs, self._pairs = self._pairs, []
+
+        def exposed_ns() -> int | None:
+            if not all(after.query() for _, after in reversed(pairs)):
+                return None
+            total = sum(before.elapsed_time(after) for before, after in pairs)
+            self._free.extend(pairs)
+            pairs.clear()
+            return round(float(total) * 1e6)
+
+        return exposed_ns
+
+    def remove(self) -> None:
+        """Put the stream's method back."""
+        torch.cuda.Stream.wait_event = self._wait_event  # type: ignore[method-assign]
+
+
+def _new_pair() -> _Pair:
+    event: Any = torch.cuda.Event
+    return event(enable_timing=True), event(enable_timing=True)
+
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024

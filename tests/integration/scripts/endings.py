@@ -1,0 +1,80 @@
+"""Trains and prints every loss and a checksum, then ends in the way it is told to."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import Tower, batch, process_group, shard_mesh
+from torch.distributed.fsdp import fully_shard
+
+SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGKILL", "SIGABRT"}
+
+
+def child() -> None:
+    """What a worker process does."""
+
+
+def happen(how: str, folder: Path) -> None:
+    """What happens in the middle of training."""
+    if how in ("fork", "spawn", "forkserver"):
+        context: Any = multiprocessing.get_context(how)
+        worker = context.Process(target=child)
+        worker.start()
+        worker.join()
+        print("worker", worker.exitcode, flush=True)
+    elif how == "deleted":
+        shutil.rmtree(folder)
+    elif how == "interrupt":
+        raise KeyboardInterrupt
+    elif how == "raise":
+        raise ValueError("no such token")
+    elif (how == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0") or how == "exit":
+        sys.exit(3)
+    elif how == "os_exit":
+        os._exit(4)
+    elif how == "abort":
+        os.abort()
+    elif how == "agent":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif how in SIGNALS:
+        os.kill(os.getpid(), getattr(signal, how))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", default="none")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path("none"), help="of the recording")
+    args = parser.parse_args()
+    with process_group():
+        model: Any = Tower(1)
+        for layer in model.layers:
+            fully_shard(layer, mesh=shard_mesh())
+        fully_shard(model, mesh=shard_mesh())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(args.steps):
+            loss = model(batch()).pow(2).mean()
+            if dist.get_rank() == 0:
+                print(step, loss.item().hex(), flush=True)
+            if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+                happen(args.how, args.folder)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sums = [parameter.full_tensor().detach().double().sum() for parameter in model.parameters()]
+        total = float(torch.stack(sums).sum())
+        if dist.get_rank() == 0:
+            print("checksum", total.hex(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""However a training ends: recorded, it ends as it does alone, leaves nothing behind, and can be read."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.readers.run_directory import open_run
+
+from .conftest import script_path, torchrun, training_environment
+
+pytestmark = pytest.mark.slow
+
+RECORD = [sys.executable, "-m", "fsdp2prof", "record", "--wait", "0", "--warmup", "1", "--active", "1"]
+
+
+def one_rank(**extra: str) -> dict[str, str]:
+    """A training without a launcher of its own."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return training_environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", **address, **extra)
+
+
+def ended(command: list[str], folder: Path, **options: object) -> tuple[int, bytes]:
+    """Exit code and stdout of a command in a folder of its own, in a session of its own.
+
+    Signals begin at their defaults, whoever started the tests; ``preexec_fn`` may set them otherwise.
+    """
+    folder.mkdir()
+    prepare = options.pop("preexec_fn", None)
+
+    def begin() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        if callable(prepare):
+            prepare()
+
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        timeout=200,
+        check=False,
+        start_new_session=True,
+        preexec_fn=begin,
+        **{"stdin": subprocess.DEVNULL, "env": one_rank(), **options},  # type: ignore[call-overload]
+    )
+    return done.returncode, done.stdout
+
+
+def compare(tmp_path: Path, command: list[str], *, state: set[str], **options: object) -> Path:
+    """Run alone and recorded; returns the run directory, which is read."""
+    run = tmp_path / "run"
+    alone = ended(command, tmp_path / "alone", **options)
+    recorded = ended([*RECORD, "-o", str(run), "--", *command], tmp_path / "recorded", **options)
+    code = alone[0] if alone[0] >= 0 else 128 - alone[0]
+    assert recorded == (code, alone[1])
+    assert list((tmp_path / "recorded").rglob("*")) == list((tmp_path / "alone").rglob("*")) == []
+    assert processes_that_mention(str(run)) == []
+    if run.exists():
+        opened = open_run(run)
+        assert opened.info.state in state, opened.messages
+        assert opened.info.exit_code == code
+        assert list(run.rglob(".*")) == []
+    return run
+
+
+def processes_that_mention(text: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if text.encode() in environment and folder.name != str(os.getpid()):
+            found.append(folder.name)
+    return found
+
+
+def script(*arguments: str) -> list[str]:
+    return [sys.executable, str(script_path("endings")), *arguments]
+
+
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        ("none", "complete"),
+        ("raise", "crashed"),
+        ("interrupt", "crashed"),
+        ("exit", "crashed"),
+        ("os_exit", "crashed"),
+        ("abort", "crashed"),
+        ("SIGKILL", "crashed"),
+        ("SIGTERM", "crashed"),
+        ("SIGHUP", "crashed"),
+        ("SIGQUIT", "crashed"),
+        ("fork", "complete"),
+        ("spawn", "complete"),
+        ("forkserver", "complete"),
+    ],
+)
+def test_of_one_rank(tmp_path: Path, how: str, state: str) -> None:
+    compare(tmp_path, script("--how", how), state={state, "partial"} if state == "crashed" else {state})
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_of_a_few_steps(tmp_path: Path, steps: int) -> None:
+    compare(tmp_path, script("--steps", str(steps)), state={"partial"})
+
+
+@pytest.mark.parametrize("flag", ["-E", "-S", "-I"])
+def test_of_interpreters_that_keep_things_out(tmp_path: Path, flag: str) -> None:
+    """``-S`` leaves out site-packages: the training itself fails the same way."""
+    command = [sys.executable, flag, *script()[1:]]
+    compare(tmp_path, command, state={"partial", "crashed"})
+
+
+def test_of_a_run_directory_that_is_deleted_in_the_middle(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = script("--how", "deleted", "--folder", str(run))
+    recorded = ended([*RECORD, "-o", str(run), "--", *command], tmp_path / "recorded")
+    alone = ended(script(), tmp_path / "alone")
+    assert recorded[1] == alone[1]
+
+
+def test_of_a_disk_that_takes_no_more(tmp_path: Path) -> None:
+    """No file may grow beyond 16 KiB: the trace does not fit, the training does not notice."""
+
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, 16 << 10))
+
+    compare(tmp_path, script(), state={"partial"}, preexec_fn=small)
+
+
+def test_with_stdin_closed(tmp_path: Path) -> None:
+    compare(tmp_path, script(), state={"complete"}, stdin=None, preexec_fn=lambda: os.close(0))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_of_signals_that_the_parent_ignores(tmp_path: Path, number: signal.Signals) -> None:
+    """A shell's nohup: what is ignored stays ignored, and the training goes on."""
+    compare(
+        tmp_path,
+        script("--how", number.name),
+        state={"complete"},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_IGN),
+    )
+
+
+def test_of_a_record_inside_a_record(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    command = [*RECORD, "-o", str(inner), "--", *script()]
+    alone = ended(script(), tmp_path / "alone")
+    assert ended([*RECORD, "-o", str(tmp_path / "run"), "--", *command], tmp_path / "recorded") == alone
+    assert open_run(inner).info.state == "complete"
+
+
+def test_of_two_records_into_one_directory(tmp_path: Path) -> None:
+    run = compare(tmp_path, script("--steps", "4"), state={"complete"})
+    before = (run / "run.json").read_bytes()
+    shutil.rmtree(tmp_path / "recorded")
+    code, output = ended([*RECORD, "-o", str(run), "--", *script()], tmp_path / "recorded")
+    assert (code, output) == (1, b"")
+    assert (run / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("raise", 2), ("SIGKILL", 2), ("agent", 2), ("none", 16)])
+def test_of_several_ranks(tmp_path: Path, how: str, ranks: int) -> None:
+    """``agent`` ends torchrun itself: its ranks, which nobody ends alone, do not outlive the recording."""
+    command = torchrun(script_path("endings"), ranks, "--how", how)
+    state = {"complete"} if how == "none" else {"crashed"}
+    if how != "agent":
+        compare(tmp_path, command, state=state, env=training_environment())
+        return
+    run = tmp_path / "run"
+    code, _ = ended(
+        [*RECORD, "-o", str(run), "--", *command], tmp_path / "recorded", env=training_environment()
+    )
+    assert code == 128 + signal.SIGKILL
+    assert open_run(run).info.state == "crashed"
+    assert processes_that_mention(str(run)) == []
+
+
+def test_of_a_restart(tmp_path: Path) -> None:
+    """The second attempt of torchrun's is the one that is kept."""
+    command = torchrun(script_path("endings"), 1, "--how", "restart")
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    compare(tmp_path, command, state={"complete"}, env=training_environment())

@@ -1,0 +1,201 @@
+"""Mixtures of experts, losses and adapters: by hand, against plain computations, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.present import present
+from torch import nn
+from torch.nn import functional as F
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.memory_advice import expert_padding
+from fsdp2prof.estimators.models.adapters import with_adapters
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.builtin import build_builtin
+from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
+from fsdp2prof.estimators.models.experts import ExpertExchange
+from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
+from fsdp2prof.estimators.models.model import Batch
+from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.spec.lora import Lora
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+
+CONFIG = TransformerConfig(
+    name="tiny-experts",
+    family="llama",
+    dim=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_dim=64,
+    vocab_size=96,
+    context=64,
+    experts=ExpertShape(count=4, top_k=2, ffn_dim=16, shared_ffn_dim=8, normalised=True),
+)
+PUBLISHED = {
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "deepseek-v3-16b": 15_706_484_224,
+    "deepseek-v3-671b": 671_026_419_200 - 58 * 256,  # without the routers' correction biases, buffers here
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
+def test_mixtures_have_their_published_parameters(name: str, parameters: int) -> None:
+    model = build_model(ModelSpec(source=name), seq_len=16)
+    assert model.parameters == present(model.config).parameters == parameters
+
+
+def test_every_token_passes_its_own_experts() -> None:
+    """One rank, balanced by construction: the mixture equals a loop over tokens."""
+    torch.manual_seed(0)
+    model = build_builtin(CONFIG, 8, "float32")
+    model.module.to_empty(device="cpu")
+    for parameter in model.module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    mixture: Any = model.module.get_submodule("layers.0.feed_forward")
+    mixture.router.expert_bias.zero_()
+    x = torch.randn(1, 8, 32)
+    turns = torch.tensor([[0, 1], [2, 3]]).repeat(4, 1)
+    mixture.router.forward = lambda flat: (torch.full((8, 2), 0.5), turns)
+    experts, shared = mixture.experts, mixture.shared_experts
+    expected = shared(x[0])
+    for token, chosen in enumerate(turns.tolist()):
+        for expert in chosen:
+            hidden = F.silu(experts.w1[expert] @ x[0, token]) * (experts.w3[expert] @ x[0, token])
+            expected[token] += 0.5 * (experts.w2[expert] @ hidden)
+    torch.testing.assert_close(mixture(x)[0], expected)
+
+
+def test_the_busiest_rank_receives_its_multiple() -> None:
+    nobody: Any = None
+    exchange = ExpertExchange(nobody, 4, 1.5)
+    assert exchange.sent(10) == [3, 3, 2, 2]
+    assert exchange.received(10) == [4, 4, 4, 3]  # 15 rows
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "reason"),
+    [
+        ({"dp_shard": 8, "ep": 3}, {}, "ep=3 does not divide the 4 experts"),
+        ({"dp_shard": 2, "ep": 4}, {}, "ep=4 does not divide the 2 ranks"),
+        ({"dp_shard": 4}, {"imbalance": 2}, "add ep to the mesh"),
+        ({"dp_shard": 4, "ep": 4}, {"trainable": "router"}, "frozen or offloaded"),
+        ({"dp_shard": 4, "ep": 2, "tp": 2}, {}, "leave tp, cp and pp at 1"),
+        ({"dp_shard": 4, "ep": 2}, {"reshard": 2}, "reshard to a number"),
+    ],
+)
+def test_what_expert_parallelism_refuses(mesh, options, reason) -> None:
+    model = build_builtin(CONFIG, 16, "float32")
+    with pytest.raises(ModelError, match=reason):
+        check_parallelism(model, MeshSpec(**mesh), PolicySpec(seq_len=16, **options))
+
+
+def test_a_model_without_experts_has_no_expert_parallelism() -> None:
+    with pytest.raises(ModelError, match="llama3-8b, which has no experts"):
+        estimate_comm(ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, ep=2), PolicySpec())
+
+
+def test_padded_experts_are_found_with_what_avoids_it() -> None:
+    model, mesh, policy = build_builtin(CONFIG, 16, "float32"), MeshSpec(dp_shard=16), PolicySpec(seq_len=16)
+    finding = present(expert_padding(parameter_groups(model, mesh, policy), policy))
+    assert "4 experts on 16 ranks are padded to 4 times their size" in finding.how
+    assert "expert_shards=hidden" in finding.how
+    # Of w1, w2 and w3 in two layers a rank holds one expert of 512 numbers, not 4 x 512 / 16 = 128:
+    # parameter, gradient and two moments in fp32.
+    assert finding.saves_bytes == 2 * 3 * (512 - 128) * 4 * 4
+    hidden = replace(policy, expert_shards="hidden")
+    assert expert_padding(parameter_groups(model, mesh, hidden), hidden) is None
+
+
+class Head(nn.Module):
+    """A head over given hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, hidden):
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("how", ["compiled", "fused", "logprobs", Chunked(3)])
+def test_every_loss_is_the_cross_entropy_on_real_tensors(how) -> None:
+    torch.manual_seed(0)
+    module, targets = Head(), torch.randint(11, (2, 6))
+    hidden = torch.randn(2, 6, 8, requires_grad=True)
+    gradients = []
+    for one in ("full", how):
+        module.zero_grad()
+        hidden.grad = None
+        loss = loss_of_model("head", module, Batch(args=(hidden,), targets=targets), one)
+        loss.backward()
+        gradients.append([loss.detach(), present(hidden.grad), present(module.head.weight.grad).clone()])
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(gradients[0][0], logits_loss(module(hidden), targets).detach())
+
+
+def test_losses_hold_less_and_less() -> None:
+    """Of a vocabulary that dwarfs the model: fp32 copies, the logits once, no logits."""
+    spec, mesh = ModelSpec(source="qwen3-0.6b", layers=1), MeshSpec(dp_shard=64)
+    policy = PolicySpec(seq_len=2048, batch_size=2, optimizer="none")
+    tokens = 2 * 2048
+    logits = tokens * 151_936
+    peaks = {
+        how: estimate_memory(spec, mesh, replace(policy, loss=how)).peak.active_bytes
+        for how in ("full", "compiled", "fused")
+    }
+    # Two fp32 tensors of them, against one fp32 number a token.
+    assert peaks["full"] - peaks["compiled"] == 8 * logits - 4 * tokens
+    assert peaks["compiled"] - peaks["fused"] > logits
+
+
+def adapters(text: Any) -> Lora | None:
+    return PolicySpec(lora=text).lora
+
+
+def test_adapters_stand_beside_their_targets_alone() -> None:
+    model = build_builtin(replace(CONFIG, experts=None), 16, "float32")
+    before = model.parameters
+    lora = present(adapters("r=4,targets=wq+w2,base=bf16"))
+    adapted = with_adapters(model, lora, "float32")
+    # r (in + out) of wq 32 -> 32 and w2 64 -> 32, in two layers.
+    assert adapted.parameters - before == 2 * 4 * (64 + 96)
+    dtypes = {name: p.dtype for name, p in adapted.module.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".lora_" in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if ".lora_" not in name} == {torch.bfloat16}
+    assert PolicySpec.from_mapping(PolicySpec(lora=lora).to_mapping()).lora == lora
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("r=0,targets=wq", "rank of at least 1"),
+        ("r=4", "names no targets"),
+        ("r=4,targets=wq,base=nf4", "base=nf4: quantized weights"),
+        ("rank=4,targets=wq", "is not r=K"),
+    ],
+)
+def test_adapters_that_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        adapters(text)
+
+
+def test_a_target_that_no_layer_has() -> None:
+    lora = present(adapters("r=4,targets=q_proj"))
+    with pytest.raises(ModelError, match="no linear layer of tiny-experts is named 'q_proj'"):
+        with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32")

@@ -1,0 +1,163 @@
+"""A job that is watched: its lines, what they come to, and what the recorder measures them with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from support.present import present
+from support.watched import MS, watched_run, watched_steps
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from fsdp2prof.analyzers.watching import watch_steps
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, StepInfo, WatchedStep
+from fsdp2prof.readers.watched_steps import read_last_steps
+from fsdp2prof.recorder.watching import StepLines
+from fsdp2prof.reporters.open_metrics import open_metrics
+from fsdp2prof.workflows.watch import watch_run
+
+
+def test_the_slow_rank_is_the_one_that_waits_least():
+    run = watched_run()
+    assert [(rank.rank, rank.behind_ns) for rank in run.ranks] == [(2, 15 * MS), (0, 0), (1, 0)]
+    assert run.verdict[1].startswith("Rank 2 needs 15.0 ms more")
+    assert (run.step_ns, run.last_step, run.step_spread) == (100 * MS, 19, 0)
+    assert run.exposed_frac == 0.2
+    assert run.tokens_per_s == 10_000
+    assert [one.step for one in run.steps] == list(range(10, 20))
+    assert run.ranks[0].growth_bytes == 9 * 1000
+
+
+def test_ranks_that_are_alike_are_not_blamed_and_what_is_unknown_stays_so():
+    alike = watch_steps({0: watched_steps(0), 1: watched_steps(1)}, path="x", state="running", window=5)
+    assert all("waits for it" not in line for line in alike.verdict)
+    bare = [WatchedStep(step=step, duration_ns=MS) for step in range(3)]
+    run = watch_steps({0: bare}, path="x", state="running", window=5)
+    rank = run.ranks[0]
+    assert (rank.exposed_ns, rank.behind_ns, rank.peak_bytes, rank.growth_bytes) == (None, None, None, None)
+    assert (run.exposed_frac, run.tokens_per_s) == (None, None)
+
+
+def test_recorded_steps_do_not_count():
+    lines = watched_steps(0, steps=4)
+    lines[1].kind, lines[1].duration_ns = "traced", 10**9
+    assert watch_steps({0: lines}, path="x", state="running", window=5).step_ns == 100 * MS
+
+
+def test_the_last_lines_of_a_file_that_is_being_written(tmp_path):
+    file = tmp_path / "steps.jsonl"
+    lines = [msgspec.json.encode(line) for line in watched_steps(0, steps=500)]
+    file.write_bytes(b"\n".join(lines) + b"\n" + lines[0][:40])
+    assert [line.step for line in read_last_steps(file, 3)] == [497, 498, 499]
+    assert len(read_last_steps(file, 1000)) == 500
+    file.write_bytes(b"nonsense\n" + lines[7] + b"\n")
+    assert [line.step for line in read_last_steps(file, 3)] == [7]
+
+
+def test_a_run_that_is_not_watched_is_told(tmp_path):
+    write_json(tmp_path / "run.json", RunInfo(state="running"))
+    with pytest.raises(RunDirectoryError, match="record --watch"):
+        watch_run(tmp_path, window=5)
+    write_json(tmp_path / "run.json", RunInfo(state="running", options=RecordOptions(watch=True)))
+    with pytest.raises(RunDirectoryError, match="no rank has ended a step yet"):
+        watch_run(tmp_path, window=5)
+    for rank in (0, 1):
+        (tmp_path / f"rank-0000{rank}").mkdir()
+        write_json(tmp_path / f"rank-0000{rank}" / "manifest.json", RankManifest(rank=rank, world_size=2))
+    line = msgspec.json.encode(watched_steps(1)[0])
+    (tmp_path / "rank-00001" / "steps.jsonl").write_bytes(line + b"\n")
+    run = watch_run(tmp_path, window=5)
+    assert ([rank.rank for rank in run.ranks], run.warnings) == ([1], ["rank 0: no step yet"])
+
+
+def test_metrics():
+    lines = open_metrics(watched_run()).splitlines()
+    assert 'fsdp2prof_watched_step_seconds{rank="2"} 0.1' in lines
+    assert 'fsdp2prof_watched_exposed_seconds{rank="0"} 0.02' in lines
+    assert 'fsdp2prof_watched_allocator_retries{rank="1"} 1' in lines
+    assert lines[-1] == "# EOF"
+
+
+def step(number: int) -> StepInfo:
+    return StepInfo(step=number, start_ns=0, duration_ns=10**9)
+
+
+def lines_of(folder: Any) -> list[WatchedStep]:
+    return read_last_steps(folder / "steps.jsonl", 100)
+
+
+def test_on_a_cpu_the_calls_that_fsdp_makes_are_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: "reduced")
+    lines = StepLines(tmp_path)
+    lines.end_step(step(0))
+    before = _fsdp_collectives.dist
+    lines.begin("cpu", blocking=True)
+    seen: Any = _fsdp_collectives.dist
+    assert seen.all_reduce(1) == "reduced"
+    assert seen.ReduceOp is dist.ReduceOp
+    dist.all_reduce(torch.ones(1))  # the training's own
+    lines.end_step(step(1))
+    lines.end_step(step(2))
+    lines.end()
+    assert _fsdp_collectives.dist is before
+    first, second, third = lines_of(tmp_path)
+    assert first.exposed_ns is None
+    assert 0 < present(second.exposed_ns) < 10**9
+    assert third.exposed_ns == 0
+    assert present(third.resident_peak_bytes) > 10**6
+
+
+class Event:
+    """A pretended CUDA event: it has happened when the clock has come to it."""
+
+    clock, now = 0, 0
+
+    def __init__(self, **_: Any) -> None:
+        self.time = 0
+
+    def record(self, _: Any) -> None:
+        Event.clock += 3  # each is 3 ms after the one before
+        self.time = Event.clock
+
+    def query(self) -> bool:
+        return self.time <= Event.now
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.time - self.time
+
+
+def test_on_a_gpu_the_waits_that_fsdp_makes_the_compute_stream_do_are_measured(tmp_path, monkeypatch):
+    waited: list[Any] = []
+    compute, other = SimpleNamespace(), SimpleNamespace(name="all-gather")
+    stats = {name: {"all": {"peak": size}} for name, size in (("allocated_bytes", 5), ("reserved_bytes", 7))}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch._C, "_cuda_memoryStats", lambda _: {**stats, "num_alloc_retries": 2}, raising=False
+    )
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda stream, event: waited.append((stream, event)))
+    original = torch.cuda.Stream.wait_event
+    lines = StepLines(tmp_path)
+    lines.begin("cuda", blocking=True)
+    wait: Any = torch.cuda.Stream.wait_event
+    of_fsdp = {"__name__": "torch.distributed.fsdp._fully_shard._fsdp_param_group", "wait": wait}
+    for stream in (compute, compute, other):
+        eval("wait(stream, 'event')", of_fsdp, {"stream": stream})
+    wait(compute, "the training's own")
+    assert len(waited) == 4
+    lines.end_step(step(1))
+    assert not (tmp_path / "steps.jsonl").exists()  # nothing has happened yet, and nothing waits for it
+    Event.now = Event.clock
+    lines.end_step(step(2))
+    lines.end()
+    assert torch.cuda.Stream.wait_event is original
+    first, second = lines_of(tmp_path)
+    assert (first.exposed_ns, second.exposed_ns) == (2 * 3 * MS, 0)
+    assert (first.allocated_peak_bytes, first.reserved_peak_bytes, first.retries) == (5, 7, 2)
