@@ -84,7 +84,8 @@ def train(arguments: argparse.Namespace) -> None:
     for _ in range(16):
         tokens = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
         logits = module(tokens[:, :-1])
-        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss: Any = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     dist.destroy_process_group()
