@@ -13,7 +13,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
-POLICY = PolicySpec(batch_size=8, seq_len=256, allocator="expandable")
+POLICY = PolicySpec(batch_size=32, seq_len=512, allocator="expandable")
 H100 = HardwareSpec.parse("h100")
 
 
