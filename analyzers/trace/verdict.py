@@ -157,7 +157,7 @@ def _bounds(analysis: TraceAnalysis) -> list[_Bound]:
         _Bound(
             "communication",
             (totals.exposed_ns or 0) + idle.get("communication", 0),
-            f" exposed{_waiting(analysis)}",
+            f"{_exposed_or_blocked(totals)}{_waiting(analysis)}",
         ),
         _Bound("FSDP's copying", parts["fsdp_copy"]),
         _Bound("copying memory", parts["exposed_memcpy"]),
@@ -175,6 +175,14 @@ def _bounds(analysis: TraceAnalysis) -> list[_Bound]:
 def _unexplained(totals: TraceTotals) -> float:
     known = sum(time for cause, time in totals.idle_ns.items() if cause != "unknown")
     return totals.breakdown_ns["idle"] - known
+
+
+def _exposed_or_blocked(totals: TraceTotals) -> str:
+    """Tell collectives that ran from callers that were blocked before anything moved."""
+    blocked = totals.idle_ns.get("communication", 0)
+    if not blocked:
+        return " exposed"
+    return f", {format_ns(totals.exposed_ns or 0)} exposed and {format_ns(blocked)} blocked before it ran"
 
 
 def _waiting(analysis: TraceAnalysis) -> str:

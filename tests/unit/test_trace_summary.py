@@ -240,7 +240,11 @@ def test_a_finding_that_is_only_information_is_nothing_to_try() -> None:
         ({"queued": 8}, "cuda", "Launch latency is the largest part of the step"),
         ({"unknown": 8}, "cuda", "Idle time of unknown cause is the largest part of the step"),
         ({}, "cuda", "Idle time of unknown cause is the largest part of the step"),
-        ({"communication": 8}, "cpu", "Communication bounds the step: 30.0 ms of 50.0 ms (60.0%) exposed"),
+        (
+            {"communication": 8},
+            "cpu",
+            "Communication bounds the step: 30.0 ms of 50.0 ms (60.0%), 10.0 ms exposed and 20.0 ms blocked",
+        ),
     ],
 )
 def test_what_bounds_a_step_is_named_by_its_cause(causes: dict[str, int], device: str, said: str) -> None:
