@@ -16,7 +16,7 @@ _LONG_NUMBER = re.compile(rb"[:,\[\s-]\d{19}")
 """May be one beyond 64 bits, or stand in a text."""
 
 _LONGEST_NS = 1 << 56
-"""Two years."""
+"""Two years; a lane may begin before its step."""
 
 
 def check_numbers(content: bytes) -> None:
@@ -71,5 +71,5 @@ def _word(lane: str) -> None:
 
 
 def _within(*values: int) -> None:
-    if any(not 0 <= value <= _LONGEST_NS for value in values):
+    if any(abs(value) > _LONGEST_NS for value in values):
         raise ValueError("a timeline with a time that is none")
