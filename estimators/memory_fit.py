@@ -99,7 +99,7 @@ def verdict(
     """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
     place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
     lines = [
-        f"A rank reserves {format_bytes(peak.reserved_bytes)} at most{_range(peak, unknown)}; "
+        f"A rank reserves {format_bytes(peak.reserved_bytes)} at its peak{_range(peak, unknown)}; "
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
@@ -124,7 +124,7 @@ def _fit(room: Room) -> str:
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
-        return f"It fits on {device}: {least} is left, and {_listed(room.depends_on)} are counted high."
+        return f"It fits on {device}: {least} is left with {_listed(room.depends_on)} counted high."
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
