@@ -69,12 +69,15 @@ def wrap_units(model: Model, policy: PolicySpec) -> tuple[WrapUnit, ...]:
     rule = base_of(policy.reshard)
     kept = _kept_by_torchtitan(model, order, names) if rule == "torchtitan" else frozenset()
     own = {name: _values(getattr(policy, name), order, model, names, name) for name in _BY_UNIT}
+    known = frozenset(order)
+    wrapped = ((fqn,) for fqn in model.blocks if (fqn,) in known)
+    blocks: dict[tuple[str, ...], int] = {unit: index for index, unit in enumerate(wrapped)}
 
     def chosen(unit: tuple[str, ...], name: str) -> Any:
         return own[name].get(unit, base_of(getattr(policy, name)))
 
     def targets(unit: tuple[str, ...], name: str) -> tuple[tuple[str, ...], ...]:
-        return _targets(own[name].get(unit), getattr(policy, name), unit, order, model, name)
+        return _targets(own[name].get(unit), getattr(policy, name), unit, order, blocks, name)
 
     return tuple(
         WrapUnit(
@@ -218,8 +221,9 @@ def _values(
 ) -> dict[tuple[str, ...], Any]:
     """Units that have a value of their own."""
     found: dict[tuple[str, ...], Any] = {}
+    known = frozenset(units)
     for item, value in _units_of(option):
-        matching = [unit for unit in _matching(item, names, model, name) if unit in units]
+        matching = [unit for unit in _matching(item, names, model, name) if unit in known]
         if not matching:
             raise ModelError(f"{name}: {item} is no unit of its own: add it to wrap")
         found.update(dict.fromkeys(matching, value))
@@ -231,22 +235,21 @@ def _targets(
     option: Any,
     unit: tuple[str, ...],
     units: Sequence[tuple[str, ...]],
-    model: Model,
+    blocks: Mapping[tuple[str, ...], int],
     name: str,
 ) -> tuple[tuple[str, ...], ...]:
-    """Units that ``unit`` prefetches: named, or the next blocks in the direction of ``name``."""
+    """Units that ``unit`` prefetches: named, or the next of ``blocks`` in the direction of ``name``."""
     value = base_of(option) if own is None else own
     if isinstance(value, tuple):
         return tuple(_named_unit(target, units, name) for target in value)
-    blocks = [(fqn,) for fqn in model.blocks if (fqn,) in units]
     if not value or unit not in blocks:
         if value and own is not None:
             raise ModelError(f"{name}: {'+'.join(unit)} is no block: name the units that it prefetches")
         return ()
-    index = blocks.index(unit)
+    index, ordered = blocks[unit], list(blocks)
     if name == "forward_prefetch":
-        return tuple(blocks[index + 1 : index + 1 + value])
-    return tuple(blocks[max(index - value, 0) : index][::-1])
+        return tuple(ordered[index + 1 : index + 1 + value])
+    return tuple(ordered[max(index - value, 0) : index][::-1])
 
 
 def _named_unit(target: str, units: Sequence[tuple[str, ...]], name: str) -> tuple[str, ...]:
