@@ -56,7 +56,7 @@ def _numbers(result: WhatIf) -> list[KeyFigure]:
     figures = [KeyFigure(value=format_ns(result.step_ns), label="recorded step, mean")]
     first = next((row for row in result.tried if row.change == result.shown), None)
     if first is not None and first.step_ns is not None:
-        figures.append(KeyFigure(value=format_ns(first.step_ns), label=f"with {first.change}"))
+        figures.append(KeyFigure(value=format_ns(first.step_ns), label=_with(first.change)))
     return figures
 
 
@@ -131,7 +131,8 @@ def _shown(result: WhatIf) -> list[Section]:
                 limit=12,
             )
         )  # fmt: skip
-    return [Section(anchor="shown", title=f"With {result.shown}", blocks=blocks)]
+    title = _with(result.shown)
+    return [Section(anchor="shown", title=title[0].upper() + title[1:], blocks=blocks)]
 
 
 def _parts(result: WhatIf) -> Table:
@@ -158,3 +159,7 @@ def _grounds(result: WhatIf) -> Block:
         *result.assumptions,
     ]
     return Sentences(title="What this rests on", lines=lines, style="list")
+
+
+def _with(change: str) -> str:
+    return change if change.startswith("without ") else f"with {change}"
