@@ -139,13 +139,18 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
 
 @contextmanager
 def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
-    """Turn whatever a model that is not ours raises into one line that names it."""
+    """Turn whatever a model that is not ours raises, and what FSDP2 refuses, into one line that names it."""
     try:
         yield
     except Exception as error:
-        if spec.kind == "builtin" or isinstance(error, Fsdp2ProfError):
+        refused = str(error).startswith("FSDP expects")
+        if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
             raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if refused:
+            raise ModelError(
+                f"model {spec.source}: torch {torch.__version__} cannot train it so: {reason}"
+            ) from error
         raise ModelError(
             f"model {spec.source}: its training step failed on fake tensors: {reason}"
         ) from error
