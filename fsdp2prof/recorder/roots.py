@@ -47,9 +47,12 @@ class Root:
 
     @property
     def states(self) -> list[Any]:
-        """Its ``FSDPState`` objects in module order; empty before its first forward and after its end."""
+        """Its ``FSDPState`` objects in module order; empty before its first forward and after its end.
+
+        Torch 2.7 lists the one state of several modules wrapped together once for each of them.
+        """
         module = self.module
-        return [] if module is None else list(_state(module)._state_ctx.all_states)
+        return [] if module is None else list(dict.fromkeys(_state(module)._state_ctx.all_states))
 
 
 class Roots:
