@@ -84,6 +84,13 @@ class Ledger:
         row[1] += count * payload_bytes
         row[2] += count * wire_bytes
 
+    def add_forward_of(self, other: Ledger, root: int) -> None:
+        """Add what ``other`` has of forward, as of the root with that index."""
+        for (_, fqn, phase, *rest), sums in other.rows.items():
+            if phase == "forward":
+                row = self.rows.setdefault((root, fqn, phase, *rest), [0, 0, 0])
+                row[:] = [mine + more for mine, more in zip(row, sums, strict=True)]
+
     def to_rows(self) -> list[CommRow]:
         """The rows as results."""
         names = ("root", "fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
@@ -112,20 +119,25 @@ def walk_step(
     sync: Sync,
     trains: bool = True,
     keep_between: bool = False,
+    forwards: int = 1,
 ) -> None:
     """Add one steady step's collectives of one root's groups, given in post-forward order, to ``ledger``.
 
     ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
     ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
+    Of several ``forwards`` a micro-batch the last one is trained, the others run without gradients.
     """
     states = [_State.SHARDED] * len(groups)
     for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
-            _forward(groups, states, book)
+            for _ in range(forwards):
+                _forward(groups, states, book)
             if not trains:
                 continue
             _backward(groups, states, book)
+            if forwards > 1:
+                _prefetch_across(groups, states, book)
             if is_last or not keep_between:
                 states = [_State.SHARDED] * len(groups)
             if is_last or sync == "each":
@@ -149,6 +161,19 @@ def _backward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledg
             # A frozen group that backward never reaches is gathered all the same, once, and dropped.
             if not groups[target].has_backward:
                 _gather(groups, target, states, ledger, "backward")
+
+
+def _prefetch_across(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
+    """The first group in forward order takes the last one of the forward before for the next in backward.
+
+    That one's backward is over, so that it is gathered in vain; the root's is not.
+    """
+    first, last = groups[0], len(groups) - 1
+    if not first.has_backward or first.backward_prefetch is not None or groups[last].fqn == "" or not last:
+        return
+    if groups[last].has_backward:
+        states[last] = _State.SHARDED
+    _gather(groups, last, states, ledger, "backward")
 
 
 def _prefetched(groups: Sequence[GroupTraffic], index: int) -> Sequence[int]:
