@@ -84,6 +84,13 @@ class Ledger:
         row[1] += count * payload_bytes
         row[2] += count * wire_bytes
 
+    def add_forward_of(self, other: Ledger, root: int) -> None:
+        """Add what ``other`` has of forward, as of the root with that index."""
+        for (_, fqn, phase, *rest), sums in other.rows.items():
+            if phase == "forward":
+                row = self.rows.setdefault((root, fqn, phase, *rest), [0, 0, 0])
+                row[:] = [mine + more for mine, more in zip(row, sums, strict=True)]
+
     def to_rows(self) -> list[CommRow]:
         """The rows as results."""
         names = ("root", "fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
@@ -112,6 +119,7 @@ def walk_step(
     sync: Sync,
     trains: bool = True,
     keep_between: bool = False,
+    forwards: int = 1,
 ) -> None:
     """Add one steady step's collectives of one root's groups, given in post-forward order, to ``ledger``.
 
@@ -120,16 +128,22 @@ def walk_step(
 
     ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
     ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
+    Of several ``forwards`` a micro-batch the last one is trained, the others run without gradients.
     """
     passes = _Passes(groups, keep_between=keep_between)
     for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
         waiting = False
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
-            passes.forward(book)
+            for _ in range(forwards):
+                passes.forward(book)
             if not trains:
                 continue
-            passes.backward(book, is_last=is_last)
+            passes.backward(book)
+            if forwards > 1:
+                passes.prefetch_across(book)
+            if is_last or not keep_between:
+                passes.reshard()
             if not is_last and sync != "each":
                 waiting = True
                 continue
@@ -155,8 +169,8 @@ class _Passes:
             if group.reshard is not False:
                 self._states[id(group)] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
 
-    def backward(self, ledger: Ledger, *, is_last: bool) -> None:
-        """Gather what is not there; reshard behind uses whose inputs get gradients, and at the end."""
+    def backward(self, ledger: Ledger) -> None:
+        """Gather what is not there, and reshard it behind earlier uses whose inputs get gradients."""
         for index in range(len(self._uses) - 1, -1, -1):
             group = self._uses[index]
             if not group.has_backward:
@@ -168,8 +182,22 @@ class _Passes:
                     self._gather(target, ledger, "backward")
             if self._is_used_before(index) and self._input_has_gradient(index) and not self._keep_between:
                 self._states[id(group)] = _State.SHARDED
-        if is_last or not self._keep_between:
-            self._states = {id(group): _State.SHARDED for group in self._uses}
+
+    def prefetch_across(self, ledger: Ledger) -> None:
+        """The first group in forward order takes the last one of the forward before for the next in backward.
+
+        That one's backward is over, so that it is gathered in vain; the root's is not.
+        """
+        first, last = self._uses[0], self._uses[-1]
+        if not first.has_backward or first.backward_prefetch is not None or last.fqn == "" or last is first:
+            return
+        if last.has_backward:
+            self._states[id(last)] = _State.SHARDED
+        self._gather(last, ledger, "backward")
+
+    def reshard(self) -> None:
+        """Free everything, as the end of a backward does."""
+        self._states = {id(group): _State.SHARDED for group in self._uses}
 
     def reduces_early(self, group: GroupTraffic) -> bool:
         """Whether its backward ends once before its gradients are there, and reduces what had accumulated."""
