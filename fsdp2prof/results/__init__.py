@@ -13,6 +13,7 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.baseline import BASELINE_SCHEMA, Baseline, BaselineCollectives, BaselinePeak
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
     BenchCollective,
@@ -190,6 +191,7 @@ from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, What
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
+    "BASELINE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -223,6 +225,9 @@ __all__ = [
     "Attribution",
     "BandwidthFit",
     "BandwidthRow",
+    "Baseline",
+    "BaselineCollectives",
+    "BaselinePeak",
     "BenchCollective",
     "BenchFit",
     "BenchRate",

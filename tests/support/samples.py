@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.compare.baseline import baseline_of
+from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
@@ -51,6 +53,14 @@ from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
+
+
+def baseline() -> results.Baseline:
+    """The sums of a small run."""
+    analysis = run_analysis()
+    assert analysis.memory is not None
+    peaks = {rank.rank: rank.peak for rank in analysis.memory.ranks}
+    return baseline_of(Side(path="run", kind="run", trace=analysis.trace, peaks=peaks, run=analysis.run))
 
 
 def two_measured_ranks() -> Measured:
@@ -123,6 +133,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "models": (results.ModelCatalog, "fsdp2prof.inspect.models/1", list_models),
     "hardware": (results.HardwareCatalog, "fsdp2prof.inspect.hardware/1", list_hardware),
     "categories": (results.CategoryCatalog, "fsdp2prof.inspect.categories/1", list_categories),
+    "baseline": (results.Baseline, "fsdp2prof.baseline/1", baseline),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (

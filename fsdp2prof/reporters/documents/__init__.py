@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.baseline import baseline_document
 from fsdp2prof.reporters.documents.bench import bench_document
 from fsdp2prof.reporters.documents.catalogs import (
     category_catalog_document,
@@ -39,6 +40,7 @@ from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    Baseline,
     BenchResult,
     CategoryCatalog,
     CheckpointEstimate,
@@ -72,6 +74,7 @@ from fsdp2prof.results import (
 __all__ = ["BUILDERS", "build"]
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {
+    Baseline: baseline_document,
     BenchResult: bench_document,
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
