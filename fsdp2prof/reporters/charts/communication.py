@@ -76,6 +76,7 @@ def wait_chart(rows: Sequence[LayerWait]) -> Figure | None:
         "x": labels([layer_name(fqn) for fqn in layers]),
         "y": [f"rank {rank}" for rank in ranks],
         "z": [[waited.get((rank, fqn)) for fqn in layers] for rank in ranks],
+        "zmin": 0,
         "colorscale": [[0, "rgba(192,57,43,0.05)"], [1, "rgba(192,57,43,1)"]],
         "colorbar": {"title": {"text": "ms"}, "thickness": 12},
         "hovertemplate": "%{y}, %{x}: %{z:.3f} ms<extra></extra>",

@@ -43,6 +43,7 @@ __all__ = [
     "late_table",
     "layer_table",
     "layer_wait_table",
+    "operator_table",
     "step_table",
     "straggler_table",
     "wait_table",
@@ -246,6 +247,34 @@ def kernel_table(analysis: TraceAnalysis) -> Table:
         rows=cells(columns, rows),
         limit=_KERNEL_ROWS,
         noun="name",
+    )
+
+
+def operator_table(analysis: TraceAnalysis) -> Table:
+    """Return what products and attention achieve, by shape."""
+    rows = analysis.operators
+    peaks = bool(analysis.peak_flops_per_s)
+    columns = [
+        name_column("name", "operator"),
+        name_column("shapes", "shapes"),
+        text_column("dtype", "dtype", show_dtype),
+        ms_column("total_ns", "ms", [row.total_ns for row in rows]),
+        number_column("count", "n", mean_count),
+        number_column("mean_ns", "each", show_ns),
+        number_column("flops_per_s", "achieved", format_flops),
+        number_column("bytes_per_s", "GB/s at\nleast", show_gb_per_s),
+        *([number_column("of_peak_flops_frac", "of peak\nFLOP/s", show_frac)] if peaks else []),
+        *([number_column("of_peak_bytes_frac", "of peak\nGB/s", show_frac)] if peaks else []),
+        *([number_column("roof_frac", "of the\nroof", show_frac)] if peaks else []),
+    ]
+    return Table(
+        name="operators",
+        title="What products and attention achieve",
+        note="per rank and step, longest first; bytes: operands and results once",
+        columns=columns,
+        rows=cells(columns, rows),
+        limit=_KERNEL_ROWS,
+        noun="shape",
     )
 
 
