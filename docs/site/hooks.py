@@ -11,6 +11,7 @@ from fsdp2prof.cli import cli
 
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!docs/)[^)]*)\)")
 """A link to a file of the repository that is no page of the site."""
+_ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):<code>~?([^<]*)</code>")
 _HELP = re.compile(r"^<!-- help of every command -->$", re.MULTILINE)
 
 
@@ -19,6 +20,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = _HELP.sub(lambda _: "\n".join(_verbs(cli, "fsdp2prof", None)), markdown)
     depth = page.file.src_uri.count("/")
     return _OUTSIDE.sub(lambda link: link[0] if _is_page(link[0], depth) else _plain(link), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Write the roles of docstrings (``:func:`load```) as plain names."""
+    return _ROLE.sub(lambda role: f"<code>{role[1].rpartition('.')[2]}</code>", html)
 
 
 def _is_page(link: str, depth: int) -> bool:

@@ -13,7 +13,6 @@ from fsdp2prof.reporters.charts.memory import (
 from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
 from fsdp2prof.reporters.documents import memory_tables as tables
 from fsdp2prof.reporters.documents.findings import findings_section
-from fsdp2prof.reporters.formats import show_category
 from fsdp2prof.results import Finding, MemoryAnalysis, OutOfMemory, RankMemory
 from fsdp2prof.units import format_bytes, format_frac, plural
 from fsdp2prof.vocabulary import PHASES, layer_name
@@ -105,7 +104,9 @@ def _peak_section(analysis: MemoryAnalysis) -> Section:
         largest = rank.peak.layers[0]
         title = f"{largest.name} holds most of the peak: {format_bytes(largest.bytes)}"
         blocks += _chart("memory_layers", title, memory_layer_chart(rank.peak.layers))
-        blocks += _chart("memory_map", _largest_cell(rank), memory_map(rank.peak.layers_folded))
+        blocks += _chart(
+            "memory_map", tables.largest_cell(rank.peak.layers_folded), memory_map(rank.peak.layers_folded)
+        )
         blocks.append(table)
     if rank.peak.largest_blocks:
         blocks.append(tables.block_table(rank))
@@ -117,15 +118,6 @@ def _peak_section(analysis: MemoryAnalysis) -> Section:
         lead="The peak is the instant of the most allocated bytes; its kinds and layers sum to it exactly.",
         blocks=blocks,
     )
-
-
-def _largest_cell(rank: RankMemory) -> str:
-    """Say which kind of which layer holds most."""
-    cells = [
-        (size, row.name, name) for row in rank.peak.layers_folded for name, size in row.categories.items()
-    ]
-    size, layer, category = max(cells, key=lambda cell: cell[0])
-    return f"Most at the peak: {show_category(category)} of {layer}, {format_bytes(size)}"
 
 
 def _course_section(rank: RankMemory) -> list[Section]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.memory import memory_layer_chart, memory_map
 from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
-from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
+from fsdp2prof.reporters.documents.memory_tables import largest_cell, layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
@@ -44,7 +46,17 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 blocks=[
                     _category_table(estimate),
                     *([_by_layer(figure, estimate.peak.layers[0])] if figure else []),
-                    *([Chart(name="memory_map", title="By layer and kind", figure=cells)] if cells else []),
+                    *(
+                        [
+                            Chart(
+                                name="memory_map",
+                                title=largest_cell(estimate.peak.layers_folded),
+                                figure=cells,
+                            )
+                        ]
+                        if cells
+                        else []
+                    ),
                     layer_memory_table(estimate.peak),
                     _stream_table(estimate),
                 ],
@@ -68,6 +80,10 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
 def _by_layer(figure: Figure, largest: LayerMemory) -> Chart:
     title = f"{largest.name} holds most of the peak: {format_bytes(largest.bytes)}"
     return Chart(name="layers_at_peak", title=title, figure=figure)
+
+
+def _by_cell(figure: Figure, layers: Sequence[LayerMemory]) -> Chart:
+    return Chart(name="memory_map", title=largest_cell(layers), figure=figure)
 
 
 def _tried(estimate: MemoryEstimate) -> Section:

@@ -20,6 +20,7 @@ from fsdp2prof.reporters.documents import trace_titles as titles
 from fsdp2prof.reporters.documents.findings import findings_section
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
+from fsdp2prof.reporters.documents.work_tables import kernel_table, operator_table
 from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
@@ -75,10 +76,13 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     ]
 
 
-def trace_sections(analysis: TraceAnalysis) -> list[Section]:
-    """Lay out the step, the communication and the ranks, each where there is something to show."""
+def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[Section]:
+    """Lay out the step, the communication and the ranks, each where there is something to show.
+
+    Of a ``predicted`` step nothing is said to be missing from its recording.
+    """
     return [
-        *_step_section(analysis),
+        *_step_section(analysis, predicted),
         *timeline_section(analysis.timeline),
         *what_if_section(analysis.what_if),
         _communication_section(analysis),
@@ -121,15 +125,15 @@ def _step_numbers(analysis: TraceAnalysis) -> str:
     return ("step " if len(numbers) == 1 else "steps ") + ", ".join(map(str, numbers))
 
 
-def _step_section(analysis: TraceAnalysis) -> list[Section]:
+def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
     if not analysis.totals.windows:
         return []
     table = tables.breakdown_table(analysis)
     blocks: list[Block] = [
         *_chart("step_chart", titles.step(analysis), step_chart(step_rows(analysis)), "each step, ms"),
         table,
-        *([tables.kernel_table(analysis)] if analysis.kernels else []),
-        *_roofline_blocks(analysis),
+        *([kernel_table(analysis)] if analysis.kernels else []),
+        *_roofline_blocks(analysis, predicted),
     ]
     lead = (
         f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
@@ -138,17 +142,18 @@ def _step_section(analysis: TraceAnalysis) -> list[Section]:
     return [Section(anchor="step", title=table.title, lead=lead, blocks=blocks)]
 
 
-def _roofline_blocks(analysis: TraceAnalysis) -> list[Block]:
+def _roofline_blocks(analysis: TraceAnalysis, predicted: bool) -> list[Block]:
     if not analysis.operators:
-        lost = analysis.kernels and all(step.flops is None for r in analysis.ranks for step in r.steps)
-        missing = [_NO_SHAPES] if lost and analysis.focus is None else []
-        return [Sentences(title="What products and attention achieve", lines=missing)] if missing else []
+        unknown = all(step.flops is None for rank in analysis.ranks for step in rank.steps)
+        if predicted or not unknown or not analysis.kernels:
+            return []
+        return [Sentences(title="What products and attention achieve", lines=[_NO_SHAPES])]
     figure = roofline_chart(analysis.operators, analysis.peak_flops_per_s, analysis.peak_memory_bytes_per_s)
     note = (
         "larger: more time" if analysis.peak_flops_per_s else "larger: more time; --hardware draws the roof"
     )
     chart = _chart("roofline_chart", titles.operators(analysis), figure, note)
-    return [*chart, tables.operator_table(analysis)]
+    return [*chart, operator_table(analysis)]
 
 
 def _communication_section(analysis: TraceAnalysis) -> Section:
