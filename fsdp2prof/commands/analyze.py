@@ -12,6 +12,7 @@ from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_gi
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.trace_options import cache_option, refuse_without_traces, trace_options
 from fsdp2prof.commands.trace_views import view_options, write_view
+from fsdp2prof.commands.view import VIEW_FLAGS, View, view_part_options
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
@@ -31,6 +32,7 @@ def analyze() -> None:
 @job_options
 @trace_options
 @view_options
+@view_part_options()
 @fail_on_option("trace", "exposed_frac>0.2")
 @output_options()
 def trace(
@@ -38,8 +40,9 @@ def trace(
     *,
     choice: JobChoice,
     options: TraceOptions,
-    view: str | None,
+    hta_view: str | None,
     diff: Path | None,
+    view: View,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -47,14 +50,14 @@ def trace(
 
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
-    if view is not None or diff is not None:
-        write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
+    if hta_view is not None or diff is not None:
+        write_view(path, hta_view, diff, choice=choice, steps=options["steps"], output=output)
         return
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.workflows.analyze import analyze_trace
 
         analysis = analyze_trace(choice.open(path), **options)
-    output.render(analysis, source=path)
+    output.render(view.of(analysis), source=path)
     gate.check(analysis)
 
 
@@ -68,6 +71,7 @@ def trace(
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
 @cache_option
+@view_part_options(steps=False)
 @fail_on_option("memory", "peak_allocated_gib>70")
 @output_options()
 def memory(
@@ -76,6 +80,7 @@ def memory(
     choice: JobChoice,
     diff: Path | None,
     cache: bool,
+    view: View,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -84,7 +89,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--cache", "--fail-on", because="--diff compares two peaks")
+        refuse_given("--cache", "--fail-on", *VIEW_FLAGS, because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
         with output.progress(f"comparing {diff} with {path}"):
             from fsdp2prof.workflows.compare import compare_memory
@@ -96,7 +101,7 @@ def memory(
         from fsdp2prof.workflows.analyze import analyze_memory
 
         analysis = analyze_memory(choice.open(path), cache=cache)
-    output.render(analysis, source=path)
+    output.render(view.of(analysis), source=path)
     gate.check(analysis)
 
 
@@ -104,6 +109,7 @@ def memory(
 @click.argument("run", type=click.Path(path_type=Path))
 @job_options
 @trace_options
+@view_part_options()
 @fail_on_option("run", "exposed_frac>0.2")
 @output_options()
 def run(
@@ -111,6 +117,7 @@ def run(
     *,
     choice: JobChoice,
     options: TraceOptions,
+    view: View,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -124,7 +131,7 @@ def run(
         job = choice.open(run)
         refuse_without_traces(job)
         analysis = analyze_run(job, **options)
-    output.render(analysis, source=run)
+    output.render(view.of(analysis), source=run)
     gate.check(analysis)
 
 

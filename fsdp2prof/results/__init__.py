@@ -101,6 +101,7 @@ from fsdp2prof.results.estimate import (
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
+from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.hang import (
     HANG_SCHEMA,
     HangAnalysis,
@@ -188,7 +189,7 @@ from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane,
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
-from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = [
     "BASELINE_SCHEMA",
@@ -266,6 +267,7 @@ __all__ = [
     "FastPathError",
     "Finding",
     "Fit",
+    "Focus",
     "Fragmentation",
     "GroupRow",
     "HangAnalysis",
@@ -306,6 +308,7 @@ __all__ = [
     "MeshRank",
     "ModelCatalog",
     "NameChange",
+    "OperatorRow",
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",

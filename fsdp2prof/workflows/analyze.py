@@ -18,6 +18,7 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
+from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
 from fsdp2prof.analyzers.steps import host_steps, trained_steps
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
@@ -25,6 +26,7 @@ from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, Usage
 from fsdp2prof.estimators.replay.program import RankProgram
 from fsdp2prof.estimators.whatif import program_of, replay_job, with_what_ifs
 from fsdp2prof.manifest import RankManifest
+from fsdp2prof.progress import counted
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import AtPeak, MemoryAnalysis, RunAnalysis, RunSummary, TraceAnalysis
@@ -120,6 +122,14 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
+    return replace(
+        _analyze_run(job, options),
+        sharding=shards_of_run(str(job.path), job.manifests),
+        mesh=mesh_of_run(job.manifests),
+    )
+
+
+def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     summary = _summary(job)
     if job.summaries.files:
         kept = analysis_of_summaries(job, options)
@@ -225,7 +235,7 @@ def _analyze_recordings(job: JobFiles) -> _MemoryPart:
     manifests = job.manifests
     recordings: list[RankRecording] = []
     unreadable: list[str] = []
-    for file in found.files:
+    for file in counted(found.files, found.files):
         try:
             manifest = manifests.get(file.rank)
             recordings += [(file.rank, one, manifest) for one in read_recordings(file.path)]
@@ -292,7 +302,7 @@ def _analyze_traces(job: JobFiles, fullest: _Fullest | None, options: TraceOptio
         )
         for file in files
     ]
-    outcomes = list(map_in_processes(_analyze_file, jobs, workers))
+    outcomes = list(counted(map_in_processes(_analyze_file, jobs, workers), jobs))
     analysed = [outcome for outcome in outcomes if isinstance(outcome, _RankOutcome)]
     unreadable = [outcome for outcome in outcomes if isinstance(outcome, str)]
     if not analysed:
