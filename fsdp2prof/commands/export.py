@@ -9,16 +9,18 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, job_options
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.workflows.urls import shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["export"]
 
-_RUN = click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+_RUN = click.argument("path", metavar="RUN", type=InputPath())
 
 
 @click.group(short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.")
@@ -46,6 +48,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
         from fsdp2prof.workflows.export_perfetto import export_perfetto
 
         made = export_perfetto(choice.open(path), target, **options)
+        output.publish()
     output.tell(
         f"wrote {target}: {plural(made.ranks, 'rank')}, {made.events:,} events, "
         f"{made.arrows:,} collectives joined over the ranks, {format_bytes(made.bytes)}"
@@ -56,6 +59,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a Parquet file, raw values under the names of its columns.
@@ -69,6 +73,7 @@ def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Out
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def csv(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a CSV file, raw values under the names of its columns."""
@@ -84,6 +89,7 @@ def _tables(
     assert folder is not None
     check_folder(folder, kind, force=output.force)
     made = export_tables(_analysis(path, choice, options, output), folder, kind)
+    output.publish()
     rows = sum(made.values())
     output.tell(f"wrote {plural(len(made), 'table')} of {rows:,} rows in all into {folder}")
 
@@ -92,6 +98,7 @@ def _tables(
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write to this file instead of stdout.")
 def metrics(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write the main numbers of a run as OpenMetrics text, for Prometheus and what reads its format.
@@ -111,4 +118,4 @@ def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Outp
 
         job = choice.open(path)
         refuse_without_traces(job)
-        return analyze_any(job, **options)
+        return shown(analyze_any(job, **options))
