@@ -1,4 +1,4 @@
-"""``fsdp2prof analyze trace|memory|run|hang``: read what a job left, analyse it, write the result."""
+"""``fsdp2prof analyze trace|memory|run|hang|nccl``: read what a job left, analyse it, write the result."""
 
 from __future__ import annotations
 
@@ -164,4 +164,25 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
         from fsdp2prof.workflows.hang import analyze_hang
 
         analysis = analyze_hang(path, run=run)
+    output.render(analysis, source=path)
+
+
+@analyze.command(short_help="Why a group is slow: what NCCL itself wrote.")
+@_path
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
+)
+@output_options()
+def nccl(path: Path, *, run: Path | None, output: Output) -> None:
+    """How fast NCCL's collectives were, without a trace, and what its log says of why a group is slow.
+
+    PATH is a log of NCCL Inspector (JSON) or of NCCL_DEBUG=INFO, a folder of them, or a run directory.
+    """
+    with output.progress(f"analysing NCCL's files of {path}"):
+        from fsdp2prof.workflows.nccl import analyze_nccl
+
+        analysis = analyze_nccl(path, run=run)
     output.render(analysis, source=path)

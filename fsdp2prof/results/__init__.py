@@ -143,6 +143,14 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.nccl import (
+    NCCL_SCHEMA,
+    NcclAnalysis,
+    NcclCollective,
+    NcclCommunicator,
+    NcclRank,
+    NcclTransport,
+)
 from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
 from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
@@ -211,6 +219,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "NCCL_SCHEMA",
     "PACKING_ESTIMATE_SCHEMA",
     "PARITY_SCHEMA",
     "PLAN_SCHEMA",
@@ -308,6 +317,11 @@ __all__ = [
     "MeshRank",
     "ModelCatalog",
     "NameChange",
+    "NcclAnalysis",
+    "NcclCollective",
+    "NcclCommunicator",
+    "NcclRank",
+    "NcclTransport",
     "OperatorRow",
     "OtherPeak",
     "OutOfMemory",

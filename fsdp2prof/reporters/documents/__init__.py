@@ -30,6 +30,7 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.nccl import nccl_document
 from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
 from fsdp2prof.reporters.documents.parity import parity_document
 from fsdp2prof.reporters.documents.plan import plan_document
@@ -57,6 +58,7 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    NcclAnalysis,
     PackingEstimate,
     ParityCheck,
     Plan,
@@ -92,6 +94,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ModelCatalog: model_catalog_document,
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
+    NcclAnalysis: nccl_document,
     ParityCheck: parity_document,
     EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
