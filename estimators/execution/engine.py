@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2prof.errors import Fsdp2ProfError, ModelError
+from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
@@ -74,16 +75,19 @@ class Execution:
     """Address -> block of storages that were made for one block outside of its own work."""
 
 
-def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2) -> Execution:
+def execute(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2, graphs: Graphs | None = None
+) -> Execution:
     """Build, shard and train the model for ``steps`` steps as rank 0 of ``mesh``.
 
-    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    With ``graphs`` the blocks run as ``torch.compile`` of each would. Raises ``ModelError`` for a model,
+    mesh or policy that cannot be run, and ``CannotCompile``, one of these, for a block that cannot be traced.
     """
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh)
+        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
@@ -156,13 +160,21 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         ) from error
 
 
-def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
-    """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
+def sharded_model(
+    spec: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    device_mesh: DeviceMesh,
+    *,
+    graphs: Graphs | None = None,
+) -> Model:
+    """Build a model on meta and shard it as rank 0 of ``device_mesh``, its blocks compiled or not."""
     model = part_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
-    choose_norm(model, policy)
+    choose_norm(model, replace(policy, norm="composed") if graphs is not None and policy.norm else policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)
+        meshes = fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts
+        shard(model, policy, *meshes, graphs=graphs)
         exchange_tokens(model, policy, experts)
     return model
 
