@@ -83,7 +83,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     limits = [limit for mark in marks for limit in _limits(mark)]
     result = yield
     runs = [Path(mark.kwargs["run"]) for mark in marks if mark.kwargs.get("run") is not None]
-    runs += item.stash.setdefault(_RUNS, [])
+    recorded: list[Path] = item.stash.setdefault(_RUNS, [])
+    runs += recorded
     if not runs:
         pytest.fail(
             f"@pytest.mark.{_MARK}: the test recorded nothing; call fsdp2prof_record(...) or give run=PATH",
