@@ -83,7 +83,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     limits = [limit for mark in marks for limit in _limits(mark)]
     result = yield
     runs = [Path(mark.kwargs["run"]) for mark in marks if mark.kwargs.get("run") is not None]
-    recorded: list[Path] = item.stash.get(_RUNS, [])
+    recorded: list[Path] = item.stash.setdefault(_RUNS, [])
     runs += recorded
     if not runs:
         pytest.fail(

@@ -151,3 +151,22 @@ def test_what_a_simulation_lacks_is_refused(
     assert not target.exists()
     assert call(capfd, "export", "chakra", run, "-o", target).code == 0
     call(capfd, "export", "chakra", run, "-o", target).refused("add -f")
+
+
+def test_groups_of_hsdp_are_numbered_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Two replicas of two shards: four groups, none of them all ranks; each collective names its own."""
+    from fsdp2prof.workflows.export_chakra import export_chakra
+    from fsdp2prof.workflows.job_files import open_job
+
+    schedule = Schedule(roots=(transformer(1),), steps=1, shard=2, replicas=2)
+    run = write_run(record(*[schedule] * RANKS), tmp_path / "run")
+    assert export_chakra(open_job(run), tmp_path / "chakra").groups == 4
+    groups = json.loads((tmp_path / "chakra" / "comm_groups.json").read_text())
+    assert sorted(groups) == ["1", "2", "3", "4"]
+    pairs = {tuple(ranks) for ranks in groups.values()}
+    assert len(pairs) == 4
+    assert all(len(pair) == 2 for pair in pairs)
+    for rank in range(RANKS):
+        for one in nodes(tmp_path / "chakra" / f"workload.{rank}.et"):
+            if one["type"] == COLLECTIVE:
+                assert rank in groups[one["pg_name"].decode()]
