@@ -13,6 +13,13 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.balance import (
+    BALANCE_SCHEMA,
+    BalanceCheck,
+    BalancedRank,
+    BalancedStep,
+    TokenBalance,
+)
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
     BenchCollective,
@@ -190,6 +197,7 @@ from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, What
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
 
 __all__ = [
+    "BALANCE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -221,6 +229,9 @@ __all__ = [
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BalanceCheck",
+    "BalancedRank",
+    "BalancedStep",
     "BandwidthFit",
     "BandwidthRow",
     "BenchCollective",
@@ -365,6 +376,7 @@ __all__ = [
     "TimeChange",
     "TimelineLane",
     "TimelineStall",
+    "TokenBalance",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",
