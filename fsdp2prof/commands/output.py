@@ -1,4 +1,4 @@
-"""Where a result goes and how it looks there: ``-o``, ``--format``, ``-v``, ``--table``, ``-f``, ``-q``."""
+"""Where a result goes and how it looks there: ``-o``, ``--format``, ``-v``, ``--table``, ``--sort``, ...."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.paths import OutputPath
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
+from fsdp2prof.progress import watched
+from fsdp2prof.reporters.arrange import arranged
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
@@ -51,6 +53,10 @@ class Output:
     verbose: bool = False
     table: str | None = None
     """The table that CSV holds; None is the first one."""
+    sort: str | None = None
+    """Column by which tables are sorted; None leaves them as they are."""
+    top: int | None = None
+    """Rows of every table; None is as many as its document says."""
 
     def render(self, result: Any, *, source: str | Path = "") -> None:
         """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
@@ -61,7 +67,8 @@ class Output:
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        self.write(RENDERERS[self.format].render(build(shown(result)), options))
+        document = arranged(build(shown(result)), self.sort, self.top)
+        self.write(RENDERERS[self.format].render(document, options))
 
     @property
     def to_terminal(self) -> bool:
@@ -96,8 +103,9 @@ class Output:
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[Callable[[str], None]]:
-        """Show what is being done on stderr, if a person is looking; plain lines where colour is off.
+        """Show on stderr what is being done and how far it has come, if a person is looking.
 
+        Plain lines where colour is off.
         What it gives is called with what is being done next.
         """
         if self.quiet or not sys.stderr.isatty():
@@ -107,11 +115,28 @@ class Output:
             say(doing)
             yield say
             return
-        from rich.console import Console
-        from rich.text import Text
+        with _bar(doing) as tell:
+            yield tell
 
-        with Console(stderr=True).status(Text(printable(shown(doing)))) as status:
-            yield lambda text: status.update(Text(printable(shown(text))))
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show a line that turns, with a bar as soon as the work tells how far it has come."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(escape(printable(shown(doing))), total=None)
+
+        def came(done: int, of: int) -> None:
+            if len(progress.columns) == len(columns):
+                progress.columns = (*columns, BarColumn(), MofNCompleteColumn())
+            progress.update(task, completed=done, total=of)
+
+        with watched(came):
+            yield lambda text: progress.update(task, description=escape(printable(shown(text))))
 
 
 def output_options(
@@ -135,6 +160,8 @@ def output_options(
             output_format: str | None = None,
             output_verbose: bool = False,
             output_table: str | None = None,
+            output_sort: str | None = None,
+            output_top: int | None = None,
             **rest: Any,
         ) -> None:
             chosen = _choose_format(output_path, output_format, formats, beside=beside)
@@ -142,6 +169,8 @@ def output_options(
                 refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
             if chosen != "text":
                 refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+            if chosen == "json":
+                refuse_given("--sort", "--top", because="json output holds every row, in its own order")
             if output_path is not None:
                 refuse_existing(output_path, force)
             elif not beside:
@@ -153,6 +182,8 @@ def output_options(
                 quiet=quiet,
                 verbose=output_verbose,
                 table=output_table,
+                sort=output_sort,
+                top=output_top,
             )
             command(*args, output=output, **rest)
 
@@ -203,6 +234,11 @@ def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], An
     if "text" in formats:
         text = "Text with every rank, step, layer and setting, nothing folded."
         options.append(click.option("-v", "--verbose", "output_verbose", is_flag=True, help=text))
+    if "text" in formats or "csv" in formats:
+        text = "Sort tables that have this column by it: exposed_ns, layer:asc, ...; a wrong name lists them."
+        options.append(click.option("--sort", "output_sort", metavar="COLUMN", help=text))
+        rows = click.IntRange(min=1)
+        options.append(click.option("--top", "output_top", type=rows, metavar="N", help="Rows of a table."))
     if "csv" in formats:
         text = "Which table CSV output holds, instead of the first; a wrong name lists them."
         options.append(click.option("--table", "output_table", metavar="NAME", help=text))

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
+from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.estimators.whatif import replay_job, with_what_ifs
+from fsdp2prof.progress import counted
 from fsdp2prof.results import AtPeak, MemoryAnalysis, RunAnalysis, RunSummary, TraceAnalysis
 from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.job_files import JobFiles
@@ -60,7 +62,8 @@ def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[Trace
     if not job.traces.files:
         raise TraceError(job.traces.absent)
     with place_of(options) as place:
-        reduced = list(place.map(reduce_rank, _works(job, job.traces.files, (), options)))
+        works = _works(job, job.traces.files, (), options)
+        reduced = list(counted(place.map(reduce_rank, works), works))
     part = _merged_traces(job, reduced, options)
     return replace(part.result, warnings=[*job.messages, *part.result.warnings]), part.ranks
 
@@ -97,7 +100,7 @@ def analyze_memory(job: JobFiles, *, cache: bool = False, cluster: str | None = 
         works = _works(job, (), found.files, options)
         reduced: list[Reduced] = []
         fullest: tuple[RankWork, Reduced] | None = None
-        for work, one in zip(works, place.map(reduce_rank, works), strict=True):
+        for work, one in zip(works, counted(place.map(reduce_rank, works), works), strict=True):
             if one.peak_bytes > (fullest[1].peak_bytes if fullest else -1):
                 fullest = work, one
             reduced.append(replace(one, fullest=None))
@@ -119,13 +122,21 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
+    return replace(
+        _analyze_run(job, options),
+        sharding=shards_of_run(str(job.path), job.manifests),
+        mesh=mesh_of_run(job.manifests),
+    )
+
+
+def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
     summary = _summary(job)
     if job.summaries.files:
         kept = analysis_of_summaries(job, options)
         return combine(summary, kept.trace, kept.memory, kept.warnings)
     with place_of(options) as place:
         works = _works(job, job.traces.files, job.memory.files, options)
-        reduced = list(place.map(reduce_rank, works))
+        reduced = list(counted(place.map(reduce_rank, works), works))
     memory: MemoryAnalysis | None = None
     trace: TraceAnalysis | None = None
     warnings: list[str] = []
