@@ -101,15 +101,6 @@ def what_if_sample() -> results.WhatIf:
     return what_if([RecordedRank(tables=tables, program=program, analysis=analysis)], "run")
 
 
-def nccl_analysis() -> results.NcclAnalysis:
-    """Four ranks on two nodes: a communicator that both the Inspector and the log know, and another."""
-    with tempfile.TemporaryDirectory() as folder:
-        gathers = [[("all_gather", n, 2000, 400 - 90 * rank) for n in range(4)] for rank in range(2)]
-        log = logged(Path(folder, "logs"), far="NET/Socket/0", calls=3)
-        manifests = {rank: manifest(rank) for rank in range(2)}
-        return analyze_nccl(inspected(Path(folder), gathers), log, manifests)
-
-
 def small_balance() -> results.BalanceCheck:
     """Two ranks, one of which has 20 ns more to do, and the tokens of one step."""
     measured = {
@@ -118,6 +109,15 @@ def small_balance() -> results.BalanceCheck:
     }
     tokens = {0: [StepTokens(tokens=3, computed=5), StepTokens(tokens=8, computed=8)]}
     return check_balance(measured, path="run", measured_on="watched", tokens=tokens, documents=4)
+
+
+def nccl_analysis() -> results.NcclAnalysis:
+    """Four ranks on two nodes: a communicator that both the Inspector and the log know, and another."""
+    with tempfile.TemporaryDirectory() as folder:
+        gathers = [[("all_gather", n, 2000, 400 - 90 * rank) for n in range(4)] for rank in range(2)]
+        log = logged(Path(folder, "logs"), far="NET/Socket/0", calls=3)
+        manifests = {rank: manifest(rank) for rank in range(2)}
+        return analyze_nccl(inspected(Path(folder), gathers), log, manifests)
 
 
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
