@@ -42,6 +42,7 @@ from fsdp2prof.estimators.execution.second_models import (
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.quantized import PackedLinear
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
@@ -209,6 +210,12 @@ def _known_tensors(
         for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
             if isinstance(state, Tensor):
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
+    units = [unit for unit, part in module.named_modules() if isinstance(part, FSDPModule)]
+    for name, part in module.named_modules():
+        for key, buffer in part.named_buffers(recurse=False) if isinstance(part, PackedLinear) else ():
+            owner = max((unit for unit in units if f"{name}.".startswith(f"{unit}.") or not unit), key=len)
+            fqn = qualified_fqn(owner, root, roots)
+            yield _info("unsharded_parameter", fqn, f"{name}.{key}", buffer, tracker)
 
 
 def _reshard(root: nn.Module) -> None:

@@ -177,7 +177,8 @@ class PolicySpec:
     lora: Lora | None = option(
         None,
         LoraText(),
-        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE.",
+        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE, or "
+        "in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
     )
     trainable: str | None = option(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."

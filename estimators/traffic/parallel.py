@@ -17,10 +17,11 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
-from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 
 if TYPE_CHECKING:
@@ -107,7 +108,13 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
-    adapted = with_adapters(model, policy.lora, policy.orig_dtype)
+    adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
+    if policy.lora is not None and policy.lora.quantized is not None:
+        if mesh.tp * mesh.pp > 1:
+            raise ModelError("lora: a quantized base is modelled with FSDP and HSDP: leave tp and pp at 1")
+        if policy.lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
+            raise ModelError(f"lora: base={policy.lora.quantized}: {refusal}")
+        quantize_blocks(adapted, policy.lora.quantized, policy.compute_dtype, mesh.fsdp_size)
     return _with_local_experts(stage_of(adapted, mesh, policy), mesh)
 
 

@@ -106,6 +106,7 @@ from fsdp2prof.results.estimate import (
     PredictedStep,
     TriedChange,
     Unknown,
+    WeightSync,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
 from fsdp2prof.results.focus import Focus
@@ -409,6 +410,7 @@ __all__ = [
     "WatchedRank",
     "WatchedRun",
     "WatchedTime",
+    "WeightSync",
     "WhatIf",
     "WhatIfChange",
     "WhatIfLayer",

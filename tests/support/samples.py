@@ -36,6 +36,7 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.step import estimate_step, predict_step
 from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
@@ -169,7 +170,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "comm_estimate": (
         results.CommEstimate,
         "fsdp2prof.estimate.comm/1",
-        lambda: estimate_comm(MODEL, MESH, POLICY),
+        lambda: estimate_comm(MODEL, MESH, POLICY, WeightSyncSpec(engines=2)),
     ),
     "step_estimate": (
         results.StepEstimate,
