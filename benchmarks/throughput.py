@@ -39,6 +39,10 @@ PARTS = {
 }
 """What a row calls its accelerator, by the beginning, the longest first -> its name here."""
 
+THE_SOURCES_OWN = {("pytorch/ao", "h100-sxm"): "h100-sxm-96gb"}
+"""A source's parts that are not the usual ones: torchao's ``roofline_utils.py`` gives its H100s 2.4 TB/s, a
+variant."""
+
 NETWORKS = {"EFA": "400gb-efa", "RDMA": "400gb-roce", "Slingshot": "200gb-slingshot"}
 """A word of the row's interconnect -> the network's name here."""
 
@@ -73,6 +77,8 @@ def read(row: dict[str, str]) -> Row:
     part = next((name for start, name in PARTS.items() if row["gpu"].startswith(start)), None)
     if part is None:
         raise ModelError(f"accelerator {row['gpu']!r} is not known")
+    source = row["source"].partition(" ")[0].partition("@")[0]
+    part = THE_SOURCES_OWN.get((source, part), part)
     network = next((name for word, name in NETWORKS.items() if word in row["interconnect"]), None)
     cluster = Cluster(
         hardware=HardwareSpec.parse(part),
