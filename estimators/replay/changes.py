@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,7 +36,7 @@ _DEEPEST = 64
 def parse_change(text: str, cluster: Cluster | None = None) -> Change:
     """Parse ``NAME=VALUE``; ``cluster`` is what another mesh of GPUs would run on. Raises ``UsageError``."""
     name, equals, value = text.partition("=")
-    makers = {
+    makers: dict[str, Callable[[str], Change]] = {
         "reshard": _reshard,
         "bandwidth": _bandwidth,
         "compute": _compute,

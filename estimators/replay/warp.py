@@ -177,15 +177,15 @@ def _of_other_kinds(trace: Trace, ran: RankRun) -> list[_Rows]:
         by_owner.setdefault(index, []).append(row)
     described = np.unique(trace.collective_args.event)
     described = described[events.thread[described] >= 0]
-    issued = {
-        p.launches.index: (p.begin, begin, end)
-        for p, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True)
-        if p.launches is not None and p.launches.index in made
-    }
+    issued, launched = {}, {}
+    for point, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True):
+        if point.launches is not None:
+            launched[point.launches.index] = point.end
+            issued[point.launches.index] = begin, end
     parts = []
     for index, one in made.items():
         on_device = by_owner.get(one.origin, [])
-        since, begin, end = issued[index]
+        since, (begin, end) = launched[one.origin], issued[index]
         holds = (events.start_ns[described] <= since) & (events.end_ns[described] >= since)
         linked = np.isin(events.correlation, events.correlation[on_device]) & (events.correlation >= 0)
         hosts = set(described[holds].tolist()) | set(np.flatnonzero(linked & (events.thread >= 0)).tolist())
