@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
-from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.cluster import Cluster
@@ -98,14 +97,12 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    if policy.extra_model is not None:
-        raise ModelError("the step time with a second model (extra_model) is not modelled")
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = capture_stitched(model, mesh, local, built)
     if mesh.cp > 1 and built.config is not None:
         kv_heads = built.config.kv_heads // mesh.tp
-        elements = 2 * policy.batch_size * policy.seq_len * kv_heads * built.config.head_dim
+        elements = 2 * policy.sequences * policy.seq_len * kv_heads * built.config.head_dim
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         program = in_float8(program, built.blocks)

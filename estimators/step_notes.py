@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
@@ -19,6 +20,10 @@ def _bubble_of(mesh: MeshSpec, policy: PolicySpec) -> str:
 
 def assumptions_of(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
     """Return what a step's time rests on beside the captured commands."""
+    return [*_of_costs(mesh, policy, costs), *extra_model_notes(policy)]
+
+
+def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
     hardware = costs.cluster.hardware
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:

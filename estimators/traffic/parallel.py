@@ -33,6 +33,8 @@ __all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
     config = model.config
+    if mesh.pp > 1 and policy.extra_model is not None:
+        raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     for dim in ("tp", "cp", "pp", "ep"):
         if getattr(mesh, dim) > 1 and config is None:
             raise ModelError(
@@ -48,7 +50,7 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             )
     if policy.async_tp and mesh.tp == 1:
         raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
-    if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs"):
+    if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs", "dpo"):
         raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if mesh.tp > 1 and model.tensor_parallel is None:
         raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
@@ -257,7 +259,7 @@ def _add_ends(
 
 
 def _tokens(mesh: MeshSpec, policy: PolicySpec) -> int:
-    return policy.batch_size * policy.seq_len // mesh.cp
+    return policy.sequences * policy.seq_len // mesh.cp
 
 
 def _activation_adder(ledger: Ledger, mesh: MeshSpec, policy: PolicySpec) -> Callable[..., None]:
@@ -353,7 +355,7 @@ def _add_context_parallel(
     ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
     axis = Axis(size=mesh.cp, mesh_dim="cp")
-    elements = 2 * policy.batch_size * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
+    elements = 2 * policy.sequences * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
     payload = elements * dtype_bytes(policy.compute_dtype)
     for block, fqn in enumerate(owners):
         passes = {"forward": 1, "backward": 2 if _recomputed(policy, block) else 1}
@@ -383,7 +385,7 @@ def _add_context_parallel(
 
 
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
-    local = policy.batch_size * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
+    local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
     stages = policy.stages_per_rank
     sends = {
