@@ -63,4 +63,4 @@ def test_replicas_of_a_cpu_run_reduce_each_layer_once_more(
     assert reduced["total_after_ns"] <= scattered["total_before_ns"]
     (tried,) = result["tried"]
     assert tried["gained_ns"] < 0
-    call(capfd, "whatif", run, "--set", mesh, "--network", "400gb-ib").refused("on CPUs")
+    call(capfd, "whatif", run, "--set", mesh, "--network", "400gb-ib").refused("on CPUs", code=2)
