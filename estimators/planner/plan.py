@@ -76,7 +76,7 @@ class Planning:
     correction: Correction = field(default_factory=Correction)
     dropped: set[Candidate] = field(default_factory=set)
     refined: list[tuple[Scored, bool]] = field(default_factory=list)
-    """Variants of the best that the engine ran, and whether they change the training's numbers."""
+    """Variants of the best that the engine ran, and whether they are only shown."""
 
     def run(self, *, refine: bool = False) -> None:
         """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""
@@ -100,7 +100,7 @@ class Planning:
         for one, memory, step in zip(tried, ran[::2], ran[1::2], strict=True):
             if not isinstance(memory, ModelError) and not isinstance(step, ModelError):
                 scored = confirmed(one.candidate, best.fast, memory, step)
-                self.refined.append((scored, one.changes_numbers))
+                self.refined.append((scored, one.only_shown))
 
     def profile(self) -> None:
         """Execute a few blocks for every way to divide one. Raises ``ModelError``."""
@@ -176,7 +176,7 @@ class Planning:
         if self.search is None:
             return []
         found = [scored for scored in self.search.all() if scored.candidate not in self.dropped]
-        return [*found, *(scored for scored, changes_numbers in self.refined if not changes_numbers)]
+        return [*found, *(scored for scored, only_shown in self.refined if not only_shown)]
 
     def plan(self) -> Plan:
         """Return the result of what was searched so far. Raises ``ModelError`` if that is nothing."""
@@ -186,7 +186,7 @@ class Planning:
         request = self.request
         fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
         winner = self.winner(found)
-        other_numbers = [scored for scored, changes_numbers in self.refined if changes_numbers]
+        shown = [scored for scored, only_shown in self.refined if only_shown]
         model = self.model()
         parameters = sum(parameter.numel() for parameter in model.module.parameters())
         point = None if winner is None else _point(winner, request)
@@ -196,7 +196,7 @@ class Planning:
             verdict=[],
             winner=point,
             families=_families(found, winner, request),
-            changes=[] if winner is None else _changes([*found, *other_numbers], winner, request),
+            changes=[] if winner is None else _changes([*found, *shown], winner, request),
             pareto=[_point(one, request) for one in pareto_front(fitting)],
             answer=budget_of(point, request),
             recipes=[] if winner is None else recipes(request, winner.candidate),

@@ -23,7 +23,7 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str
         return f"{format_bytes(one.total_bytes - winner.total_bytes)} more memory"
     slower = one.step_ns / winner.step_ns - 1
     if slower < -_ALIKE and one.confirmed:
-        return f"{format_frac(-slower)} less time, in another precision: --fix it to take it"
+        return f"{format_frac(-slower)} less time, with other numbers or code: --fix it to take it"
     if slower < -_ALIKE:
         return f"{format_frac(-slower)} less time by the search, which the engine did not confirm"
     if slower <= _ALIKE:

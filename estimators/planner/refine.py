@@ -1,8 +1,8 @@
 """What the search does not see, tried on the best configuration by the engine.
 
 Explicit prefetching, and units that keep their parameters, change when things happen and nothing else: the
-best of them wins. Another precision changes the training's numbers: what it would gain is shown, and it wins
-only where it is fixed.
+best of them wins. Another precision changes the training's numbers, and a compiler its code: what they would
+gain is shown, and they win only where they are fixed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 
 __all__ = ["REFINED", "Variant", "variants"]
 
-REFINED = ("forward_prefetch", "backward_prefetch", "reduce_dtype", "float8")
+REFINED = ("forward_prefetch", "backward_prefetch", "reduce_dtype", "float8", "compile")
 """Options that are tried; ``reshard`` is searched, too."""
 
 _FLOAT8 = "float8_e4m3fn"
@@ -25,8 +25,8 @@ class Variant:
     """One thing changed in a configuration."""
 
     candidate: Candidate
-    changes_numbers: bool
-    """Of the training: its precision."""
+    only_shown: bool
+    """It changes the training's numbers or code."""
 
 
 def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
@@ -39,12 +39,14 @@ def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
     ]
     if best.mesh.pp == 1:
         tried.append(({"reshard": "torchtitan"}, False))
-    if request.cluster.hardware.flops.get(_FLOAT8):
+    if not best.policy.compile:
+        tried.append(({"compile": True}, True))
+    elif request.cluster.hardware.flops.get(_FLOAT8):
         tried.append(({"float8": "tensorwise"}, True))
     found = []
-    for changes, changes_numbers in tried:
+    for changes, only_shown in tried:
         ((name, value),) = changes.items()
         if name not in request.fixed_policy and getattr(best.policy, name) != value:
             policy = replace(best.policy, **changes)
-            found.append(Variant(replace(best, policy=policy), changes_numbers))
+            found.append(Variant(replace(best, policy=policy), only_shown))
     return found

@@ -29,6 +29,7 @@ _SEARCHED = (
     "forward_prefetch",
     "reduce_dtype",
     "backward_prefetch",
+    "compile",
     "float8",
     "pp_schedule",
 )
