@@ -128,7 +128,7 @@ def _dimension(name: str, groups: _Groups, gpus_per_node: int, has_cp: bool) -> 
         nodes_per_group=max(spread),
         ranks_per_node=crowd,
         flattened=list(groups.parts) if len(groups.parts) > 1 else [],
-        carries=_PART_OF if name == _FLATTENED[0] and has_cp else _CARRIES[name],
+        carries=_PART_OF if name == _FLATTENED[0] and has_cp else _CARRIES.get(name, "not known"),
     )
 
 
