@@ -2,8 +2,10 @@
 
 The compiler cuts a product that follows an all-gather, or precedes a reduce-scatter, into as many chunks as
 there are ranks, and sends the others' chunks over symmetric memory meanwhile: a rank starts on the chunk that
-it has, and its last chunk waits for the last one to arrive. Source: "Introducing Async Tensor Parallelism in
-PyTorch" (discuss.pytorch.org/t/209487), ``torch._inductor.fx_passes.micro_pipeline_tp``.
+it has, and its last chunk waits for the last one to arrive. What only rearranges gathered or reduced chunks
+(a sequence dimension behind the batch's) is part of the same operator and falls away. Source: "Introducing
+Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
+``torch._inductor.fx_passes.micro_pipeline_tp``.
 """
 
 from __future__ import annotations
@@ -38,39 +40,61 @@ def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
         c.event for c in commands if isinstance(c, Collective) and c.op == "all_gather" and _overlaps(c)
     }
     made: list[Command] = []
-    held: Wait | None = None
+    held: list[Command] = []
+    """The wait, and what rearranges the chunks behind it."""
     for command in commands:
         if isinstance(command, Wait) and command.event in gathers:
-            if held is not None:
-                made.append(held)
-            held = command
-            continue
-        if held is not None and not _does_nothing(command):
-            if _is_product(command):
-                first, last = _cut(command, ranks)
-                made += [first, held, last]
-                held = None
-                continue
-            made.append(held)
-            held = None
-        made.append(command)
-    return made if held is None else [*made, held]
+            made += held
+            held = [command]
+        elif not held or _does_nothing(command):
+            made.append(command)
+        elif _is_product(command):
+            rest, last = _cut(command, ranks)
+            made += [rest, held[0], last]
+            held = []
+        elif len(held) == 1 and _rearranges(command):
+            held.append(command)
+        else:
+            made += [*held, command]
+            held = []
+    return [*made, *held]
 
 
 def _behind_the_first_chunk(commands: list[Command], collective: Command, ranks: int) -> None:
     """Add a reduce-scatter, behind the first chunk of the product before it if nothing is between."""
-    at = len(commands) - 1
-    while at >= 0 and _does_nothing(commands[at]):
-        at -= 1
+    at = _last_work(commands, len(commands))
+    rearranged = at if at >= 0 and _rearranges(commands[at]) else -1
+    if rearranged >= 0:
+        at = _last_work(commands, at)
     if at < 0 or not _is_product(commands[at]):
         commands.append(collective)
         return
+    if rearranged >= 0:
+        del commands[rearranged]
     rest, first = _cut(commands[at], ranks)
     commands[at : at + 1] = [first, collective, rest]
 
 
+def _last_work(commands: list[Command], end: int) -> int:
+    """Position of the last command before ``end`` that is more than a view; -1 if there is none."""
+    at = end - 1
+    while at >= 0 and _does_nothing(commands[at]):
+        at -= 1
+    return at
+
+
 def _does_nothing(command: Command) -> bool:
     return isinstance(command, Kernel) and command.work is None
+
+
+def _rearranges(command: Command) -> bool:
+    """Whether a command only moves elements on the compute stream."""
+    return (
+        isinstance(command, Kernel)
+        and command.stream == 0
+        and command.work is not None
+        and command.work.kind == "copy"
+    )
 
 
 def _is_product(command: Command) -> bool:

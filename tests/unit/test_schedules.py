@@ -139,11 +139,12 @@ def _collective(op: str, event: int) -> Collective:
 
 
 def test_a_gathers_last_chunk_waits_and_a_scatters_first_chunk_starts_it() -> None:
-    copy = Kernel(0, "aten::copy_", Work("copy", "bfloat16", 8))
+    copy = Kernel(0, "aten::mul", Work("pointwise", "bfloat16", 8))
+    moved = Kernel(0, "aten::cat", Work("copy", "bfloat16", 8))
     view = Kernel(0, "aten::view", None)
     gather, scatter = _collective("all_gather", 1), _collective("reduce_scatter", 2)
     commands: list[Command] = [
-        gather, Wait(0, 1), view, _product(64), copy, _product(64), scatter, Wait(0, 2), copy,
+        gather, Wait(0, 1), view, moved, _product(64), copy, _product(64), moved, scatter, Wait(0, 2), copy,
     ]  # fmt: skip
     program = Program(commands=commands, streams=1, parameters=0, tokens=0, model_flops=0)
     made = with_async_tensor_parallel(program, 4).commands
