@@ -13,6 +13,13 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.balance import (
+    BALANCE_SCHEMA,
+    BalanceCheck,
+    BalancedRank,
+    BalancedStep,
+    TokenBalance,
+)
 from fsdp2prof.results.baseline import BASELINE_SCHEMA, Baseline, BaselineCollectives, BaselinePeak
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
@@ -200,6 +207,7 @@ from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, What
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = [
+    "BALANCE_SCHEMA",
     "BASELINE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
@@ -233,6 +241,9 @@ __all__ = [
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BalanceCheck",
+    "BalancedRank",
+    "BalancedStep",
     "BandwidthFit",
     "BandwidthRow",
     "Baseline",
@@ -387,6 +398,7 @@ __all__ = [
     "TimeChange",
     "TimelineLane",
     "TimelineStall",
+    "TokenBalance",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.balance import RankStep, StepTokens, check_balance
 from fsdp2prof.analyzers.compare.baseline import baseline_of
 from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
@@ -109,6 +110,16 @@ def nccl_analysis() -> results.NcclAnalysis:
         return analyze_nccl(inspected(Path(folder), gathers), log, manifests)
 
 
+def small_balance() -> results.BalanceCheck:
+    """Two ranks, one of which has 20 ns more to do, and the tokens of one step."""
+    measured = {
+        rank: {step: RankStep(duration_ns=100, busy_ns=60 + 20 * rank) for step in range(2)}
+        for rank in range(2)
+    }
+    tokens = {0: [StepTokens(tokens=3, computed=5), StepTokens(tokens=8, computed=8)]}
+    return check_balance(measured, path="run", measured_on="watched", tokens=tokens, documents=4)
+
+
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
@@ -169,6 +180,11 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         results.PackingEstimate,
         "fsdp2prof.estimate.packing/1",
         lambda: estimate_packing([3, 5, 2, 9], seq_len=8, batch_size=2),
+    ),
+    "balance": (
+        results.BalanceCheck,
+        "fsdp2prof.check.balance/1",
+        small_balance,
     ),
     "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (

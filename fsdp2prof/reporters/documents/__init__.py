@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.balance import balance_document
 from fsdp2prof.reporters.documents.baseline import baseline_document
 from fsdp2prof.reporters.documents.bench import bench_document
 from fsdp2prof.reporters.documents.catalogs import (
@@ -41,6 +42,7 @@ from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    BalanceCheck,
     Baseline,
     BenchResult,
     CategoryCatalog,
@@ -99,6 +101,7 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
     PackingEstimate: packing_estimate_document,
+    BalanceCheck: balance_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,
