@@ -145,9 +145,11 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
             f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
         )
+    if policy.async_tp:
+        notes.append("asynchronous tensor parallelism: memory as without it, its symmetric buffers left out")
     if mesh.pp > 1:
         notes.append(
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} under 1F1B: "
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(policy)}: "
             f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
             "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
             "torch.distributed.pipelining does; what was sent last is kept till the next; "
@@ -182,3 +184,8 @@ def extra_model_notes(policy: PolicySpec) -> list[str]:
             )
         )
     return notes
+
+
+def _schedule(policy: PolicySpec) -> str:
+    stages = policy.stages_per_rank
+    return "1F1B" if stages == 1 else f"interleaved 1F1B, {stages} stages a rank run as one"

@@ -75,6 +75,7 @@ def _parsed(version: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
+@cache
 def _installed() -> str:
     return metadata.version("torch")  # without importing it
 

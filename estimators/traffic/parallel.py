@@ -23,6 +23,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
+from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -48,6 +49,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             raise ModelError(
                 f"mesh: tp={mesh.tp} does not divide the {getattr(config, name)} {name} of {model.name}"
             )
+    if policy.async_tp and mesh.tp == 1:
+        raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
     if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs", "dpo"):
         raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if mesh.tp > 1 and model.tensor_parallel is None:
@@ -68,6 +71,16 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
+    stages = policy.stages_per_rank
+    if stages > 1 and mesh.pp == 1:
+        raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+    if config.layers % (mesh.pp * stages) and stages > 1:
+        raise ModelError(
+            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
+            f"layers of {model.name}"
+        )
+    if stages > 1:
+        interleaved_order(mesh.pp, stages, policy.grad_accum)
     if mesh.tp > 1 and any(isinstance(value, int) for value in values_of(policy.reshard)):
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 
@@ -381,8 +394,12 @@ def _add_context_parallel(
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
     local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
-    sends = {"forward": policy.pp_stage < mesh.pp - 1, "backward": policy.pp_stage > 0}
-    for phase, does in sends.items():
+    stages = policy.stages_per_rank
+    sends = {
+        "forward": stages - (policy.pp_stage == mesh.pp - 1),
+        "backward": stages - (policy.pp_stage == 0),
+    }
+    for phase, of_stages in sends.items():
         ledger.add(
             root=0,
             fqn="",
@@ -391,6 +408,6 @@ def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, pol
             axis=Axis(size=mesh.pp, mesh_dim="pp"),
             dtype=policy.compute_dtype,
             payload_bytes=payload,
-            count=policy.grad_accum if does else 0,
+            count=policy.grad_accum * of_stages,
             wire_bytes=payload,
         )

@@ -114,6 +114,8 @@ class EstimatedPolicy:
     expert_shards: str | None = None
     imbalance: float | None = None
     pp_stage: int | None = None
+    pp_schedule: str | None = None
+    async_tp: bool | None = None
     extra_model: str | None = None
 
 

@@ -9,6 +9,7 @@ from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import TraceError
 from fsdp2prof.estimators import whatif
+from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.whatif import RecordedRank, program_of
 from fsdp2prof.results import WhatIf
 from fsdp2prof.workflows.choices import require
@@ -24,17 +25,23 @@ def what_if(
     *,
     settings: Sequence[str] = (),
     without: Sequence[str] = (),
+    cluster: Cluster | None = None,
     steps: Collection[int] | None = None,
     cache: bool = False,
 ) -> WhatIf:
-    """Run a recorded job again with changes, or try each single one.
+    """Run a recorded job again with changes, or try each single one; ``cluster`` is for another mesh of GPUs.
 
     Raises ``TraceError`` where no trace can be read or holds a step, ``UsageError`` for a change that is not
     known and ``InputError`` for one that does not apply.
     """
     ranks, warnings = recorded_ranks(job, steps=steps, cache=cache)
     return whatif.what_if(
-        ranks, str(job.path), settings=settings, without=without, warnings=[*job.messages, *warnings]
+        ranks,
+        str(job.path),
+        settings=settings,
+        without=without,
+        cluster=cluster,
+        warnings=[*job.messages, *warnings],
     )
 
 
