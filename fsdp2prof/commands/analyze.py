@@ -1,4 +1,4 @@
-"""``fsdp2prof analyze trace|memory|run|hang``: read what a job left, analyse it, write the result."""
+"""``fsdp2prof analyze trace|memory|run|hang|nccl``: read what a job left, analyse it, write the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import click
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.trace_options import cache_option, refuse_without_traces, trace_options
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import (
+    cache_option,
+    cluster_option,
+    cluster_options,
+    refuse_without_traces,
+    trace_options,
+)
 from fsdp2prof.commands.trace_views import view_options, write_view
 from fsdp2prof.commands.view import VIEW_FLAGS, View, view_part_options
 
@@ -19,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["analyze"]
 
-_path = click.argument("path", type=click.Path(path_type=Path))
+_path = click.argument("path", type=InputPath())
 
 
 @click.group()
@@ -31,6 +38,7 @@ def analyze() -> None:
 @_path
 @job_options
 @trace_options
+@cluster_options
 @view_options
 @view_part_options()
 @fail_on_option("trace", "exposed_frac>0.2")
@@ -66,12 +74,13 @@ def trace(
 @job_options
 @click.option(
     "--diff",
-    type=click.Path(path_type=Path),
+    type=InputPath(),
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
 @cache_option
 @view_part_options(steps=False)
+@cluster_option
 @fail_on_option("memory", "peak_allocated_gib>70")
 @output_options()
 def memory(
@@ -81,6 +90,7 @@ def memory(
     diff: Path | None,
     cache: bool,
     view: View,
+    cluster: str | None,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -89,7 +99,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--cache", "--fail-on", *VIEW_FLAGS, because="--diff compares two peaks")
+        refuse_given("--cache", "--cluster", "--fail-on", *VIEW_FLAGS, because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
         with output.progress(f"comparing {diff} with {path}"):
             from fsdp2prof.workflows.compare import compare_memory
@@ -100,16 +110,17 @@ def memory(
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory(choice.open(path), cache=cache)
+        analysis = analyze_memory(choice.open(path), cache=cache, cluster=cluster)
     output.render(view.of(analysis), source=path)
     gate.check(analysis)
 
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=InputPath())
 @job_options
 @trace_options
 @view_part_options()
+@cluster_options
 @fail_on_option("run", "exposed_frac>0.2")
 @output_options()
 def run(
@@ -139,7 +150,7 @@ def run(
 @_path
 @click.option(
     "--run",
-    type=click.Path(path_type=Path),
+    type=InputPath(),
     metavar="RUN",
     help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
 )
@@ -153,4 +164,25 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
         from fsdp2prof.workflows.hang import analyze_hang
 
         analysis = analyze_hang(path, run=run)
+    output.render(analysis, source=path)
+
+
+@analyze.command(short_help="Why a group is slow: what NCCL itself wrote.")
+@_path
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
+)
+@output_options()
+def nccl(path: Path, *, run: Path | None, output: Output) -> None:
+    """How fast NCCL's collectives were, without a trace, and what its log says of why a group is slow.
+
+    PATH is a log of NCCL Inspector (JSON) or of NCCL_DEBUG=INFO, a folder of them, or a run directory.
+    """
+    with output.progress(f"analysing NCCL's files of {path}"):
+        from fsdp2prof.workflows.nccl import analyze_nccl
+
+        analysis = analyze_nccl(path, run=run)
     output.render(analysis, source=path)

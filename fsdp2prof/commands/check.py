@@ -10,6 +10,7 @@ import click
 
 from fsdp2prof.commands.completion import complete_hardware
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.errors import ThresholdError, UsageError
 from fsdp2prof.results import SEVERITIES, Finding
 
@@ -49,7 +50,7 @@ def _fail_on(findings: Sequence[Finding], least: str) -> None:
 
 
 @check.command(short_help="A recorded run: shards, groups, replicas, setup.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=InputPath())
 @click.option(
     "--fail-at",
     type=click.Choice([*SEVERITIES, "never"]),

@@ -16,6 +16,7 @@ import click
 
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.commands.paths import OutputPath
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.progress import watched
@@ -23,6 +24,7 @@ from fsdp2prof.reporters.arrange import arranged
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
+from fsdp2prof.workflows.urls import shown, url_of
 
 __all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
@@ -59,13 +61,14 @@ class Output:
     def render(self, result: Any, *, source: str | Path = "") -> None:
         """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
         options = RenderOptions(
-            source=str(source),
+            source=shown(str(source)),
             verbose=self.verbose,
             table=self.table,
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        self.write(RENDERERS[self.format].render(arranged(build(result), self.sort, self.top), options))
+        document = arranged(build(shown(result)), self.sort, self.top)
+        self.write(RENDERERS[self.format].render(document, options))
 
     @property
     def to_terminal(self) -> bool:
@@ -83,7 +86,15 @@ class Output:
                 temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self.publish()
         self.tell(f"wrote {self.path}")
+
+    def publish(self) -> None:
+        """Take what was written to the URL of ``-o``; nothing happens where it is a path."""
+        if self.path is not None and url_of(self.path) is not None:
+            from fsdp2prof.workflows.remote import publish
+
+            publish(self.path)
 
     def tell(self, text: str) -> None:
         """Say on stderr what was done, if a person is looking."""
@@ -117,7 +128,7 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
 
     columns = SpinnerColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(escape(printable(doing)), total=None)
+        task = progress.add_task(escape(printable(shown(doing))), total=None)
 
         def came(done: int, of: int) -> None:
             if len(progress.columns) == len(columns):
@@ -125,7 +136,7 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
             progress.update(task, completed=done, total=of)
 
         with watched(came):
-            yield lambda text: progress.update(task, description=escape(printable(text)))
+            yield lambda text: progress.update(task, description=escape(printable(shown(text))))
 
 
 def output_options(
@@ -195,9 +206,11 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
         def with_output(*args: Any, output_path: Path | None, force: bool, quiet: bool, **rest: Any) -> None:
             if output_path is None:
                 refuse_given("--force", because="it overwrites the file of -o, which is not given")
+            elif not force:
+                _refuse_existing_url(output_path)
             command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
 
-        path = click.Path(path_type=Path)
+        path = OutputPath()
         decorated: Callable[..., None] = with_output
         for option in (
             click.option("-q", "--quiet", is_flag=True, help=_QUIET),
@@ -212,7 +225,7 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
 
 def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:
     """Return the options of a command that writes these formats, in the order its help shows them."""
-    path = click.Path(path_type=Path)
+    path = OutputPath()
     where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
     options = [click.option("-o", "--output", "output_path", type=path, help=where)]
     if len(formats) > 1:
@@ -285,3 +298,12 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise InputError(f"{path}: exists already; add -f to overwrite it")
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path}: its folder does not exist")
+    if not force:
+        _refuse_existing_url(path)
+
+
+def _refuse_existing_url(path: Path) -> None:
+    if url_of(path) is not None:
+        from fsdp2prof.workflows.remote import refuse_existing_url
+
+        refuse_existing_url(path)

@@ -10,6 +10,7 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, one_of, refuse_given
 from fsdp2prof.commands.output import Output
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import WHOLE_ANALYSIS
 from fsdp2prof.commands.view import VIEW_FLAGS
 from fsdp2prof.errors import UsageError
@@ -31,7 +32,7 @@ def view_options(command: _Command) -> _Command:
     """Add the flags; the command gets ``hta_view: str | None`` and ``diff: Path | None``."""
     decorated = click.option(
         "--diff",
-        type=click.Path(path_type=Path),
+        type=InputPath(),
         metavar="OTHER",
         help="Instead: operators and kernels that changed from the trace OTHER to this one.",
     )(command)

@@ -13,6 +13,7 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.baseline import BASELINE_SCHEMA, Baseline, BaselineCollectives, BaselinePeak
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
     BenchCollective,
@@ -142,6 +143,14 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.nccl import (
+    NCCL_SCHEMA,
+    NcclAnalysis,
+    NcclCollective,
+    NcclCommunicator,
+    NcclRank,
+    NcclTransport,
+)
 from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
 from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
@@ -191,6 +200,7 @@ from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, What
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = [
+    "BASELINE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -209,6 +219,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "NCCL_SCHEMA",
     "PACKING_ESTIMATE_SCHEMA",
     "PARITY_SCHEMA",
     "PLAN_SCHEMA",
@@ -224,6 +235,9 @@ __all__ = [
     "Attribution",
     "BandwidthFit",
     "BandwidthRow",
+    "Baseline",
+    "BaselineCollectives",
+    "BaselinePeak",
     "BenchCollective",
     "BenchFit",
     "BenchRate",
@@ -303,6 +317,11 @@ __all__ = [
     "MeshRank",
     "ModelCatalog",
     "NameChange",
+    "NcclAnalysis",
+    "NcclCollective",
+    "NcclCommunicator",
+    "NcclRank",
+    "NcclTransport",
     "OperatorRow",
     "OtherPeak",
     "OutOfMemory",
