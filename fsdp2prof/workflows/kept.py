@@ -63,9 +63,12 @@ def read_kept(path: Path) -> Kept | None:
         result: Kept = msgspec.json.decode(content, type=kind)
         trace = result if isinstance(result, TraceAnalysis) else getattr(result, "trace", None)
         check_timeline(getattr(trace, "timeline", None))
-        return result
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+    memory = result if isinstance(result, MemoryAnalysis) else getattr(result, "memory", None)
+    if focus := getattr(trace, "focus", None) or getattr(memory, "focus", None):
+        raise InputError(f"{path}: holds only {focus}: write it again without --layer, --rank and --step")
+    return result
 
 
 def read_baseline(path: Path) -> Baseline | None:

@@ -38,10 +38,13 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """Parse a command as the shell would give it, without running it. Raises click's ``UsageError``."""
+    """Parse a command as the shell would give it, without running it. Raises click's ``UsageError``.
+
+    What is in a store, which would be asked for it, is taken for a local path.
+    """
     command: click.Command = cli
     parent: click.Context | None = None
-    rest = list(words)
+    rest = [re.sub(r"^(s3|gs)://", "", word) for word in words]
     while isinstance(command, click.Group):
         context = command.make_context(command.name or "", [], parent=parent, resilient_parsing=True)
         _, below, rest = command.resolve_command(context, rest)

@@ -87,3 +87,6 @@ def test_the_command_line_takes_them(capfd: pytest.CaptureFixture[str], tmp_path
     call(capfd, *trace, "--top", "3", "--format", "json").refused("--top", "json", code=2)
     call(capfd, *trace, "--critical-path", "--layer", "x").refused("--layer", code=2)
     call(capfd, *trace, "--layer", "nix").refused("no layer has such a name", code=2)
+    part = tmp_path / "part.json"
+    assert call(capfd, *trace, "--layer", "layers.1", "-o", part).code == 0
+    call(capfd, "compare", part, run).refused("holds only layers layers.1", "--layer")

@@ -44,7 +44,7 @@ def run_document(analysis: RunAnalysis) -> Document:
         verdict=analysis.verdict,
         numbers=[*(trace_numbers(trace) if trace else ()), *(memory_numbers(memory) if memory else ())],
         sections=[
-            *findings_section(analysis.findings, analysis.advice),
+            *findings_section(analysis.findings, analysis.advice, trace.what_if if trace else ()),
             *(trace_sections(trace) if trace else ()),
             *(memory_sections(memory) if memory else ()),
             *_layout_sections(analysis),

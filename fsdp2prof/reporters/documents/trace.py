@@ -46,7 +46,10 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         subtitle=_what(analysis) + (f"; only {analysis.focus}" if analysis.focus else ""),
         verdict=analysis.verdict,
         numbers=trace_numbers(analysis),
-        sections=[*findings_section(analysis.findings, analysis.advice), *trace_sections(analysis)],
+        sections=[
+            *findings_section(analysis.findings, analysis.advice, analysis.what_if),
+            *trace_sections(analysis),
+        ],
         warnings=analysis.warnings,
         result=analysis,
         data=trace_data(analysis),
