@@ -13,6 +13,14 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.balance import (
+    BALANCE_SCHEMA,
+    BalanceCheck,
+    BalancedRank,
+    BalancedStep,
+    TokenBalance,
+)
+from fsdp2prof.results.baseline import BASELINE_SCHEMA, Baseline, BaselineCollectives, BaselinePeak
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
     BenchCollective,
@@ -100,6 +108,7 @@ from fsdp2prof.results.estimate import (
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
+from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.hang import (
     HANG_SCHEMA,
     HangAnalysis,
@@ -195,9 +204,11 @@ from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane,
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
-from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = [
+    "BALANCE_SCHEMA",
+    "BASELINE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -230,8 +241,14 @@ __all__ = [
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BalanceCheck",
+    "BalancedRank",
+    "BalancedStep",
     "BandwidthFit",
     "BandwidthRow",
+    "Baseline",
+    "BaselineCollectives",
+    "BaselinePeak",
     "BenchCollective",
     "BenchFit",
     "BenchRate",
@@ -270,6 +287,7 @@ __all__ = [
     "FastPathError",
     "Finding",
     "Fit",
+    "Focus",
     "Fragmentation",
     "GroupRow",
     "HangAnalysis",
@@ -315,6 +333,7 @@ __all__ = [
     "NcclCommunicator",
     "NcclRank",
     "NcclTransport",
+    "OperatorRow",
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
@@ -379,6 +398,7 @@ __all__ = [
     "TimeChange",
     "TimelineLane",
     "TimelineStall",
+    "TokenBalance",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",

@@ -33,7 +33,7 @@ from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.recorder.recording_file import write_recording
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.workflows.check import check_run
-from fsdp2prof.workflows.compare import compare
+from fsdp2prof.workflows.compare import compare, write_baseline
 from fsdp2prof.workflows.hang import analyze_hang
 from fsdp2prof.workflows.inspect import inspect_checkpoint, inspect_run_sharding
 from fsdp2prof.workflows.job_files import open_job
@@ -305,6 +305,13 @@ def _baseline(folder: Path) -> Any:
     return json.loads(msgspec.json.encode(analyze_trace(open_job(folder / "trace.json"), cache=False)))
 
 
+def _sums(folder: Path) -> Any:
+    trace = _trace(folder)
+    (folder / "trace.json").write_text(json.dumps(trace))
+    kept = write_baseline(folder / "sums.json", folder / "trace.json")
+    return json.loads(msgspec.json.encode(kept))
+
+
 KINDS = {
     "trace": Kind(
         "rank0.json", _trace, _json, lambda at: analyze_trace(open_job(at / "rank0.json"), cache=False)
@@ -338,6 +345,7 @@ KINDS = {
         lambda at: make_spec(load_config(at / "config.yaml")).model.kind and None,
     ),
     "baseline": Kind("base.json", _baseline, _json, lambda at: compare(at / "base.json", at / "trace.json")),
+    "sums": Kind("sums.json", _sums, _json, lambda at: compare(at / "sums.json", at / "trace.json")),
 }
 """Name -> kind."""
 
