@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from small_training import begin
+
 BEFORE, ACTIVE, AFTER = 20, 6, 30
 WARMUP, MEMORY_STEPS = 1, 1
 FIRST_TRACED = BEFORE + WARMUP
@@ -39,39 +41,12 @@ MODES = ("plain", "record", "profiler")
 
 def train(mode: str, output: Path, backend: str | None) -> None:
     """Train on every rank and write rank 0's step times in seconds: wall and CPU."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    cuda = torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
-    torch.manual_seed(0)
-    dim = 2048 if cuda else 128
-    layers = [nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True) for _ in range(4)]
-    model = nn.Sequential(*layers).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = torch.randn(4, 64, dim, device=device)
-
-    def step() -> None:
-        model(data).float().pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if cuda:
-            torch.cuda.synchronize()
-
+    training = begin(128, backend)
+    step = training.step
     times = profiled(step, output) if mode == "profiler" else timed(step)
-    if dist.get_rank() == 0:
+    if training.rank == 0:
         output.write_text(json.dumps(times))
-    dist.destroy_process_group()
-    time.sleep(0.2)
+    training.end()
 
 
 def timed(step: Callable[[], None], after: Callable[[], None] = lambda: None) -> dict[str, list[float]]:

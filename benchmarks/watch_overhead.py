@@ -20,62 +20,40 @@ import tempfile
 import time
 from pathlib import Path
 
+from small_training import begin, quartiles
+
 
 def train(output: Path, blocks: int, steps: int) -> None:
     """Train on every rank; rank 0 writes the medians of its blocks and the cost of a line."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     from fsdp2prof.manifest import StepInfo
     from fsdp2prof.recorder.watching import StepLines
 
-    cuda = torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(0)
-    dim = 2048 if cuda else 256
-    layers = [nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.0, batch_first=True) for _ in range(4)]
-    model = nn.Sequential(*layers).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    data = torch.randn(4, 64, dim, device=device)
-    folder = output.parent / f"rank-{dist.get_rank():05d}"
+    training = begin(256)
+    folder = output.parent / f"rank-{training.rank:05d}"
     folder.mkdir(exist_ok=True)
     medians: list[dict[str, float]] = []
     lines_s: list[float] = []
     for block in range(-1, blocks):  # the first one warms up
         lines = StepLines(folder) if block % 4 in (1, 2) else None
         if lines is not None:
-            lines.begin(device, blocking=True)
+            lines.begin(training.device, blocking=True)
         wall, cpu = [], []
         for number in range(steps):
             start, start_cpu = time.time_ns(), time.process_time()
-            model(data).float().pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            training.step()
             if lines is not None:
                 before = time.thread_time()
                 lines.end_step(StepInfo(step=number, start_ns=start, duration_ns=time.time_ns() - start))
                 lines_s.append(time.thread_time() - before)
-            if cuda:
-                torch.cuda.synchronize()
             wall.append((time.time_ns() - start) / 1e9)
             cpu.append(time.process_time() - start_cpu)
         if lines is not None:
             lines.end()
         if block >= 0:
             medians.append({"wall": statistics.median(wall), "CPU": statistics.median(cpu)})
-    if dist.get_rank() == 0:
+    if training.rank == 0:
         output.write_text(json.dumps({"blocks": medians, "line_s": statistics.median(lines_s)}))
-    dist.destroy_process_group()
-    time.sleep(0.2)
+    training.end()
 
 
 def report(measured: dict[str, list[dict[str, float]]], line_s: float, output: Path | None) -> None:
@@ -89,7 +67,7 @@ def report(measured: dict[str, list[dict[str, float]]], line_s: float, output: P
         with_lines = [(group[1] + group[2]) / (group[0] + group[3]) for group in groups]
         without = [after[0] / before[3] for before, after in itertools.pairwise(groups)]
         for name, ratios in (("with / without", with_lines), ("without / without", without)):
-            low, median, high = statistics.quantiles(ratios, n=4)
+            low, median, high = quartiles(ratios)
             rows.append({"ratio": name, "clock": clock, "median": median, "low": low, "high": high})
             print(f"{name}, {clock:<4} {median:.4f}  (half of them {low:.4f} to {high:.4f})")
     step_s = statistics.median(block["wall"] for block in blocks)

@@ -204,6 +204,12 @@ def comm(described: Described, weight_sync: str | None, output: Output) -> None:
     help="A recorded run of the same model: its measured times replace the model's where they apply.",
 )
 @click.option(
+    "--execution-trace",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Instead of --model: the operators of a PyTorch execution trace of one rank under FSDP2.",
+)
+@click.option(
     "--save-run",
     type=click.Path(path_type=Path),
     help="Also write the predicted step as a run for analyze, report and compare.",
@@ -216,6 +222,7 @@ def step(
     network: str | None,
     nics_per_node: int | None,
     calibrate: Path | None,
+    execution_trace: Path | None,
     save_run: Path | None,
     output: Output,
 ) -> None:
@@ -227,6 +234,9 @@ def step(
     from fsdp2prof.estimators.spec.hardware import NetworkSpec
     from fsdp2prof.workflows.estimate import estimate_step
 
+    if execution_trace is not None:
+        refuse_given("--model", "--calibrate", because="the operators are those of --execution-trace")
+        described = described.of_execution_trace(execution_trace)
     spec = described.spec(hardware=hardware)
     if spec.hardware is None and calibrate is None:
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
@@ -241,8 +251,11 @@ def step(
             network=None if network is None else NetworkSpec.parse(network),
             nics_per_node=nics_per_node,
         )
-    with output.progress(f"executing {spec.model.source} on fake tensors"):
-        result = estimate_step(described, cluster, calibrate=calibrate, save=save_run)
+    doing = "executing" if execution_trace is None else "simulating"
+    with output.progress(f"{doing} {spec.model.source}"):
+        result = estimate_step(
+            described, cluster, calibrate=calibrate, execution_trace=execution_trace, save=save_run
+        )
     output.render(result)
 
 

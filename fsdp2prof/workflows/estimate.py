@@ -16,6 +16,7 @@ from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spe
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
 from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate, StepEstimate
@@ -23,6 +24,7 @@ from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, s
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.spec.cluster import Cluster
+    from fsdp2prof.estimators.step import StepPrediction
     from fsdp2prof.estimators.timeline.calibrated import Calibration
 
 __all__ = [
@@ -34,6 +36,10 @@ __all__ = [
     "estimate_packing",
     "estimate_step",
 ]
+
+
+_BESIDE_A_TRACE = {"batch_size", "seq_len", "grad_accum", "param_dtype"}
+"""Options of a policy that say something of an execution trace's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +55,15 @@ class Described:
     def is_recorded_only(self) -> bool:
         """Whether nothing but the recorded run says what the model is."""
         return self.manifest is not None and "model" not in self.values
+
+    def of_execution_trace(self, path: Path) -> Described:
+        """Return it with a file's operators for the model. Raises ``UsageError`` for what they decide."""
+        policy = self.values.get("policy", {})
+        if idle := sorted(policy.keys() - _BESIDE_A_TRACE):
+            raise UsageError(f"{idle[0]} would have no effect: the operators of {path.name} are as they ran")
+        if not {"batch_size", "seq_len"} <= policy.keys():
+            raise UsageError(f"{path.name} does not say its tokens: add --batch-size and --seq-len of a rank")
+        return replace(self, values={**self.values, "model": f"execution trace {path.name}"})
 
     def spec(self, **more: Any) -> EstimateSpec:
         """Build and check it; ``more`` overrides values. Raises ``ModelError`` and ``UsageError``."""
@@ -121,15 +136,33 @@ def estimate_communication(described: Described, *, weight_sync: str | None = No
     return _noted(estimate_comm(spec.model, spec.mesh, spec.policy, sync), spec)
 
 
+def _of_execution_trace(path: Path, spec: EstimateSpec, cluster: Cluster) -> StepPrediction:
+    from fsdp2prof.estimators.step import simulate_program
+    from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
+
+    trace = read_execution_trace(path)
+    policy = spec.policy
+    program = program_of_trace(trace, spec.mesh, policy.sequences * policy.seq_len * policy.grad_accum)
+    made = simulate_program(program, spec.model, spec.mesh, policy, cluster)
+    said = (
+        f"operators, shapes and their order are those of {path.name} (schema {trace.version}); the "
+        "optimizer's bytes and the collectives are scaled to the mesh; streams follow from FSDP2's labels"
+    )
+    estimate = replace(made.estimate, assumptions=[said, *made.estimate.assumptions[1:]])
+    return replace(made, estimate=estimate)
+
+
 def estimate_step(
     described: Described,
     cluster: Cluster | None,
     *,
     calibrate: Path | None = None,
+    execution_trace: Path | None = None,
     save: Path | None = None,
 ) -> StepEstimate:
     """Estimate the time of a step; ``save`` writes it as a run.
 
+    ``execution_trace`` is a file whose operators take the place of the model's.
     ``calibrate`` is a recorded run of the same model whose measured costs replace the models'; without a
     ``cluster`` it is on CPUs. Raises ``ModelError`` for what cannot be estimated, ``UsageError`` for a run on
     accelerators without ``cluster``, and ``RunDirectoryError`` for a run that is there already.
@@ -144,7 +177,10 @@ def estimate_step(
         calibration, cluster = _calibrated(spec, calibrate, cluster)
     if cluster is None:
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
-    prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration)
+    if execution_trace is not None:
+        prediction = _of_execution_trace(execution_trace, spec, cluster)
+    else:
+        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration)
     if save is not None:
         save_step_run(save, prediction)
     return _noted(prediction.estimate, spec)

@@ -25,7 +25,10 @@ from synthetic import write as write_trace
 from synthetic.nsys import write_nsys
 
 from fsdp2prof.estimators.spec.inputs import load_config, make_spec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
 from fsdp2prof.manifest import rank_folder
+from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.recorder.recording_file import write_recording
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
@@ -249,6 +252,43 @@ def _inspector(folder: Path) -> Any:
     return [json.loads(line) for line in inspector_lines(0, records, version="v4.3", name="dp")]
 
 
+def _observed(folder: Path) -> Any:
+    """An execution trace of one all-gather and one product."""
+
+    def node(number: int, parent: int, name: str, schema: str, *shapes: list[int]) -> dict[str, Any]:
+        told = {
+            "values": [None] * len(shapes),
+            "shapes": list(shapes),
+            "types": ["Tensor(float)"] * len(shapes),
+        }
+        strides = [[1] * len(shape) for shape in shapes]
+        return {
+            "id": number,
+            "ctrl_deps": parent,
+            "name": name,
+            "inputs": {**told, "strides": strides},
+            "outputs": {"values": [], "shapes": [], "types": [], "strides": []},
+            "attrs": [{"name": "op_schema", "type": "string", "value": schema}],
+        }
+
+    gather = (
+        "c10d::_allgather_base_(Tensor a, Tensor b, __torch__.torch.classes.c10d.ProcessGroup p) -> Tensor"
+    )
+    return {
+        "schema": "1.1.1-chakra.0.0.4",
+        "nodes": [
+            node(1, 0, "[pytorch|profiler|execution_trace|thread]", ""),
+            node(2, 1, "FSDP::all_gather (layers.0)", ""),
+            node(3, 2, "c10d::_allgather_base_", gather, [16], [8]),
+            node(4, 1, "aten::mm", "aten::mm(Tensor self, Tensor mat2) -> Tensor", [2, 8], [8, 4]),
+        ],
+    }
+
+
+def _use_observed(at: Path) -> None:
+    program_of_trace(read_execution_trace(at / "et.json"), MeshSpec(dp_shard=2), 16)
+
+
 def _json_lines(document: Any) -> bytes:
     lines = document if isinstance(document, list) else [document]
     return b"\n".join(map(_json, lines)) + b"\n"
@@ -292,6 +332,7 @@ KINDS = {
     "run": Kind("all.json", _run, _json, _use_run),
     "checkpoint": Kind(".metadata", _checkpoint, _bytes, lambda at: inspect_checkpoint(at, None)),
     "flight recorder": Kind("fr_0.json", _dump, _json, lambda at: analyze_hang(at)),
+    "execution trace": Kind("et.json", _observed, _json, _use_observed),
     "nccl inspector": Kind("node.log", _inspector, _json_lines, lambda at: analyze_nccl(at)),
     "nccl log": Kind(
         "nccl.out", lambda at: "\n".join(log_lines(0, calls=3)).encode(), _bytes, lambda at: analyze_nccl(at)
