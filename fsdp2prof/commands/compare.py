@@ -9,14 +9,15 @@ import click
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["compare"]
 
 
 @click.command(short_help="What changed from one run, trace or estimate to another.")
-@click.argument("before", type=click.Path(path_type=Path), metavar="A")
-@click.argument("after", type=click.Path(path_type=Path), metavar="B")
+@click.argument("before", type=InputPath(), metavar="A")
+@click.argument("after", type=InputPath(), metavar="B")
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
 @cache_option

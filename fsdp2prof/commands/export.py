@@ -9,9 +9,11 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.workflows.urls import shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export"]
 
-_RUN = click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+_RUN = click.argument("path", metavar="RUN", type=InputPath())
 
 
 @click.group(short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra.")
@@ -47,6 +49,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
         from fsdp2prof.workflows.export_perfetto import export_perfetto
 
         made = export_perfetto(choice.open(path), target, **options)
+        output.publish()
     output.tell(
         f"wrote {target}: {plural(made.ranks, 'rank')}, {made.events:,} events, "
         f"{made.arrows:,} collectives joined over the ranks, {format_bytes(made.bytes)}"
@@ -57,6 +60,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a Parquet file, raw values under the names of its columns.
@@ -70,6 +74,7 @@ def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Out
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def csv(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a CSV file, raw values under the names of its columns."""
@@ -85,6 +90,7 @@ def _tables(
     assert folder is not None
     check_folder(folder, kind, force=output.force)
     made = export_tables(_analysis(path, choice, options, output), folder, kind)
+    output.publish()
     rows = sum(made.values())
     output.tell(f"wrote {plural(len(made), 'table')} of {rows:,} rows in all into {folder}")
 
@@ -117,6 +123,7 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @click.option(
     "--log",
     "tracker",
@@ -162,4 +169,4 @@ def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Outp
 
         job = choice.open(path)
         refuse_without_traces(job)
-        return analyze_any(job, **options)
+        return shown(analyze_any(job, **options))

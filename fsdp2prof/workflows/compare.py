@@ -28,9 +28,10 @@ from fsdp2prof.results import (
     RunComparison,
     TraceAnalysis,
 )
-from fsdp2prof.workflows.analyze import analyze_any, read_recordings
+from fsdp2prof.workflows.analyze import analyze_any
 from fsdp2prof.workflows.job_files import JobFiles, open_job
 from fsdp2prof.workflows.kept import Kept, cut, read_baseline, read_kept
+from fsdp2prof.workflows.one_rank import read_recordings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,7 +95,7 @@ def _prepared(job: JobFiles) -> PreparedRecording:
     if not job.recordings.files:
         raise SnapshotError(job.recordings.absent)
     first = job.recordings.files[0]
-    return prepare(read_recordings(first.path)[0], job.manifests.get(first.rank))
+    return prepare(read_recordings(first)[0], job.manifests.get(first.rank))
 
 
 def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
