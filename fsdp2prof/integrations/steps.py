@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ class RecordedTraining:
         """Begin step 0: the model is wrapped, nothing has run. Raises what ``Recorder`` does."""
         if not self._begun:
             self._begun = True
+            atexit.register(self._at_exit, os.getpid())  # before the recorder does: it runs after
             self._recorder.__enter__()
             self._running = True
 
@@ -39,3 +42,8 @@ class RecordedTraining:
             self._running = False
             kind = None if error is None else type(error)
             self._recorder.__exit__(kind, error, None if error is None else error.__traceback__)
+
+    def _at_exit(self, pid: int) -> None:
+        """Say in the run how it ended, where a framework tells nobody of an exception; not in a fork."""
+        if os.getpid() == pid:
+            self.end()

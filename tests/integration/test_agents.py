@@ -21,6 +21,7 @@ from .conftest import script_path, training_environment
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_command_of_the_skill_runs(tmp_path: Path) -> None:
     shutil.copy(script_path("train_tiny_fsdp2"), tmp_path / "train.py")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -45,6 +46,7 @@ def test_every_command_of_the_skill_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_tools_say_what_the_package_says(recorded: Callable[..., Any], tmp_path: Path) -> None:
     anyio = pytest.importorskip("anyio", reason="mcp is not installed")
     mcp = pytest.importorskip("mcp", reason="mcp is not installed")
