@@ -1,4 +1,7 @@
-"""Bytes and counts of every collective of a training step that has not happened, without executing it."""
+"""Bytes and counts of every collective of a training step that has not happened.
+
+Only tensor parallelism that no formula describes is executed for it, on tensors without data.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.execution.forward_flow import forward_flow
+from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
+from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
@@ -61,6 +67,7 @@ def estimate_built(
         micro_batches=policy.grad_accum,
         sync=policy.sync,
         keep_between=mesh.pp > 1,
+        forwards=2 if policy.runs_itself_before else 1,
     )
     rule = reshard_rule(built, policy)
     notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
@@ -69,17 +76,12 @@ def estimate_built(
         assert built.tensor_parallel is not None
         notes.append(f"{built.tensor_parallel.note}; counted by executing a step")
         add_executed(ledger, executed)
-    if policy.extra_model is not None:
-        extra_policy = replace(policy, trainable=None, lora=None, extra_model=None)
-        extra = _build(ModelSpec(source=policy.extra_model), extra_policy)
-        extra.module.requires_grad_(False)
-        extra_groups = group_traffic(
-            parameter_groups(extra, mesh, extra_policy), extra, mesh, extra_policy, root=1
-        )
-        walk_step(extra_groups, ledger, micro_batches=policy.grad_accum, sync="last", trains=False)
+    notes += extra_model_notes(policy)
+    for root, extra in enumerate(policy.other_models, start=1):
+        _add_second_model(ledger, extra, root, mesh, policy)
+    if policy.other_models:
         notes.append(
-            f"the extra model {extra.name} runs forward once a micro-batch without gradients; what its "
-            "forward keeps gathered (its root) is gathered in the first step only"
+            "what the forward of a frozen model keeps gathered (its root) is gathered in the first step only"
         )
     _add_step_end(ledger, groups, mesh, policy, clips=executed is None)
     return summarise(
@@ -89,6 +91,28 @@ def estimate_built(
         policy=policy_as_given(policy),
         assumptions=notes,
     )
+
+
+def _add_second_model(
+    ledger: Ledger, extra: ExtraModel, root: int, mesh: MeshSpec, policy: PolicySpec
+) -> None:
+    """Add the collectives of a model that runs forward only."""
+    frozen = policy_of_others(policy)
+    built = with_role(_build(ModelSpec(source=extra.source), frozen), extra, mesh.tp)
+    check_parallelism(built, mesh, frozen)
+    model = part_of(built, mesh, frozen)
+    model.module.requires_grad_(False)
+    groups = parameter_groups(model, mesh, frozen)
+    walk_step(
+        group_traffic(groups, model, mesh, frozen, root=root),
+        ledger,
+        micro_batches=policy.grad_accum,
+        sync="last",
+        trains=False,
+    )
+    trained = Ledger()
+    add_parallel_traffic(trained, model, groups, mesh, frozen)
+    ledger.add_forward_of(trained, root)
 
 
 def group_traffic(

@@ -60,11 +60,9 @@ def estimate_comm_of_run(
         ),
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
-            "modules run in the order they are registered, and gradients flow from the first trainable "
-            "parameter on",
+            _order_told(manifest.param_groups),
             "gradient clipping and collectives outside FSDP are not in a manifest and not counted",
-            "each root runs one forward and one backward per micro-batch; a root without trainable "
-            "parameters runs forward only, without gradients",
+            "a root without trainable parameters runs forward only, without gradients",
         ],
     )
 
@@ -72,6 +70,9 @@ def estimate_comm_of_run(
 def _root_traffic(
     infos: list[ParamGroupInfo], dims: dict[str, str | None], sizes: dict[str, int]
 ) -> list[GroupTraffic]:
+    """A root's groups in post-forward order, a group that runs several times as often as it does."""
+    if any(info.forward_positions for info in infos):
+        return _recorded_traffic(infos, dims, sizes)
     fqns = [info.fqn for info in infos]
     positions = _positions(infos)
     ends = _nested_ends(fqns, positions)
@@ -83,6 +84,27 @@ def _root_traffic(
     ]
     flows = _backward_flows(ends, trainable)
     return [_traffic(infos[index], flows[index], dims, sizes) for index in _post_forward_order(fqns, ends)]
+
+
+def _recorded_traffic(
+    infos: list[ParamGroupInfo], dims: dict[str, str | None], sizes: dict[str, int]
+) -> list[GroupTraffic]:
+    order = sorted((at, index) for index, info in enumerate(infos) for at in info.forward_positions)
+    trained = [at for at, index in order if any(p.requires_grad for p in infos[index].parameters)]
+    groups = {
+        index: _traffic(infos[index], flows, dims, sizes)
+        for (_, index), flows in zip(order, _backward_flows((at for at, _ in order), trained), strict=True)
+    }
+    return [groups[index] for _, index in order]
+
+
+def _order_told(groups: Sequence[ParamGroupInfo]) -> str:
+    if all(any(one.forward_positions for one in groups if one.root == group.root) for group in groups):
+        return "modules run in the order, and as often, as in the recorded step"
+    return (
+        "each module runs once per micro-batch, in the order they are registered, and gradients flow from "
+        "the first trainable parameter on"
+    )
 
 
 def _positions(infos: list[ParamGroupInfo]) -> list[list[int]]:

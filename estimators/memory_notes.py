@@ -13,7 +13,13 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
-__all__ = ["EXECUTED_MICRO_BATCHES", "assumptions", "check_modelled", "outside_allocator_bytes"]
+__all__ = [
+    "EXECUTED_MICRO_BATCHES",
+    "assumptions",
+    "check_modelled",
+    "extra_model_notes",
+    "outside_allocator_bytes",
+]
 
 EXECUTED_MICRO_BATCHES = 3
 """Most micro-batches that are executed without a pipeline."""
@@ -48,8 +54,6 @@ _NORM = {
 
 def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` for what cannot be executed."""
-    if mesh.pp > 1 and policy.extra_model is not None:
-        raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     if policy.float8 is not None and not policy.compile:
         raise ModelError(
             "float8 without compile: the casts that eager float8 keeps are not modelled; add compile"
@@ -141,6 +145,28 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append(
             "offload: host bytes are those of the tensors; pinned memory is rounded up to powers of two"
         )
-    if policy.extra_model is not None:
-        notes.append(f"{policy.extra_model} runs forward only, without gradients, before each micro-batch")
+    return [*notes, *extra_model_notes(policy)]
+
+
+def extra_model_notes(policy: PolicySpec) -> list[str]:
+    """What is assumed of models that run forward only, one sentence each."""
+    notes = [
+        f"{extra.source} ({extra.role}) runs forward only, without gradients, before each micro-batch; "
+        "sharded as the trained model is"
+        for extra in policy.other_models
+    ]
+    if policy.runs_itself_before:
+        notes.append(
+            "the trained model runs forward without gradients before each micro-batch"
+            + ("" if policy.lora is None else ", its adapters left out")
+        )
+    if policy.loss == "dpo":
+        notes.append(
+            "dpo: a micro-batch is 2 x batch_size sequences, chosen and rejected in one forward"
+            + (
+                ""
+                if policy.extra_model is not None
+                else "; the reference's log-probabilities are known before"
+            )
+        )
     return notes

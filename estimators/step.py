@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
-from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
+from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -91,13 +91,11 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    if policy.extra_model is not None:
-        raise ModelError("the step time with a second model (extra_model) is not modelled")
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     program = capture_stitched(model, mesh, local, built)
     if mesh.cp > 1 and built.config is not None:
         kv_heads = built.config.kv_heads // mesh.tp
-        elements = 2 * policy.batch_size * policy.seq_len * kv_heads * built.config.head_dim
+        elements = 2 * policy.sequences * policy.seq_len * kv_heads * built.config.head_dim
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         program = in_float8(program, built.blocks)
@@ -389,6 +387,10 @@ def _range(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) 
 
 
 def _assumptions(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
+    return [*_assumptions_of_costs(mesh, policy, costs), *extra_model_notes(policy)]
+
+
+def _assumptions_of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
     hardware = costs.cluster.hardware
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:

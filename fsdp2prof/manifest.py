@@ -329,6 +329,8 @@ class ParamGroupInfo(_Record):
     """What gradients are divided by, if not by the number of ranks."""
     comm_context: int = 0
     """Index of the root whose streams and buffers it uses; another's after ``share_comm_ctx``."""
+    forward_positions: list[Index] = []
+    """Places at which its forwards ended among those of its root before one backward; empty: not seen."""
 
 
 class OptimizerInfo(_Record):
@@ -440,9 +442,10 @@ class RankManifest(_Record):
     """What every rank holds whole, the largest first and a thousand at most; null unknown."""
     steps: list[StepInfo] = []
     micro_batches: Index | None = None
-    """Forwards with gradients of each root in a training step; null if unknown or not always the same."""
+    """Backwards of each root in a training step, of a root without any its forwards with gradients; null if
+    unknown or not always the same."""
     gradient_syncs: Index | None = None
-    """Those of them whose backward reduced gradients (``set_requires_gradient_sync``)."""
+    """Those of them that reduced gradients (``set_requires_gradient_sync``)."""
     traced_steps: list[Index] = []
     memory_steps: list[Index] = []
     recordings: list[Index] = []

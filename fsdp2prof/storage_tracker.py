@@ -35,8 +35,9 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2prof import plain_operators
+from fsdp2prof.plain_operators import Arguments, PlainOperators
 from fsdp2prof.storage_log import AllocationLog, LabelLog
 from fsdp2prof.tables import (
     GIVEN,
@@ -55,7 +56,12 @@ _COMPILED = "torch.compile runs eagerly while storages are counted: what fusing 
 _RNG_STATE = "torch.get_rng_state"
 _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(
-    {__file__, str(_TORCH / "_compile.py"), str(_TORCH / "_dynamo" / "eval_frame.py")}
+    {
+        __file__,
+        plain_operators.__file__,
+        str(_TORCH / "_compile.py"),
+        str(_TORCH / "_dynamo" / "eval_frame.py"),
+    }
 )
 """Files between an operator's caller and the tracker."""
 
@@ -136,7 +142,7 @@ class StorageTracker:
         self._active.enter_context(_patched(torch, "get_rng_state", rng_state))
         self._active.enter_context(_patched(record_function, "__enter__", entered))
         self._active.enter_context(_patched(record_function, "__exit__", left))
-        self._active.enter_context(_Dispatch(self._before, self._after))
+        self._active.enter_context(PlainOperators(self._before, self._after))
 
     def stop(self) -> None:
         """Stop counting; what is still alive stays allocated in the recording."""
@@ -192,12 +198,12 @@ class StorageTracker:
             step, start, _ = self._steps[-1]
             self._steps[-1] = (step, start, now)
 
-    def _before(self, operator: Any, arguments: Any) -> None:
+    def _before(self, operator: Any, arguments: Arguments) -> None:
         """See what an operator is given: memory made outside torch shows up here for the first time."""
         self._labels.autograd(torch._C._current_graph_task_id(), self._now())
         self._see((GIVEN, operator), arguments)
 
-    def _after(self, operator: Any, arguments: Any, result: Any) -> None:
+    def _after(self, operator: Any, arguments: Arguments, result: Any) -> None:
         """See what an operator returned, and its arguments again if it may have grown them."""
         self._see(operator, result)
         mutable = self._mutable.get(operator)
@@ -268,29 +274,6 @@ class _Live(weakref.ref[Any]):
         live = super().__new__(cls, storage, died)
         live.key, live.row, live.size = storage._cdata, -1, 0
         return live
-
-
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator's tensors before and after it runs."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, before: Callable[[Any, Any], None], after: Callable[[Any, Any, Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._before = before
-        self._after = after
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for kind in types:
-            if hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # DTensor and its like unfold into operators on plain tensors
-        arguments = (args, kwargs) if kwargs else args
-        self._before(func, arguments)
-        result = func(*args, **(kwargs or {}))
-        self._after(func, arguments, result)
-        return result
 
 
 def _has_compiled() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from fsdp2prof.analyzers.findings import communication_rules, run_rules, straggler_rules
+from fsdp2prof.analyzers.findings import communication_rules, run_rules, step_rules, straggler_rules
 from fsdp2prof.analyzers.findings.evidence import Evidence, FindingThresholds, cost_frac
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
@@ -18,7 +18,7 @@ from fsdp2prof.results import SEVERITIES, Finding, TraceAnalysis
 
 __all__ = ["FindingThresholds", "find", "parse_thresholds"]
 
-_RULES = (communication_rules, straggler_rules, run_rules)
+_RULES = (communication_rules, straggler_rules, run_rules, step_rules)
 
 
 def find(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from fsdp2prof.analyzers.findings.evidence import Evidence, cost_frac, finding
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
-from fsdp2prof.analyzers.wording import named_layer
+from fsdp2prof.analyzers.wording import named_layer, numbered
 from fsdp2prof.results import (
     SEVERITIES,
     CrossRank,
@@ -22,7 +22,7 @@ from fsdp2prof.units import format_frac, plural
 __all__ = ["find"]
 
 _NAMED = 3
-"""Late ranks in findings and in a sentence; the result lists more."""
+"""Late ranks that have a finding each."""
 
 _MOST = 0.5
 """Part of the waiting from which on it is said whom it is for."""
@@ -136,7 +136,7 @@ def _together(among: LateRanks, late: LateRank) -> str:
     others = [one.rank for one in among.ranks if one is not late]
     if not others:
         return ""
-    return f" With {_names(others)} it causes {format_frac(among.explained_frac)} of all waiting."
+    return f" With {numbered('rank', others)} it causes {format_frac(among.explained_frac)} of all waiting."
 
 
 def _facts(late: LateRanks) -> dict[str, EvidenceValue]:
@@ -165,7 +165,7 @@ def _for_one_another(evidence: Evidence, cost: float, *, beside: bool) -> list[F
         return evidence.finding("ranks_take_turns", None, cost, problem, _EVEN_OUT, calm)
     mostly = (
         f"Ranks wait {evidence.per_step(cost)} in collectives, {format_frac(part)} of it for "
-        f"{_names([one.rank for one in late.ranks])}"
+        f"{numbered('rank', [one.rank for one in late.ranks])}"
     )
     seen = f"{late.late_steps} of {plural(late.steps, 'step')}"
     if late.steps < late.steps_needed:
@@ -191,11 +191,3 @@ def _late_from_the_start(evidence: Evidence, cost: float) -> list[Finding]:
     )
     change = "Trace more steps to see whether they stay late."
     return evidence.finding("late_from_the_start", None, cost, problem, change, severity="info")
-
-
-def _names(numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 3 and 5``, ``ranks 3, 5, 6 and 4 more``."""
-    shown = [str(number) for number in numbers[:_NAMED]]
-    if len(numbers) > _NAMED:
-        shown.append(f"{len(numbers) - _NAMED} more")
-    return f"rank {shown[0]}" if len(shown) == 1 else f"ranks {', '.join(shown[:-1])} and {shown[-1]}"

@@ -17,6 +17,8 @@ from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, IntArray, Memory
 __all__ = ["as_in_torch", "with_recorded_streams"]
 
 _MADE = "aten::empty.memory_format"
+_MADE_LIKE_INPUT = "aten::new_empty"
+"""How a reduce-scatter's output is made up to torch 2.7; later like its input."""
 _COLLECTIVES = "_c10d_functional::"
 _LAUNCHES_AHEAD = 1024
 """Launches that CUDA queues on a device before the next one blocks its caller."""
@@ -28,8 +30,10 @@ def as_in_torch(recording: MemoryRecording, rules: TorchRules) -> MemoryRecordin
         return recording
     attributed = attribute(recording, recording.steps)
     allocations = recording.allocations
-    made = attributed.allocations.activity.equals("reduce") & allocations.op.equals(_MADE)
-    own = np.flatnonzero(made & (allocations.stream != 0))
+    reducing = attributed.allocations.activity.equals("reduce")
+    made = reducing & allocations.op.equals(_MADE)
+    outputs = made | (reducing & allocations.op.equals(_MADE_LIKE_INPUT))
+    own = np.flatnonzero(outputs & (allocations.stream != 0))
     inputs = np.flatnonzero(made & (allocations.stream == 0))
     if not len(own) or not len(inputs):
         return recording

@@ -8,8 +8,8 @@ by the recorder's own :class:`~fsdp2prof.storage_tracker.StorageTracker`, so wha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fsdp2prof.errors import Fsdp2ProfError, ModelError
 from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
@@ -32,14 +31,14 @@ from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel, choose_norm
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.provenance import BlockProvenance
-from fsdp2prof.estimators.execution.training import (
-    EXTRA_ROOT,
+from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
-    TrainingLoop,
-    build_optimizer,
-    materialize,
-    shard,
+    SecondModel,
+    naming_the_culprit,
+    policy_of_others,
+    with_role,
 )
+from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -53,7 +52,7 @@ from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
 
-__all__ = ["Execution", "execute", "naming_the_culprit", "sharded_model"]
+__all__ = ["Execution", "execute", "second_models", "sharded_model"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,8 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
-        extra = None if policy.extra_model is None else _extra(policy.extra_model, mesh, policy, device_mesh)
+        seconds = second_models(model, spec, mesh, policy, device_mesh)
+        others = [second for second in seconds if not second.is_itself]
         host = stack.enter_context(host_memory(offloads=policy.offload))
         tracker = StorageTracker(fake_mode=mode)
         provenance = BlockProvenance(model.module, model.blocks, tracker)
@@ -94,14 +94,14 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                 on_host = torch.empty(1)
             with provenance.following():
                 materialize(model.module, stand_in_device(), host)
-            if extra is not None:
-                materialize(extra.module, stand_in_device(), host)
+            for other in others:
+                materialize(other.model.module, stand_in_device(), host)
             with provenance.following():
                 optimizer = build_optimizer(model, policy)
             stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
             loop = TrainingLoop(
                 model=model,
-                extra=extra,
+                seconds=seconds,
                 policy=policy,
                 optimizer=optimizer,
                 host=host,
@@ -115,11 +115,11 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
                     loop.forward_backward()
                 with provenance.following(loop.optimizer):
                     loop.update()
-            roots = 1 if extra is None else 2
-            tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, roots))
-            if extra is not None:
-                _reshard(extra.module)
-                tensors += _known_tensors(extra.module, None, tracker, EXTRA_ROOT, roots)
+            tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, policy.roots))
+            for other in others:
+                _reshard(other.model.module)
+                assert other.root is not None
+                tensors += _known_tensors(other.model.module, None, tracker, other.root, policy.roots)
             if stage is not None:
                 tensors += _receive_buffers(stage, tracker)
             counts_on_host = IMPLEMENTATIONS[policy.optimizer_impl].counts_on_host
@@ -137,39 +137,14 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
         )
 
 
-@contextmanager
-def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
-    """Turn whatever a model that is not ours raises, and what FSDP2 refuses, into one line that names it."""
-    try:
-        yield
-    except Exception as error:
-        refused = str(error).startswith("FSDP expects")
-        if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
-            raise
-        reason = f"{_module_of(error)}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if refused:
-            raise ModelError(
-                f"model {spec.source}: torch {torch.__version__} cannot train it so: {reason}"
-            ) from error
-        raise ModelError(
-            f"model {spec.source}: its training step failed on fake tensors: {reason}"
-        ) from error
-
-
-def _module_of(error: Exception) -> str:
-    """The innermost of the model's own modules whose forward failed, as the beginning of a reason."""
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and trace.tb_frame.f_code.co_name == "forward":
-            name = type(owner).__name__.removeprefix("FSDP")
-        trace = trace.tb_next
-    return f"in {name}: " if name else ""
-
-
 def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
     """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
-    model = part_of(build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype), mesh, policy)
+    built = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    return _sharded(built, mesh, policy, device_mesh)
+
+
+def _sharded(built: Model, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+    model = part_of(built, mesh, policy)
     choose_norm(model, policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
@@ -178,11 +153,25 @@ def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_me
     return model
 
 
-def _extra(source: str, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
-    frozen = replace(policy, ac="none", trainable=None, lora=None)
-    model = sharded_model(ModelSpec(source=source), mesh, frozen, device_mesh)
-    model.module.requires_grad_(False)
-    return model
+def second_models(
+    model: Model, spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh
+) -> tuple[SecondModel, ...]:
+    """The frozen models of a policy in the order in which they run, sharded; perhaps the trained one itself.
+
+    Raises ``ModelError`` for one that cannot be built or sharded.
+    """
+    frozen = policy_of_others(policy)
+    made: list[SecondModel] = []
+    for root, extra in enumerate(policy.other_models, start=MODEL_ROOT + 1):
+        source = ModelSpec(source=extra.source)
+        built = build_model(source, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+        second = _sharded(with_role(built, extra, mesh.tp), mesh, frozen, device_mesh)
+        second.module.requires_grad_(False)
+        made.append(SecondModel(model=second, role=extra.role, root=root, spec=source))
+    if policy.runs_itself_before:
+        own = MODEL_ROOT if policy.roots > 1 else None
+        made.append(SecondModel(model=model, role="self", root=own, spec=spec))
+    return tuple(made)
 
 
 def _same_stream(recording: MemoryRecording, mark: int) -> list[int]:

@@ -15,7 +15,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 
-__all__ = ["expert_mesh", "fake_process_group", "fsdp_mesh", "stand_in_device", "tensor_parallel_mesh"]
+__all__ = [
+    "expert_mesh",
+    "fake_process_group",
+    "forget_meshes",
+    "fsdp_mesh",
+    "stand_in_device",
+    "tensor_parallel_mesh",
+]
 
 
 @contextmanager
@@ -36,10 +43,10 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Forget the meshes of a process group that is gone, and what DTensor worked out on them.
 
     Up to torch 2.9 the next world's meshes get its groups; later, a redistribution on an equal mesh may be

@@ -45,7 +45,7 @@ def forward_flow(model: Model, groups: Sequence[str], policy: PolicySpec) -> dic
             module.get_submodule(part).register_forward_hook(partial(ended, group, part))
     with fake_tensors():
         _materialize(module)
-        batch = model.make_batch(policy.batch_size, policy.seq_len, torch.device("cpu"))
+        batch = model.make_batch(policy.sequences, policy.seq_len, torch.device("cpu"))
         try:
             model.loss(module, batch, "full")
         except Exception as error:  # the user's own model may raise anything

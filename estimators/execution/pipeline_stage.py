@@ -39,7 +39,7 @@ class PipelineStage:
         self._is_last = policy.pp_stage == mesh.pp - 1
         self._in_flight = micro_batches_in_flight(mesh, policy)
         assert model.config is not None
-        self._shape = (policy.batch_size, policy.seq_len // mesh.tp, model.config.dim)
+        self._shape = (policy.sequences, policy.seq_len // mesh.tp, model.config.dim)
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
         self.activations: list[Tensor] = []
@@ -83,7 +83,7 @@ class PipelineStage:
         if not self._is_first and not self._is_last:
             self._output = root(self.activations[micro_batch])
             return self._output
-        batch = self._model.make_batch(policy.batch_size, policy.seq_len, stand_in_device())
+        batch = self._model.make_batch(policy.sequences, policy.seq_len, stand_in_device())
         if self._is_first:
             self._output = root(*batch.args)
             return self._output

@@ -77,7 +77,7 @@ def depths_to_execute(
     edge = _EDGE_BLOCKS + 2 * full.pattern.start
     edge += 2 * max(depth for depth in prefetches if isinstance(depth, int))
     shallow = edge + period + (len(blocks) - edge) % period
-    repeats = _prefix(blocks) is not None and spec.kind != "factory" and policy.extra_model is None
+    repeats = _prefix(blocks) is not None and spec.kind != "factory" and not policy.other_models
     repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)
     return (shallow, period) if repeats and len(blocks) > 2 * shallow + period else None
 

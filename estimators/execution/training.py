@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -28,17 +28,15 @@ from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_b
 from fsdp2prof.estimators.execution.expert_parallel import by_mesh, clip_gradients, expert_placement
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.execution.second_models import MODEL_ROOT, SecondModel
+from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.sharding import freeze
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal, installed_root_obeys_reshard
 from fsdp2prof.estimators.wrapping import WrapUnit, wrap_units
 from fsdp2prof.labels import root_label
 
-__all__ = ["EXTRA_ROOT", "MODEL_ROOT", "TrainingLoop", "build_optimizer", "materialize", "shard"]
-
-MODEL_ROOT, EXTRA_ROOT = 0, 1
-"""Indices of the two root modules where there is a second model."""
+__all__ = ["TrainingLoop", "build_optimizer", "materialize", "shard"]
 
 
 def shard(
@@ -131,8 +129,8 @@ class TrainingLoop:
     """Everything a training step needs."""
 
     model: Model
-    extra: Model | None
-    """A frozen model that runs forward only, on the same batches."""
+    seconds: Sequence[SecondModel]
+    """What runs forward without gradients before each micro-batch, on the same batch."""
     policy: PolicySpec
     optimizer: torch.optim.Optimizer | None
     host: HostMemory
@@ -155,17 +153,21 @@ class TrainingLoop:
             if policy.grad_accum > 1 and policy.sync == "last":
                 assert isinstance(root, FSDPModule)
                 root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
-            batch = self.model.make_batch(policy.batch_size, policy.seq_len, self.device)
-            if self.extra is not None:
-                with torch.no_grad(), record_function(root_label(EXTRA_ROOT)):
-                    self.extra.loss(self.extra.module, batch, policy.loss)
+            batch = self.model.make_batch(policy.sequences, policy.seq_len, self.device)
+            batch = self._scored(batch)
             with ExitStack() as stack:
                 if self.loss_is_parallel:
                     stack.enter_context(loss_parallel())
-                if self.extra is not None:
+                if policy.roots > 1:
                     stack.enter_context(record_function(root_label(MODEL_ROOT)))
                 loss = self.model.loss(root, batch, policy.loss)
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def _scored(self, batch: Batch) -> Batch:
+        """Run the models that run forward only, and give the loss what a reference says of the batch."""
+        how, in_parallel = self.policy.loss, self.loss_is_parallel
+        scores = [(one.role, one.score(batch, how, in_parallel=in_parallel)) for one in self.seconds]
+        return replace(batch, reference=next((score for role, score in scores if role != "reward"), None))
 
     def update(self) -> None:
         """Clip the gradients and update the parameters, where they live."""

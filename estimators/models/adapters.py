@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +13,7 @@ from fsdp2prof.estimators.models.builtin import meta_construction
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.spec.lora import Lora
 
-__all__ = ["with_adapters"]
+__all__ = ["with_adapters", "without_adapters"]
 
 
 class LoraLinear(nn.Module):
@@ -22,9 +25,14 @@ class LoraLinear(nn.Module):
         self.lora_a = nn.Linear(base.in_features, lora.r, bias=False)
         self.lora_b = nn.Linear(lora.r, base.out_features, bias=False)
         self.scale = lora.alpha / lora.r
+        self.left_out = False
+        """Transform as the frozen layer alone does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position."""
+        if self.left_out:
+            frozen: Tensor = self.base_layer(x)
+            return frozen
         out: Tensor = self.base_layer(x) + self.lora_b(self.lora_a(x)) * self.scale
         return out
 
@@ -55,6 +63,19 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str) -> Model:
     if lora.base is not None:
         _hold_base_in(model.module, lora.base)
     return model
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Run a model as it was before its adapters."""
+    adapted = [part for part in module.modules() if isinstance(part, LoraLinear)]
+    for part in adapted:
+        part.left_out = True
+    try:
+        yield
+    finally:
+        for part in adapted:
+            part.left_out = False
 
 
 def _is_idle(fqn: str, model: Model) -> bool:

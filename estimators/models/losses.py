@@ -22,7 +22,15 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.spec.policy import Chunked, Loss
 
-__all__ = ["chunked_loss", "head_of", "logits_loss", "loss_of_model", "one_line"]
+__all__ = [
+    "chunked_loss",
+    "head_of",
+    "log_probabilities",
+    "logits_loss",
+    "loss_of_model",
+    "one_line",
+    "score_of_model",
+]
 
 _LONGEST = 300
 """Characters of another library's message that are shown."""
@@ -73,17 +81,43 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return hidden, weight, None
 
 
-def logits_loss(logits: Tensor, targets: Tensor, how: Loss = "full") -> Tensor:
-    """Loss over logits (B, S, V) of the targets (B, S): mean cross-entropy, or mean log-probability."""
+def logits_loss(
+    logits: Tensor, targets: Tensor, how: Loss = "full", reference: Tensor | None = None
+) -> Tensor:
+    """Loss over logits (B, S, V) of the targets (B, S): mean cross-entropy, or one of log-probabilities.
+
+    ``reference`` are those of a reference model (B, S).
+    """
+    if how in ("logprobs", "dpo"):
+        taken = log_probabilities(logits, targets)
+        return _preference(taken, reference) if how == "dpo" else _surrogate(taken, reference)
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if how == "compiled" and is_fake(logits):
         loss: Tensor = _CompiledCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
         return loss
-    if how == "logprobs":
-        wide = logits.float()
-        taken = wide.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return (torch.logsumexp(wide, dim=1) - taken).mean()
     return F.cross_entropy(logits.float(), targets)
+
+
+def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability (B, S) of each target under logits (B, S, V), in fp32."""
+    wide = logits.flatten(0, 1).float()
+    taken = wide.gather(1, targets.flatten().unsqueeze(1)).squeeze(1)
+    return (taken - torch.logsumexp(wide, dim=1)).view(targets.shape)
+
+
+def _surrogate(taken: Tensor, reference: Tensor | None) -> Tensor:
+    """Mean negative log-probability, plus GRPO's estimate of the divergence from a reference."""
+    if reference is None:
+        return -taken.mean()
+    ratio = reference - taken
+    return (ratio.exp() - ratio - 1 - taken).mean()
+
+
+def _preference(taken: Tensor, reference: Tensor | None, beta: float = 0.1) -> Tensor:
+    """DPO's loss of log-probabilities (2B, S), the chosen sequences before the rejected ones."""
+    score = taken.sum(1) if reference is None else (taken - reference).sum(1)
+    chosen, rejected = score.chunk(2)
+    return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
 def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
@@ -105,11 +139,19 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     targets = batch.targets
     assert targets is not None
     if how != "fused" and not isinstance(how, Chunked):
-        return logits_loss(_logits(module(*batch.args)), targets, how)
+        return logits_loss(_logits(module(*batch.args)), targets, how, batch.reference)
     if head is None:
         raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
     with _in_place_of(module.get_submodule(head), targets, how):
         return _logits(module(*batch.args)).sum()
+
+
+def score_of_model(module: nn.Module, batch: Batch, how: Loss) -> Tensor | None:
+    """Log-probabilities (B, S) of the targets by a model that runs forward only, where a loss uses them."""
+    if how not in ("logprobs", "dpo"):
+        return None
+    assert batch.targets is not None
+    return log_probabilities(_logits(module(*batch.args)), batch.targets)
 
 
 def head_of(module: nn.Module) -> str | None:

@@ -49,6 +49,8 @@ class Batch:
     """Positional arguments of the model's forward."""
     targets: Tensor | None = None
     """What the loss compares with."""
+    reference: Tensor | None = None
+    """Log-probabilities (B, S) of the targets by a reference model, for the losses that use them."""
 
 
 class TensorParallel(Protocol):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels, ExtraModelsText
 from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
@@ -92,7 +93,7 @@ class Chunked(Counted):
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
-LossMode = Literal["full", "compiled", "fused", "logprobs"]
+LossMode = Literal["full", "compiled", "fused", "logprobs", "dpo"]
 Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 
@@ -129,7 +130,9 @@ class PolicySpec:
     value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
-    batch_size: int = option(1, Integer(1, _MOST_TOKENS), "Sequences per rank and micro-batch.")
+    batch_size: int = option(
+        1, Integer(1, _MOST_TOKENS), "Sequences per rank and micro-batch; pairs of them with loss=dpo."
+    )
     seq_len: int = option(
         4096, Integer(1, _MOST_TOKENS), "Tokens of a sequence, before context parallelism divides it."
     )
@@ -198,7 +201,7 @@ class PolicySpec:
         "full",
         Words(words=get_args(LossMode), counted=Chunked),
         "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
-        "logprobs is that of reinforcement learning.",
+        "logprobs is that of reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
     )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
@@ -277,15 +280,18 @@ class PolicySpec:
         Integer(0, MOST_LAYERS),
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
     )
-    extra_model: str | None = option(
-        None, Text("MODEL"), "A second, frozen model run forward without gradients beside the first."
+    extra_model: ExtraModels | None = option(
+        None,
+        ExtraModelsText(),
+        "Frozen models run forward without gradients before each micro-batch: references, reward models; "
+        "self is the trained model (its adapters left out, or for old log-probabilities).",
     )
 
     def __post_init__(self) -> None:
         read_options(self)
-        if self.batch_size * self.seq_len > _MOST_TOKENS:
+        if self.sequences * self.seq_len > _MOST_TOKENS:
             raise ModelError(
-                f"{self.batch_size} sequences of {self.seq_len} tokens are more than {_MOST_TOKENS} tokens"
+                f"{self.sequences} sequences of {self.seq_len} tokens are more than {_MOST_TOKENS} tokens"
             )
         if self.fp8_all_gather and self.float8 != "tensorwise":
             raise ModelError(
@@ -325,6 +331,26 @@ class PolicySpec:
         if ":" in self.optimizer:
             return OptimizerFactory(source=self.optimizer)
         return OPTIMIZERS.get(self.optimizer) or EIGHT_BIT.get(self.optimizer)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a micro-batch: DPO concatenates the chosen and the rejected one of each pair."""
+        return self.batch_size * (2 if self.loss == "dpo" else 1)
+
+    @property
+    def other_models(self) -> tuple[ExtraModel, ...]:
+        """Frozen models beside the trained one, in the order in which they run."""
+        return () if self.extra_model is None else self.extra_model.others
+
+    @property
+    def runs_itself_before(self) -> bool:
+        """Whether each micro-batch first runs the trained model without gradients."""
+        return self.extra_model is not None and self.extra_model.runs_itself
+
+    @property
+    def roots(self) -> int:
+        """Models that are sharded, each with a root of its own."""
+        return 1 + len(self.other_models)
 
     @property
     def ac_every(self) -> int | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
@@ -27,6 +26,7 @@ from fsdp2prof.estimators.timeline.commands import (
 )
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
 from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.plain_operators import Arguments, PlainOperators
 
 __all__ = ["Capture"]
 
@@ -60,7 +60,7 @@ class Capture:
 
     def __enter__(self) -> Capture:
         self._active.enter_context(_watched(self))
-        self._active.enter_context(_Dispatch(self._before, self._operator))
+        self._active.enter_context(PlainOperators(self._before, self._operator))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,7 +109,7 @@ class Capture:
         if known is not None:
             self.commands.append(HostWait(self.stream(), known[0]))
 
-    def _before(self, func: Any) -> None:
+    def _before(self, func: Any, arguments: Arguments) -> None:
         self._follow_backward()
 
     def _follow_backward(self) -> None:
@@ -119,7 +119,8 @@ class Capture:
             self._in_backward = inside
             self.commands.append(Enter(_BACKWARD) if inside else Leave())
 
-    def _operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _operator(self, func: Any, arguments: Arguments, result: Any) -> None:
+        args, kwargs = arguments
         name = func._schema.name if hasattr(func, "_schema") else str(func)
         if name.startswith(("prim::", "profiler::")):
             return
@@ -214,29 +215,3 @@ def _watched(capture: Capture) -> Iterator[None]:
     finally:
         for owner, name, original in before:
             setattr(owner, name, original)
-
-
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator on plain tensors after it ran."""
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self,
-        before: Callable[[Any], None],
-        after: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._before = before
-        self._after = after
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for kind in types:
-            if hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented  # DTensor and its like unfold into operators on plain tensors
-        self._before(func)
-        result = func(*args, **(kwargs or {}))
-        self._after(func, args, kwargs or {}, result)
-        return result

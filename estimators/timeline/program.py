@@ -6,11 +6,12 @@ from contextlib import ExitStack
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2prof.estimators.execution.engine import naming_the_culprit, sharded_model
+from fsdp2prof.estimators.execution.engine import second_models, sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
+from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.models.model import Model
@@ -54,11 +55,13 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
         stack.enter_context(fake_tensors())
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
+        seconds = second_models(model, spec, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
-        materialize(model.module, stand_in_device(), host)
+        for module in [model.module, *(one.model.module for one in seconds if not one.is_itself)]:
+            materialize(module, stand_in_device(), host)
         loop = TrainingLoop(
             model=model,
-            extra=None,
+            seconds=seconds,
             policy=policy,
             optimizer=build_optimizer(model, policy),
             host=host,
@@ -73,12 +76,13 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
                 loop.forward_backward()
                 loop.update()
         parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    forward, alone = _forward_flops(capture.commands)
     return Program(
         commands=capture.commands,
         streams=capture.streams,
         parameters=parameters,
-        tokens=policy.batch_size * policy.seq_len * policy.grad_accum,
-        model_flops=3 * _forward_flops(capture.commands),
+        tokens=policy.sequences * policy.seq_len * policy.grad_accum,
+        model_flops=3 * forward + alone,
     )
 
 
@@ -87,14 +91,17 @@ def _mesh_dims(mesh: DeviceMesh) -> dict[str, str]:
     return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
 
 
-def _forward_flops(commands: list[Command]) -> int:
-    """Operations outside of backward: each product of forward has two of its size in backward."""
-    flops, inside = 0, 0
+def _forward_flops(commands: list[Command]) -> tuple[int, int]:
+    """Operations outside of backward: of trained forwards, each of whose products has two of its size in
+    backward, and of forwards without gradients."""
+    flops, outside = {True: 0, False: 0}, 0
+    labels: list[str] = []
     for command in commands:
         if isinstance(command, Enter):
-            inside += bool(inside) or command.name.startswith(AUTOGRAD_NODE)
+            labels.append(command.name)
+            outside += command.name.startswith(AUTOGRAD_NODE)
         elif isinstance(command, Leave):
-            inside -= bool(inside)
-        elif isinstance(command, Kernel) and command.work is not None and not inside:
-            flops += command.work.flops
-    return flops
+            outside -= labels.pop().startswith(AUTOGRAD_NODE)
+        elif isinstance(command, Kernel) and command.work is not None and not outside:
+            flops[WITHOUT_GRADIENTS in labels] += command.work.flops
+    return flops[False], flops[True]

@@ -84,6 +84,13 @@ class Ledger:
         row[1] += count * payload_bytes
         row[2] += count * wire_bytes
 
+    def add_forward_of(self, other: Ledger, root: int) -> None:
+        """Add what ``other`` has of forward, as of the root with that index."""
+        for (_, fqn, phase, *rest), sums in other.rows.items():
+            if phase == "forward":
+                row = self.rows.setdefault((root, fqn, phase, *rest), [0, 0, 0])
+                row[:] = [mine + more for mine, more in zip(row, sums, strict=True)]
+
     def to_rows(self) -> list[CommRow]:
         """The rows as results."""
         names = ("root", "fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
@@ -112,73 +119,123 @@ def walk_step(
     sync: Sync,
     trains: bool = True,
     keep_between: bool = False,
+    forwards: int = 1,
 ) -> None:
     """Add one steady step's collectives of one root's groups, given in post-forward order, to ``ledger``.
 
+    A group whose module runs several times before a backward stands in ``groups`` as often: it is gathered
+    for each use, and reduced once, since autograd accumulates in between.
+
     ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
     ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
+    Of several ``forwards`` a micro-batch the last one is trained, the others run without gradients.
     """
-    states = [_State.SHARDED] * len(groups)
+    passes = _Passes(groups, keep_between=keep_between)
     for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
+        waiting = False
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
-            _forward(groups, states, book)
+            for _ in range(forwards):
+                passes.forward(book)
             if not trains:
                 continue
-            _backward(groups, states, book)
+            passes.backward(book)
+            if forwards > 1:
+                passes.prefetch_across(book)
             if is_last or not keep_between:
-                states = [_State.SHARDED] * len(groups)
-            if is_last or sync == "each":
-                for group in reversed(groups):
-                    _reduce(group, book)
+                passes.reshard()
+            if not is_last and sync != "each":
+                waiting = True
+                continue
+            for group in reversed(passes.distinct):
+                _reduce(group, book, times=2 if waiting and passes.reduces_early(group) else 1)
+            waiting = False
 
 
-def _forward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
-    for index, group in enumerate(groups):
-        _gather(groups, index, states, ledger, "forward")
-        if group.reshard is not False:
-            states[index] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
+class _Passes:
+    """The sharding states of one root's groups, through forwards and backwards."""
+
+    def __init__(self, uses: Sequence[GroupTraffic], *, keep_between: bool) -> None:
+        self._uses = uses
+        self._keep_between = keep_between
+        self.distinct = list({id(group): group for group in uses}.values())
+        """The groups, each once, by their first use."""
+        self._states = {id(group): _State.SHARDED for group in uses}
+
+    def forward(self, ledger: Ledger) -> None:
+        """Gather what is not there, and reshard it behind each use."""
+        for group in self._uses:
+            self._gather(group, ledger, "forward")
+            if group.reshard is not False:
+                self._states[id(group)] = _State.SHARDED if group.reshard is True else _State.POST_FORWARD
+
+    def backward(self, ledger: Ledger) -> None:
+        """Gather what is not there, and reshard it behind earlier uses whose inputs get gradients."""
+        for index in range(len(self._uses) - 1, -1, -1):
+            group = self._uses[index]
+            if not group.has_backward:
+                continue
+            self._gather(group, ledger, "backward")
+            for target in self._prefetched(index):
+                # A frozen group that backward never reaches is gathered all the same, once, and dropped.
+                if not target.has_backward:
+                    self._gather(target, ledger, "backward")
+            if self._is_used_before(index) and self._input_has_gradient(index) and not self._keep_between:
+                self._states[id(group)] = _State.SHARDED
+
+    def prefetch_across(self, ledger: Ledger) -> None:
+        """The first group in forward order takes the last one of the forward before for the next in backward.
+
+        That one's backward is over, so that it is gathered in vain; the root's is not.
+        """
+        first, last = self._uses[0], self._uses[-1]
+        if not first.has_backward or first.backward_prefetch is not None or last.fqn == "" or last is first:
+            return
+        if last.has_backward:
+            self._states[id(last)] = _State.SHARDED
+        self._gather(last, ledger, "backward")
+
+    def reshard(self) -> None:
+        """Free everything, as the end of a backward does."""
+        self._states = {id(group): _State.SHARDED for group in self._uses}
+
+    def reduces_early(self, group: GroupTraffic) -> bool:
+        """Whether its backward ends once before its gradients are there, and reduces what had accumulated."""
+        last = max(index for index, use in enumerate(self._uses) if use is group)
+        return self._is_used_before(last) and self._input_has_gradient(last)
+
+    def _is_used_before(self, index: int) -> bool:
+        return any(use is self._uses[index] for use in self._uses[:index])
+
+    def _input_has_gradient(self, index: int) -> bool:
+        """A root is given the batch; what other modules are given depends on the parameters before them."""
+        return self._uses[index].fqn != "" and any(use.reduce_numel for use in self._uses[:index])
+
+    def _prefetched(self, index: int) -> Sequence[GroupTraffic]:
+        named = self._uses[index].backward_prefetch
+        if named is None:
+            return (self._uses[index - 1],) if index else ()
+        return [group for group in self.distinct if group.fqn in named]
+
+    def _gather(self, group: GroupTraffic, ledger: Ledger, phase: str) -> None:
+        state = self._states[id(group)]
+        if phase == "backward" and not group.unshard_in_backward:
+            return
+        self._states[id(group)] = _State.UNSHARDED
+        if state is _State.UNSHARDED:
+            return
+        ledger.add(
+            root=group.root,
+            fqn=group.fqn,
+            phase=phase,
+            op="all_gather",
+            axis=group.shard if state is _State.SHARDED else group.post_forward,
+            dtype=group.gather_dtype,
+            payload_bytes=group.gather_bytes,
+        )
 
 
-def _backward(groups: Sequence[GroupTraffic], states: list[_State], ledger: Ledger) -> None:
-    for index in range(len(groups) - 1, -1, -1):
-        if not groups[index].has_backward:
-            continue
-        _gather(groups, index, states, ledger, "backward")
-        for target in _prefetched(groups, index):
-            # A frozen group that backward never reaches is gathered all the same, once, and dropped.
-            if not groups[target].has_backward:
-                _gather(groups, target, states, ledger, "backward")
-
-
-def _prefetched(groups: Sequence[GroupTraffic], index: int) -> Sequence[int]:
-    named = groups[index].backward_prefetch
-    if named is None:
-        return (index - 1,) if index else ()
-    return [target for target, group in enumerate(groups) if group.fqn in named]
-
-
-def _gather(
-    groups: Sequence[GroupTraffic], index: int, states: list[_State], ledger: Ledger, phase: str
-) -> None:
-    group, state = groups[index], states[index]
-    if phase == "backward" and not group.unshard_in_backward:
-        return
-    states[index] = _State.UNSHARDED
-    if state is _State.UNSHARDED:
-        return
-    ledger.add(
-        root=group.root,
-        fqn=group.fqn,
-        phase=phase,
-        op="all_gather",
-        axis=group.shard if state is _State.SHARDED else group.post_forward,
-        dtype=group.gather_dtype,
-        payload_bytes=group.gather_bytes,
-    )
-
-
-def _reduce(group: GroupTraffic, ledger: Ledger) -> None:
+def _reduce(group: GroupTraffic, ledger: Ledger, *, times: int) -> None:
     if group.reduce_numel == 0:
         return
     payload = group.reduce_numel * dtype_bytes(group.reduce_dtype)
@@ -194,4 +251,5 @@ def _reduce(group: GroupTraffic, ledger: Ledger) -> None:
             axis=axis,
             dtype=group.reduce_dtype,
             payload_bytes=size,
+            count=times,
         )

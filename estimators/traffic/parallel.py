@@ -29,6 +29,8 @@ __all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
     config = model.config
+    if mesh.pp > 1 and policy.extra_model is not None:
+        raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     for dim in ("cp", "pp", "ep"):
         if getattr(mesh, dim) > 1 and config is None:
             raise ModelError(
@@ -65,7 +67,11 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
     if refusal := plan.refusal(mesh.tp):
         raise ModelError(f"mesh: {refusal}")
-    divided = plan.is_analysed and policy.loss in ("compiled", "fused", "logprobs")
+    if policy.extra_model is not None and not plan.is_analysed:
+        raise ModelError(
+            "tensor parallelism with a second model (extra_model) is modelled for built-ins only"
+        )
+    divided = plan.is_analysed and policy.loss in ("compiled", "fused", "logprobs", "dpo")
     if divided or policy.loss == "fused":
         raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if any(isinstance(value, int) for value in values_of(policy.reshard)):
@@ -240,7 +246,7 @@ def _add_ends(
 
 
 def _tokens(mesh: MeshSpec, policy: PolicySpec) -> int:
-    return policy.batch_size * policy.seq_len // mesh.cp
+    return policy.sequences * policy.seq_len // mesh.cp
 
 
 def _activation_adder(ledger: Ledger, mesh: MeshSpec, policy: PolicySpec) -> Callable[..., None]:
@@ -336,7 +342,7 @@ def _add_context_parallel(
     ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
     axis = Axis(size=mesh.cp, mesh_dim="cp")
-    elements = 2 * policy.batch_size * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
+    elements = 2 * policy.sequences * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
     payload = elements * dtype_bytes(policy.compute_dtype)
     for block, fqn in enumerate(owners):
         passes = {"forward": 1, "backward": 2 if _recomputed(policy, block) else 1}
@@ -366,7 +372,7 @@ def _add_context_parallel(
 
 
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
-    local = policy.batch_size * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
+    local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
     sends = {"forward": policy.pp_stage < mesh.pp - 1, "backward": policy.pp_stage > 0}
     for phase, does in sends.items():

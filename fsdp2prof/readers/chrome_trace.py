@@ -17,6 +17,7 @@ from fsdp2prof.readers import kineto_schema as schema
 from fsdp2prof.readers.event_columns import Share
 from fsdp2prof.readers.event_stream import PIECE_BYTES, WrongCutError, decode_pieces, read_head
 from fsdp2prof.readers.json_values import TextTimeNeededError
+from fsdp2prof.readers.nsys_report import is_nsys_report, read_nsys_report
 from fsdp2prof.readers.trace_tables import assemble, header_integer
 from fsdp2prof.tables import Trace
 from fsdp2prof.worker_processes import Task, usable_cores
@@ -37,11 +38,16 @@ def read_trace(
     ``rank`` is what the caller knows about it (a run directory, a file name) and is taken where the file does
     not say. ``workers`` processes decode it together (default: what its size is worth, at most the cores
     there are). ``piece_bytes`` of JSON are decoded at a time, so that memory is bounded by the columns kept.
+    A report of Nsight Systems exported to SQLite (:mod:`fsdp2prof.readers.nsys_report`) is read, too; of
+    several processes in it ``rank`` chooses one.
     Raises ``TraceError`` for a file that is missing, empty, truncated, or not a Kineto trace.
     """
     path = Path(path)
     if path.is_dir():
         raise TraceError(f"{path}: is a folder; name one trace file")
+    if is_nsys_report(path):
+        report = read_nsys_report(path, rank=rank)
+        return report if rank is None else replace(report, rank=rank)
     workers = _worth(path) if workers is None else workers
     trace = _read_together(path, workers, piece_bytes) if workers > 1 else None
     if trace is None:
@@ -54,11 +60,20 @@ def peek_rank(path: str | Path) -> tuple[int | None, int | None]:
 
     Reads no more than the start. Raises ``TraceError`` for a file that does not begin like a trace.
     """
+    _refuse_unexported(Path(path))
+    if is_nsys_report(Path(path)):
+        return None, None
     try:
         distributed = schema.FLOAT_TIMES.document.decode(read_head(Path(path))).distributed_info
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"{path}: not a readable Kineto trace: {error}") from None
     return header_integer(distributed, "rank"), header_integer(distributed, "world_size")
+
+
+def _refuse_unexported(path: Path) -> None:
+    """Nsight Systems' own files are not documented; its export is."""
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise TraceError(f"{path}: a report of Nsight Systems: nsys export --type sqlite {path.name}")
 
 
 def _read_alone(path: Path, piece_bytes: int) -> Trace:

@@ -27,6 +27,7 @@ __all__ = [
     "Sync",
     "collective_args",
     "collective_metadata",
+    "nvtx_shape",
     "recorded_shapes",
     "shape_table",
     "sync_table",
@@ -110,6 +111,11 @@ def recorded_shapes(events: list[Complete], args: list[Args]) -> list[Shape]:
         (i, events[i].name, _shapes(_compact(args[i].input_dims)), _compact(args[i].input_types))
         for i in rows
     ]
+
+
+def nvtx_shape(row: int, name: str, sizes: str) -> Shape | None:
+    """Shapes that ``emit_nvtx`` wrote behind an operator's name; None where they are of no interest."""
+    return (row, name, _shapes(sys.intern(sizes.replace(" ", ""))), "") if _has_shapes(name) else None
 
 
 def _rows_with(values: list[Any], absent: Any) -> list[int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fsdp2prof.manifest import TRACE_FILE, RecordOptions
 from fsdp2prof.recorder import devices
+from fsdp2prof.recorder.describe import add_forward_order
 from fsdp2prof.recorder.memory_history import MemoryCapture, memory_capture, why_not
 from fsdp2prof.recorder.rank_manifest import ManifestFile
 from fsdp2prof.recorder.roots import Roots
@@ -246,6 +247,7 @@ class Captures:
         self._micro_batches |= self._roots.micro_batches()
         counts = next(iter(self._micro_batches)) if len(self._micro_batches) == 1 else (None, None)
         self._manifest.micro_batches, self._manifest.gradient_syncs = counts
+        add_forward_order(self._manifest.param_groups, self._roots)
 
 
 def _listed(steps: list[int]) -> str:

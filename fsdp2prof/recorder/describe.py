@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fsdp2prof.recorder.ownership import state_dtypes
 from fsdp2prof.recorder.roots import Root, param_groups
 
 __all__ = [
+    "add_forward_order",
     "describe_norms",
     "describe_optimizers",
     "describe_param_groups",
@@ -45,7 +46,16 @@ def describe_param_groups(roots: Iterable[Root]) -> list[ParamGroupInfo]:
             for state in root.states
             for index, group in enumerate(param_groups(state))
         ]
+    add_forward_order(groups, roots)
     return groups
+
+
+def add_forward_order(groups: Sequence[ParamGroupInfo], roots: Iterable[Root]) -> None:
+    """Say of each described group where its forwards ended among those of its root."""
+    for root in roots:
+        own = [group for group in groups if group.root == root.index]
+        for number, group in enumerate(own):
+            group.forward_positions = [at for at, which in enumerate(root.forward_order) if which == number]
 
 
 def describe_norms(roots: Iterable[Root]) -> list[str]:

@@ -26,9 +26,31 @@ class Root:
         """Open ranges around its running forwards, outermost first."""
         self.forwards = 0
         """Forwards with gradients enabled in the running step."""
+        self.backwards = 0
+        """Backwards of the running step, whatever forwards each follows; counted while roots are marked."""
         self.gradient_syncs = 0
         """Backwards of the running step that reduced gradients; counted while roots are marked."""
+        self.forward_order: tuple[int, ...] = ()
+        """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
+        self._only_trained = False
         self._module = ref(module)
+
+    def note_forward_order(self) -> None:
+        """Note FSDP's own order of the forwards that the backward which ends now belongs to.
+
+        FSDP clears it with the last backward of a step's micro-batches. An evaluation's forwards stand in it
+        too, so the order after one is not used.
+        """
+        states = self.states
+        order = getattr(states[0]._comm_ctx, "post_forward_order", []) if states else []
+        numbers = {id(group): n for n, group in enumerate(g for state in states for g in param_groups(state))}
+        if self._only_trained and order:
+            self.forward_order = tuple(numbers[id(group)] for group in order if id(group) in numbers)
+        self._only_trained = bool(states) and states[0]._state_ctx.is_last_backward
+
+    def evaluated(self) -> None:
+        """A forward without gradients begins."""
+        self._only_trained = False
 
     def close_range(self) -> None:
         """Leave the innermost range around a running forward, if there is one."""
@@ -79,10 +101,13 @@ class Roots:
             self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def micro_batches(self) -> set[tuple[int, int]]:
-        """Return (forwards, gradient syncs) of the roots that trained since the last call, and start over."""
-        counts = {(root.forwards, root.gradient_syncs) for root in self if root.forwards}
+        """Return (micro-batches, gradient syncs) of the roots that ran since the last call, and start over.
+
+        A micro-batch is a backward; of a root that runs without one, a forward.
+        """
+        counts = {(root.backwards or root.forwards, root.gradient_syncs) for root in self if root.forwards}
         for root in self:
-            root.forwards = root.gradient_syncs = 0
+            root.forwards = root.backwards = root.gradient_syncs = 0
         return counts
 
     def mark(self, on: bool) -> None:
@@ -131,6 +156,8 @@ class Roots:
                 self._close_after_forward(root)
         if torch.is_grad_enabled():
             root.forwards += 1
+        else:
+            root.evaluated()
         if self._marking:
             root.ranges.append(record_function(root.label))
             root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
@@ -155,8 +182,10 @@ class Roots:
         def counted(method: Callable[[], None]) -> Callable[[], None]:
             @wraps(method)
             def finish() -> None:
+                root.backwards += 1
                 if any(group.reduce_grads for state in root.states for group in param_groups(state)):
                     root.gradient_syncs += 1
+                root.note_forward_order()
                 method()
 
             return finish

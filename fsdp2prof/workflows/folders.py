@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 
 from fsdp2prof.errors import InputError, TraceError
 from fsdp2prof.readers.chrome_trace import peek_rank
+from fsdp2prof.readers.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.workflows.file_names import in_order, read_name
 from fsdp2prof.workflows.one_job import Candidate, Found, of_one_job
 
@@ -23,7 +24,7 @@ _MOST_FOLDERS_DEEP = 5
 _MOST_ENTRIES = 100_000
 """Where so much lies, looking further down takes minutes and finds a data set."""
 
-_TRACE_SUFFIXES = (".json", ".json.gz")
+_TRACE_SUFFIXES = (".json", ".json.gz", ".sqlite")
 _PROFILER_SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")
 _MEMORY_SUFFIXES = (".pickle", ".pkl", ".npz")
 
@@ -50,7 +51,7 @@ def find_traces(root: Path, iteration: int | None = None) -> Found:
         likely = _likely_traces(root, level, depth)
         if candidates := [found for path in likely if (found := _peeked(root, path, refused))]:
             return of_one_job(root, "trace", candidates, iteration, refused)
-    reason = refused[0] if len(refused) == 1 else "no *.json or *.json.gz file in it is a trace"
+    reason = refused[0] if len(refused) == 1 else "no *.json, *.json.gz or *.sqlite file in it is a trace"
     return Found(absent=f"{root}: no traces: {reason}")
 
 
@@ -98,6 +99,8 @@ def _likely_traces(root: Path, level: Iterable[Path], depth: int) -> list[Path]:
 def _peeked(root: Path, path: Path, refused: list[str]) -> Candidate | None:
     try:
         rank, world_size = peek_rank(path)
+        if is_nsys_report(path) and (count := len(nsys_processes(path))) > 1:
+            raise TraceError(f"{path}: a report of {count} processes; analyse it by itself")
     except TraceError as error:
         refused.append(f"left out: {error}")
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, RankManifest, RunDirectory
 from fsdp2prof.readers.chrome_trace import peek_rank
+from fsdp2prof.readers.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
 from fsdp2prof.workflows.choices import listed, require
 from fsdp2prof.workflows.file_names import read_name
@@ -67,6 +68,8 @@ class JobFiles:
             return self._chosen(find_traces(self.path, self._iteration))
         if _is_memory_file(self.path):
             return Found(absent=f"{self.path}: a memory recording, not a trace")
+        if is_nsys_report(self.path) and len(processes := nsys_processes(self.path)) > 1:
+            return self._chosen(_processes_of_report(self.path, len(processes)))
         rank, world_size = peek_rank(self.path)
         return self._chosen(self._one_file(rank, world_size))
 
@@ -119,6 +122,14 @@ class JobFiles:
         require(self.path, "rank", set(self._ranks) - recorded, here)
         files = tuple(file for file in found.files if file.rank in self._ranks)
         return replace(found, files=files, absent=f"{self.path}: {listed('rank', self._ranks)} left none")
+
+
+def _processes_of_report(path: Path, count: int) -> Found:
+    files = tuple(RankFile(rank=rank, path=path) for rank in range(count))
+    told = (
+        f"{path.name} holds {count} processes and not their ranks: taken as ranks 0 to {count - 1} by device"
+    )
+    return Found(files=files, warnings=(told,))
 
 
 def _traces_of_run(run: RunDirectory) -> Found:

@@ -25,6 +25,7 @@ from fsdp2prof import backends, readers, tables
 from fsdp2prof.files import replacing
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.nsys_report import is_nsys_report
 from fsdp2prof.tables import (
     CollectiveArgs,
     EventTable,
@@ -71,12 +72,13 @@ def read_trace_cached(
 ) -> Trace:
     """Read a trace as ``read_trace`` does, from its cache if it has one, leaving one if not.
 
-    A file smaller than ``worth_bytes`` (default: what reads in about a tenth of a second) is not cached.
+    Not cached are reports of Nsight Systems, and files smaller than ``worth_bytes`` (default: what reads in
+    about a tenth of a second).
     Raises ``TraceError`` like ``read_trace``.
     """
     path = Path(path)
     worth_bytes = _WORTH_BYTES[path.suffix == ".gz"] if worth_bytes is None else worth_bytes
-    if not path.is_file() or path.stat().st_size < worth_bytes:
+    if not path.is_file() or path.stat().st_size < worth_bytes or is_nsys_report(path):
         return read_trace(path, rank=rank, workers=workers)
     key = _key(path)
     candidates = cache_files(path, key)

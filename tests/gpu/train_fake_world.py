@@ -68,7 +68,7 @@ def main():
             cast(DTensor, parameter).to_local().normal_(std=0.02)
     loop = TrainingLoop(
         model=model,
-        extra=None,
+        seconds=(),
         policy=policy,
         optimizer=build_optimizer(model, policy),
         host=HostMemory(offloads=False),

@@ -43,6 +43,7 @@ from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
@@ -90,6 +91,9 @@ def train_step(model, policy, mode):
         last = micro_batch == policy.grad_accum - 1
         model.module.set_requires_gradient_sync(last or policy.sync == "each")
         mode.phase = "forward"
+        if policy.runs_itself_before:
+            with torch.no_grad():
+                model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
         loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), "full")
         mode.phase = "backward"
         loss.backward()
@@ -438,3 +442,47 @@ def test_adapters(options):
     sizes = {"wq+wv": 4 * 32 + 32 * 4 + 4 * 32 + 16 * 4, "wq+w2": 4 * 32 + 32 * 4 + 4 * 72 + 32 * 4}
     target = options["lora"].split("=")[2].split(",")[0]
     assert reduced == {("backward", "reduce_scatter", "float32", 4 * sizes[target]): 3}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reshard"),
+    [
+        (("block",), "always"),
+        (("root",), "default"),
+        (("block", "tok_embeddings", "norm+output"), "default"),
+        (("block", "tok_embeddings", "norm+output"), "never"),
+    ],
+)
+def test_a_model_that_runs_before_its_own_forward(wrap, reshard):
+    """Old log-probabilities: the prefetch of the first unit goes on to the last one of the forward before."""
+    options = {"extra_model": "self", "grad_accum": 2, "wrap": wrap, "reshard": reshard, "sync": "each"}
+    mesh, policy = MeshSpec(dp_shard=4), PolicySpec.from_mapping(SIZES | options)
+    assert predicted(tiny(), mesh, policy) == executed(tiny(), mesh, policy)
+
+
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"extra_model": "preferences:reference,reward=preferences:reward"},
+    "adapters": {
+        "extra_model": "self",
+        "lora": "r=4,targets=up",
+        "wrap": ("block", "tok_embeddings", "norm+output"),
+    },
+}
+
+
+def test_preference_tuning_of_real_ranks(tmp_path, monkeypatch):
+    """A DPO loop written apart, over two ranks: policy, reference and reward model, to the byte."""
+    script = load_script(script_path("preferences"), "preferences")
+    output = tmp_path / "counts.json"
+    command = torchrun(script_path("preferences"), script.RANKS, str(output))
+    done = subprocess.run(
+        command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert output.exists(), done.stderr[-4000:]
+    monkeypatch.setitem(sys.modules, "preferences", script)
+    spec, mesh = ModelSpec(source="preferences:policy"), MeshSpec(dp_shard=script.RANKS)
+    sizes = {"seq_len": script.SEQ_LEN, "batch_size": script.PAIRS, "loss": "dpo", "clip_grad": False}
+    for case, rows in json.loads(output.read_text()).items():
+        counted = {(phase, op, dtype, size): count for phase, op, dtype, size, count in rows}
+        policy = PolicySpec.from_mapping(sizes | PREFERENCES[case])
+        assert summed_rows(estimate_comm(spec, mesh, policy)) == summed(counted), case

@@ -9,8 +9,10 @@ import pickle
 import random
 import resource
 import signal
+import sqlite3
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from synthetic import Schedule, record, transformer
 from synthetic import write as write_trace
+from synthetic.nsys import write_nsys
 
 from fsdp2prof.estimators.spec.inputs import load_config, make_spec
 from fsdp2prof.manifest import rank_folder
@@ -209,6 +212,41 @@ def _config(_: Path) -> Any:
     }
 
 
+def _nsys(folder: Path) -> Any:
+    """The rows of a report by table, behind the statement that makes it."""
+    with closing(
+        sqlite3.connect(write_nsys(record(Schedule(roots=(transformer(1),))), folder / "a"))
+    ) as report:
+        tables = report.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'").fetchall()
+        rows = {sql: [list(row) for row in report.execute(f"SELECT * FROM {name}")] for name, sql in tables}
+    (folder / "a").unlink()
+    return rows
+
+
+def _database(document: Any) -> bytes:
+    """Write what is left of a report; a value that no column can hold is its text."""
+    if isinstance(document, bytes):
+        return document
+    with tempfile.TemporaryDirectory() as folder, closing(sqlite3.connect(Path(folder, "a"))) as report:
+        report.execute("PRAGMA synchronous = OFF")
+        for sql, rows in document.items() if isinstance(document, dict) else []:
+            name = str(sql).partition("(")[0].rpartition(" TABLE ")[2].strip()
+            try:
+                report.execute(str(sql).replace(" NOT NULL", "").replace(" PRIMARY KEY", ""))
+                for row in rows:
+                    marks = ", ".join("?" * len(row))
+                    report.execute(f"INSERT INTO {name} VALUES ({marks})", [*map(_storable, row)])
+            except (sqlite3.Error, TypeError, OverflowError, UnicodeEncodeError):
+                continue
+        report.commit()
+        return Path(folder, "a").read_bytes()
+
+
+def _storable(value: Any) -> Any:
+    fits = isinstance(value, float | str | None) or (isinstance(value, int) and abs(value) < 1 << 63)
+    return value if fits else repr(value)
+
+
 def _baseline(folder: Path) -> Any:
     trace = _trace(folder)
     (folder / "trace.json").write_text(json.dumps(trace))
@@ -224,6 +262,9 @@ KINDS = {
         lambda at: gzip.compress(_json(_trace(at)), mtime=0),
         _bytes,
         lambda at: analyze_trace(open_job(at / "rank0.json.gz"), cache=False),
+    ),
+    "nsys": Kind(
+        "rank0.sqlite", _nsys, _database, lambda at: analyze_trace(open_job(at / "rank0.sqlite"), cache=False)
     ),
     "snapshot": Kind(
         "rank0.pickle", _snapshot, _pickle, lambda at: analyze_memory(open_job(at / "rank0.pickle"))

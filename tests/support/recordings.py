@@ -4,6 +4,7 @@ RECORDED = [
     ("train_tiny_fsdp2", 2),
     ("two_models", 2),
     ("accumulation", 2),
+    ("reused", 2),
     ("nested", 2),
     ("hsdp", 4),
     ("adapters", 2),

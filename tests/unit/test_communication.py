@@ -13,6 +13,7 @@ from fsdp2prof.estimators.communication import estimate_built, estimate_comm
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Every, PolicySpec
@@ -109,7 +110,8 @@ def test_float8_gathers_linear_weights_as_bytes_and_reduces_their_scales():
 
 
 def test_a_frozen_extra_model_gathers_its_blocks_only():
-    policy = replace(PLAIN, seq_len=1024, grad_accum=2, extra_model="gpt2")
+    second = ExtraModels((ExtraModel(source="gpt2"),))
+    policy = replace(PLAIN, seq_len=1024, grad_accum=2, extra_model=second)
     estimate = estimate_comm(ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=4), policy)
     extra = [row for row in estimate.groups if row.root == 1]
     assert {(row.phase, row.op, row.count) for row in extra} == {("forward", "all_gather", 2)}

@@ -18,6 +18,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.memory import estimate_memory, predict_memory
 from fsdp2prof.estimators.memory_fit import room_on, verdict
+from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -254,7 +255,8 @@ def test_published_peaks_are_met(
 
 def test_an_extra_model_adds_its_shards_and_what_it_gathers_and_nothing_else() -> None:
     alone = estimate_memory(SPEC, MESH, replace(POLICY, optimizer="sgd"))
-    with_extra = predict_memory(SPEC, MESH, replace(POLICY, optimizer="sgd", extra_model="gpt2"))
+    extra = ExtraModels((ExtraModel(source="gpt2"),))
+    with_extra = predict_memory(SPEC, MESH, replace(POLICY, optimizer="sgd", extra_model=extra))
     both = with_extra.estimate.peak.categories
     # All 12 layers of GPT-2 and its root, whose 50,257 rows are padded to 50,260; fp32 on one of four ranks.
     layer = 12 * 768 * 768 + 13 * 768

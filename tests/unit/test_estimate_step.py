@@ -58,6 +58,12 @@ def test_the_captured_collectives_are_those_of_the_communication_estimate(name: 
     assert sums_of(program_of(MODEL, mesh, policy)) == expected
 
 
+def test_a_forward_without_gradients_adds_a_third_of_the_operations(program: Program) -> None:
+    policy = PolicySpec.from_mapping({**POLICY.to_mapping(), "extra_model": "self"})
+    twice = program_of(MODEL, MeshSpec(dp_shard=8), policy)
+    assert 3 * twice.model_flops == 4 * program.model_flops
+
+
 @pytest.fixture(scope="module")
 def program() -> Program:
     return program_of(MODEL, MeshSpec(dp_shard=8), POLICY)

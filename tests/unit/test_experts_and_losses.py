@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.memory_advice import expert_padding
 from fsdp2prof.estimators.models.adapters import with_adapters
@@ -23,6 +25,7 @@ from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.lora import Lora
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -199,3 +202,40 @@ def test_a_target_that_no_layer_has() -> None:
     lora = present(adapters("r=4,targets=q_proj"))
     with pytest.raises(ModelError, match="no linear layer of tiny-experts is named 'q_proj'"):
         with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32")
+
+
+def test_preferences_by_hand() -> None:
+    """One pair of one token each over a vocabulary of 2; the reference says a half to everything."""
+    logits = torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]], dtype=torch.bfloat16)  # chosen, rejected
+    targets = torch.zeros(2, 1, dtype=torch.int64)
+    chosen, rejected = -math.log(1 + math.exp(-1)), -math.log(1 + math.exp(2))
+    wanted = math.log(1 + math.exp(-0.1 * (chosen - rejected)))
+    half = torch.full((2, 1), -math.log(2))
+    assert logits_loss(logits, targets, "dpo").item() == pytest.approx(wanted)
+    assert logits_loss(logits, targets, "dpo", half).item() == pytest.approx(wanted)  # it cancels out
+    ratios = [-math.log(2) - taken for taken in (chosen, rejected)]
+    divergence = sum(math.exp(ratio) - ratio - 1 for ratio in ratios) / 2
+    assert logits_loss(logits, targets, "logprobs", half).item() == pytest.approx(
+        divergence - (chosen + rejected) / 2, rel=1e-6
+    )
+
+
+def test_a_reward_model_has_a_head_of_one_output() -> None:
+    model = build_model(ModelSpec(source="gpt2"), seq_len=16)
+    made = with_role(model, ExtraModel(source="gpt2", role="reward"))
+    assert made.module.get_submodule("output").weight.shape == (1, 768)
+    with pytest.raises(ModelError, match=r"a reward model \(gpt2\) under tensor parallelism"):
+        with_role(model, ExtraModel(source="gpt2", role="reward"), 2)
+
+
+def test_pairs_take_the_memory_of_twice_as_many_sequences() -> None:
+    """The log-probabilities of all tokens alike; a reference of the same size in between leaves nothing."""
+    spec, mesh = ModelSpec(source="gpt2", layers=2), MeshSpec(dp_shard=2)
+    options = {"seq_len": 64, "optimizer": "sgd"}
+
+    def peak(**more: Any) -> int:
+        policy = PolicySpec.from_mapping({**options, **more})
+        return estimate_memory(spec, mesh, policy).peak.categories["activation"]
+
+    several = peak(batch_size=8, loss="logprobs")
+    assert peak(batch_size=4, loss="dpo", extra_model="self") == pytest.approx(several, abs=64 * 1024)

@@ -369,6 +369,35 @@ def test_padding_of_uneven_shards_by_hand() -> None:
     assert "uneven_shards" not in {f.id for f in find(analysis, [manifest(64, 4)])}
 
 
+def without(analysis: TraceAnalysis, op: str, step: int, *layers: str) -> list[Finding]:
+    """What is found where some layers lack an operation in one step."""
+    kept = [r for r in analysis.groups if not (r.op == op and r.step == step and r.fqn in layers)]
+    return [one for one in find(replace(analysis, groups=kept)) if one.id == "unlike_steps"]
+
+
+def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
+    analysis = analyse(tmp_path / "run", HEALTHY, HEALTHY)
+    first, *others = (step.step for step in analysis.ranks[0].steps)
+    assert others
+    rest = f"step{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
+    assert without(analysis, "none", first) == []
+    (turns,) = without(analysis, "reduce_scatter", first, "layers.2", "layers.3")
+    said = f"of no other layer in step {first}, of `layers.2` and 1 more layer in {rest}. "
+    assert f"gradients are reduced {said}" in turns.message
+    assert (turns.evidence["kinds"], turns.severity) == (2, "info")
+    gathers = sum(r.count for r in analysis.groups if r.op == "all_gather" and (r.rank, r.step) == (0, first))
+    once = sum(
+        r.count
+        for r in analysis.groups
+        if r.op == "all_gather" and (r.rank, r.step, r.fqn) == (0, first, "layers.2")
+    )
+    (evaluated,) = without(analysis, "all_gather", first, "layers.2")
+    assert (
+        f"all-gathers of layers are {gathers - once} in step {first}, {gathers} in {rest}."
+        in evaluated.message
+    )
+
+
 def test_thresholds_are_options_with_names() -> None:
     parsed = parse_thresholds(["straggler_frac=0.5", "small_count=3"])
     assert (parsed.straggler_frac, parsed.small_count) == (0.5, 3)

@@ -55,6 +55,12 @@ def test_counted_options():
         ({"sync": ["last"]}, "sync: unknown value"),
         ({"offload": "yes"}, "offload: 'yes' must be true or false"),
         ({"extra_model": 3}, "extra_model: 3 must be text"),
+        ({"extra_model": "critic=gpt2"}, "a model is for reference or reward, not 'critic'"),
+        ({"extra_model": "reward="}, "'reward=' names no model"),
+        ({"extra_model": "self,self"}, "self stands once, and for a reference"),
+        ({"extra_model": "reward=self"}, "self stands once, and for a reference"),
+        ({"extra_model": ",".join(["gpt2"] * 9)}, "9 models are more than 8"),
+        ({"batch_size": 1 << 16, "seq_len": 4096, "loss": "dpo"}, "131072 sequences of 4096 tokens are more"),
         ({"optimizer": "adafactor"}, "optimizer: unknown value"),
         ({"optimizer": "rmsprop", "optimizer_impl": "fused"}, "RMSprop has no fused implementation"),
         (
@@ -163,3 +169,14 @@ def test_a_mesh_table_has_known_dimensions():
 def test_a_model_is_asked_for():
     with pytest.raises(ModelError, match="no model"):
         make_spec({"mesh": "dp_shard=2"})
+
+
+def test_extra_models_are_read_with_their_roles_and_written_as_read():
+    policy = PolicySpec.from_mapping({"extra_model": "gpt2, reward=a/config.json,self", "loss": "dpo"})
+    assert [(one.source, one.role) for one in policy.other_models] == [
+        ("gpt2", "reference"),
+        ("a/config.json", "reward"),
+    ]
+    assert (policy.runs_itself_before, policy.roots, policy.sequences) == (True, 3, 2)
+    assert policy.to_mapping()["extra_model"] == "gpt2,reward=a/config.json,self"
+    assert PolicySpec.from_mapping(policy.to_mapping()) == policy
