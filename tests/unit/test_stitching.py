@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,17 +73,14 @@ def test_a_shallow_model_is_executed_in_full() -> None:
     assert note == "all 3 blocks executed"
 
 
-def test_blocks_of_one_kind_that_share_a_mask_repeat(tmp_path) -> None:
-    """The mask dies with the last block of its kind, wherever that is: here the third, and every third."""
+@pytest.mark.slow
+def test_blocks_of_one_kind_that_share_a_mask_repeat() -> None:
+    """The mask of full attention, every sixth block's, dies with the last of them that backward reaches."""
     pytest.importorskip("transformers", minversion="5.0")
-    values = {"model_type": "gemma3_text", "hidden_size": 16, "intermediate_size": 16, "vocab_size": 40}
-    values |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}
-    values |= {"num_hidden_layers": 20, "pad_token_id": 0}
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    (tmp_path / "config.json").write_text(json.dumps({**values, "layer_types": (kinds * 7)[:20]}))
-    spec = ModelSpec(source=str(tmp_path))
-    _, how = execute_stitched(spec, MeshSpec(dp_shard=2), PolicySpec(seq_len=16, wrap=("block",)))
-    assert how == "8 and 11 blocks executed, found to repeat exactly, and repeated to 20"
+    config = Path(__file__).parents[1] / "data" / "configs" / "gemma-3-4b.json"
+    policy = PolicySpec(seq_len=2048, wrap=("block",))  # longer than the window
+    _, how = execute_stitched(ModelSpec(source=str(config)), MeshSpec(dp_shard=8), policy)
+    assert how == "10 and 16 blocks executed, found to repeat exactly, and repeated to 34"
 
 
 def test_executions_that_do_not_repeat_are_not_stitched() -> None:
