@@ -1,4 +1,7 @@
-"""Bytes and counts of every collective of a training step that has not happened, without executing it."""
+"""Bytes and counts of every collective of a training step that has not happened.
+
+Only tensor parallelism that no formula describes is executed for it, on tensors without data.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
+from fsdp2prof.estimators.timeline.collectives import add_executed
+from fsdp2prof.estimators.timeline.commands import Program
+from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, part_of
 from fsdp2prof.estimators.weight_sync import weight_sync
@@ -39,13 +45,27 @@ def estimate_comm(
     ``sync`` are inference engines that are given the weights.
     Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
     """
-    return estimate_built(_build(model, policy), mesh, policy, sync)
+    built = _build(model, policy)
+    check_parallelism(built, mesh, policy)
+    plan = built.tensor_parallel
+    executed = None
+    if mesh.tp > 1 and plan is not None and not plan.is_analysed:
+        executed = capture_stitched(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp), built)
+    return estimate_built(built, mesh, policy, sync, executed=executed)
 
 
 def estimate_built(
-    built: Model, mesh: MeshSpec, policy: PolicySpec, sync: WeightSyncSpec | None = None
+    built: Model,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    sync: WeightSyncSpec | None = None,
+    *,
+    executed: Program | None = None,
 ) -> CommEstimate:
-    """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place."""
+    """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place.
+
+    ``executed`` is its step, where tensor parallelism is not known by formula.
+    """
     check_parallelism(built, mesh, policy)
     built = part_of(built, mesh, policy)
     freeze(built, policy)
@@ -62,6 +82,10 @@ def estimate_built(
     rule = reshard_rule(built, policy)
     notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
+    if executed is not None:
+        assert built.tensor_parallel is not None
+        notes.append(f"{built.tensor_parallel.note}; counted by executing a step")
+        add_executed(ledger, executed)
     notes += extra_model_notes(policy)
     for root, extra in enumerate(policy.other_models, start=1):
         _add_second_model(ledger, extra, root, mesh, policy)
@@ -69,7 +93,7 @@ def estimate_built(
         notes.append(
             "what the forward of a frozen model keeps gathered (its root) is gathered in the first step only"
         )
-    _add_step_end(ledger, groups, mesh, policy)
+    _add_step_end(ledger, groups, mesh, policy, clips=executed is None)
     estimate = summarise(
         ledger.to_rows(),
         model=model_as_built(built, built.parameters),
@@ -147,13 +171,14 @@ def _one_dtype(dtypes: Iterable[str]) -> str:
 
 
 def _add_step_end(
-    ledger: Ledger, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec
+    ledger: Ledger, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec, *, clips: bool
 ) -> None:
+    """Add what clipping and float8 scales reduce; ``clips=False`` if clipping is counted already."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
     apart = [parameter for group in groups if group.is_expert for parameter in group.parameters]
     reductions: list[tuple[Axis, str, int]] = []
-    if policy.clip_grad and policy.optimizer != "none":
+    if clips and policy.clip_grad and policy.optimizer != "none":
         every = policy.rules.clipping_reduces_every_norm
         experts = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
         trained = sum(parameter.requires_grad for parameter in parameters) - len(apart)

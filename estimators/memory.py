@@ -102,6 +102,8 @@ def predict_memory(
         *built.notes,
         *([] if padding is None else [padding.how]),
     ]
+    if mesh.tp > 1 and built.tensor_parallel is not None:
+        told.append(built.tensor_parallel.note)
     estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 

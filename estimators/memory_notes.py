@@ -131,8 +131,6 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append(
             "float8: memory as of the same compiled bf16 run; published pairs differ by less than 1%"
         )
-    if mesh.tp > 1:
-        notes.append("tensor parallelism executed with sequence-parallel norms and residuals")
     if policy.loss == "fused":
         notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
     if mesh.ep > 1:

@@ -206,7 +206,8 @@ def _sharded(
     if parameter.ndim == 0:
         raise ModelError(f"{fqn} is a scalar: fully_shard needs at least one dimension; make it shape (1,)")
     whole = tuple(parameter.shape)
-    shape = _tensor_parallel_shape(model, fqn, whole, mesh.tp) if mesh.tp > 1 else whole
+    plan = model.tensor_parallel
+    shape = whole if mesh.tp == 1 or plan is None else plan.local_shape(fqn, whole, mesh.tp)
     dtype = str(parameter.dtype).removeprefix("torch.")
     is_float8 = (
         policy.fp8_all_gather
@@ -235,15 +236,6 @@ def _sharded(
         dim=dim,
         is_expert=is_expert,
     )
-
-
-def _tensor_parallel_shape(model: Model, fqn: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    if model.tensor_parallel_dim is None:
-        raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
-    dim = model.tensor_parallel_dim(fqn)
-    if dim is None:
-        return shape
-    return tuple(-(-size // tp) if axis == dim else size for axis, size in enumerate(shape))
 
 
 def _product(sizes: Iterable[int]) -> int:

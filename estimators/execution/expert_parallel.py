@@ -71,30 +71,34 @@ def exchange_tokens(model: Model, policy: PolicySpec, experts: DeviceMesh | None
 
 
 def by_mesh(model: Model) -> list[list[nn.Parameter]]:
-    """The parameters, those of experts on a mesh of their own apart."""
+    """The parameters by the mesh that they are sharded over; those of experts on a mesh of their own last.
+
+    Tensor parallelism may leave some parameters whole: these know the mesh of FSDP alone.
+    """
     experts = {
         parameter
         for fqn in (model.experts if model.expert_ranks > 1 else ())
         for parameter in model.module.get_submodule(fqn).parameters(recurse=False)
     }
-    parts = [[], []]  # type: list[list[nn.Parameter]]
+    parts: dict[object, list[nn.Parameter]] = {}
     for parameter in model.module.parameters():
-        parts[parameter in experts].append(parameter)
-    return [part for part in parts if part]
+        own = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        parts.setdefault("experts" if parameter in experts else own, []).append(parameter)
+    return sorted(parts.values(), key=lambda part: part[0] in experts)
 
 
 def clip_gradients(model: Model) -> None:
-    """Clip the global gradient norm to 1; that of experts is reduced over their own ranks first."""
+    """Clip the global gradient norm to 1: one norm a mesh, that of experts reduced over their own ranks."""
     parts = by_mesh(model)
     if len(parts) == 1:
         torch.nn.utils.clip_grad_norm_(parts[0], 1.0, foreach=True)
         return
-    dense, experts = (_norm(part) for part in parts)
-    group = next(m for m in model.module.modules() if isinstance(m, MixtureOfExperts)).exchange
-    assert group is not None
-    squares = experts.square()
-    dist.all_reduce(squares, group=group.group)
-    total = (dense.square() + squares).sqrt()
+    squares = [_norm(part).square() for part in parts]
+    if model.expert_ranks > 1:
+        group = next(m for m in model.module.modules() if isinstance(m, MixtureOfExperts)).exchange
+        assert group is not None
+        dist.all_reduce(squares[-1], group=group.group)
+    total = torch.stack(squares).sum().sqrt()
     for part in parts:
         torch.nn.utils.clip_grads_with_norm_(part, 1.0, total, foreach=True)
 

@@ -105,7 +105,7 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         refused = str(error).startswith("FSDP expects")
         if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
             raise
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{_module_of(error)}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if refused:
             raise ModelError(
                 f"model {spec.source}: torch {torch.__version__} cannot train it so: {reason}"
@@ -113,3 +113,14 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         raise ModelError(
             f"model {spec.source}: its training step failed on fake tensors: {reason}"
         ) from error
+
+
+def _module_of(error: Exception) -> str:
+    """The innermost module whose forward failed, as the beginning of a reason; empty in backward."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and trace.tb_frame.f_code.co_name == "forward":
+            name = type(owner).__name__.removeprefix("FSDP")
+        trace = trace.tb_next
+    return f"in {name}: " if name else ""

@@ -228,8 +228,10 @@ class _Unrolling:
                 born = self._tape.runs[born_in]
                 owner = self._block_of_birth(born, run, block)
                 copied = self._copy_at.get((self._place(born, owner), position_then))
-                if copied is None or copied.death >= 0:
+                dies_again = copied is not None and copied.death >= 0
+                if copied is None or (dies_again and owner is not None):
                     raise _CannotRepeat
+                # What all blocks of a kind share (a mask) dies with the last of them.
                 copied.death = self._time
             self._time += 1
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.compiler.graphs import Graphs
@@ -62,8 +62,8 @@ def shard(
     freeze(model, policy)
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
-            raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1")
-        parallelize_module(model.module, tensor_parallel, model.tensor_parallel(policy.loss_parallel))
+            raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
+        model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
     if graphs is not None:
         from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler
 
@@ -114,7 +114,7 @@ def _tell(root: FSDPModule, method: str, value: int) -> None:
 def build_optimizer(model: Model, policy: PolicySpec) -> torch.optim.Optimizer | None:
     """Build the policy's optimizer over the trainable parameters, ``None`` if it trains nothing.
 
-    Experts on a mesh of their own are a parameter group of their own: one operator cannot go over both.
+    Parameters on several meshes are as many parameter groups: one operator cannot go over both.
     """
     kind = policy.optimizer_kind
     if kind is None:

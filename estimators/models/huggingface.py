@@ -22,6 +22,7 @@ from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.models.transformers_plan import plan_of
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 
 __all__ = ["build_huggingface"]
@@ -85,8 +86,10 @@ def _build(
             f"tokens only: no image passes through {', '.join(idle)}, "
             "which are held sharded without gradients"
         )
+    name = str(values.get("_name_or_path") or _name_of(path, values))
+    plan = plan_of(name, module, blocks, text)
     return Model(
-        name=str(values.get("_name_or_path") or _name_of(path, values)),
+        name=name,
         module=module,
         blocks=blocks,
         towers=towers,
@@ -96,6 +99,8 @@ def _build(
         config=None,
         make_batch=partial(token_batch, int(text.vocab_size)),
         loss=partial(loss_of_model, head_of(module)),
+        tensor_parallel=None if isinstance(plan, str) else plan,
+        no_tensor_parallel=plan if isinstance(plan, str) else "",
         notes=tuple(notes),
     )
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.device_mesh import DeviceMesh
 
     from fsdp2prof.estimators.spec.policy import Loss
 
-__all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "elements_of"]
+__all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "TensorParallel", "elements_of"]
 
 ADAPTERS = (".lora_a.", ".lora_b.")
 """In the names of low-rank adapters' parameters."""
@@ -59,6 +59,27 @@ def elements_of(module: nn.Module) -> int:
     return packed + sum(parameter.numel() for parameter in module.parameters())
 
 
+class TensorParallel(Protocol):
+    """How a model is divided among tensor-parallel ranks."""
+
+    @property
+    def is_analysed(self) -> bool:
+        """Whether its collectives are known by formula; else the step is executed to count them."""
+
+    @property
+    def note(self) -> str:
+        """What is divided and how, in one sentence."""
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why the model cannot be divided among so many ranks, ``None`` if it can."""
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+        """Divide the module in place: parameters become DTensors of ``mesh``."""
+
+    def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape that the first rank holds of a parameter of ``shape``."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """A model ready to be sharded: the module and what training it needs."""
@@ -85,10 +106,10 @@ class Model:
     """(module, batch, ``PolicySpec.loss``) -> scalar loss; runs the forward.
 
     Raises ``ModelError`` for a loss that the model cannot have."""
-    tensor_parallel: Callable[[bool], dict[str, ParallelStyle]] | None = None
-    """(loss parallel) -> plan of ``parallelize_module`` for the whole model; ``None`` without one."""
-    tensor_parallel_dim: Callable[[str], int | None] | None = None
-    """Parameter FQN -> tensor dimension that plan shards, ``None`` for replicated."""
+    tensor_parallel: TensorParallel | None = None
+    """How tensor-parallel ranks divide it; ``None`` if it has no plan."""
+    no_tensor_parallel: str = "has no tensor-parallel plan"
+    """Why there is none, as the end of a sentence that begins with its name."""
     notes: tuple[str, ...] = ()
     """What an estimate of it rests on, one sentence each."""
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
+from fsdp2prof.estimators.models.builtin import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
@@ -25,9 +25,6 @@ from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_paramet
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
 __all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks", "stage_of"]
 
 
@@ -36,26 +33,21 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     config = model.config
     if mesh.pp > 1 and policy.extra_model is not None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
-    for dim in ("tp", "cp", "pp", "ep"):
+    for dim in ("cp", "pp", "ep"):
         if getattr(mesh, dim) > 1 and config is None:
             raise ModelError(
                 f"mesh: {dim}={getattr(mesh, dim)} is modelled for built-in models, not {model.name}"
             )
-    if config is None:
-        return
-    _check_expert_parallelism(config, mesh, policy)
-    for name in ("heads", "kv_heads"):
-        if getattr(config, name) % mesh.tp:
-            raise ModelError(
-                f"mesh: tp={mesh.tp} does not divide the {getattr(config, name)} {name} of {model.name}"
-            )
+    if mesh.ep == 1 and policy.imbalance != 1:
+        raise ModelError("imbalance: rows are exchanged under expert parallelism only: add ep to the mesh")
+    if config is not None:
+        _check_expert_parallelism(config, mesh, policy)
     if policy.async_tp and mesh.tp == 1:
         raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
-    if mesh.tp > 1 and policy.loss in ("compiled", "fused", "logprobs", "dpo"):
-        raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
-    if mesh.tp > 1 and model.tensor_parallel is None:
-        raise ModelError(f"{model.name} has no tensor-parallel plan: leave tp=1 or choose an untied built-in")
-    pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * mesh.tp
+    if mesh.tp > 1:
+        _check_tensor_parallelism(model, mesh, policy)
+    divides_sequence = model.tensor_parallel is not None and model.tensor_parallel.is_analysed
+    pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * (mesh.tp if divides_sequence else 1)
     if policy.seq_len % pieces:
         raise ModelError(
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
@@ -63,7 +55,7 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     frozen = policy.trainable is not None or policy.lora is not None
     if frozen and mesh.tp * mesh.cp * mesh.pp > 1:
         raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
-    if config.layers < mesh.pp:
+    if config is not None and config.layers < mesh.pp:
         raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
     if mesh.pp > 1 and policy.reshard != "never":
         raise ModelError("with pp use reshard=never: stages keep parameters gathered between micro-batches")
@@ -74,14 +66,31 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     stages = policy.stages_per_rank
     if stages > 1 and mesh.pp == 1:
         raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
-    if config.layers % (mesh.pp * stages) and stages > 1:
+    if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
         raise ModelError(
             f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
             f"layers of {model.name}"
         )
     if stages > 1:
         interleaved_order(mesh.pp, stages, policy.grad_accum)
-    if mesh.tp > 1 and any(isinstance(value, int) for value in values_of(policy.reshard)):
+
+
+def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+    plan = model.tensor_parallel
+    if plan is None:
+        raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
+    if refusal := plan.refusal(mesh.tp):
+        raise ModelError(f"mesh: {refusal}")
+    if policy.extra_model is not None and not plan.is_analysed:
+        raise ModelError(
+            "tensor parallelism with a second model (extra_model) is modelled for built-ins only"
+        )
+    if policy.async_tp and not plan.is_analysed:
+        raise ModelError(f"async_tp: modelled for built-in models, not {model.name}")
+    divided = plan.is_analysed and policy.loss in ("compiled", "fused", "logprobs", "dpo")
+    if divided or policy.loss == "fused":
+        raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
+    if any(isinstance(value, int) for value in values_of(policy.reshard)):
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 
 
@@ -89,10 +98,6 @@ def _check_expert_parallelism(config: TransformerConfig, mesh: MeshSpec, policy:
     if mesh.cp > 1 and config.latent is not None:
         raise ModelError(f"mesh: cp={mesh.cp} is not modelled for the latent attention of {config.name}")
     if mesh.ep == 1:
-        if policy.imbalance != 1:
-            raise ModelError(
-                "imbalance: rows are exchanged under expert parallelism only: add ep to the mesh"
-            )
         return
     if config.experts is None:
         raise ModelError(f"mesh: ep={mesh.ep} for {config.name}, which has no experts")
@@ -168,16 +173,13 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     for name in absent:
         module.register_module(name, nn.Identity())
     plan = model.tensor_parallel
-
-    def plan_of_stage(loss_parallel: bool) -> dict[str, ParallelStyle]:
-        assert plan is not None
-        return {name: style for name, style in plan(loss_parallel).items() if name not in absent}
-
+    if isinstance(plan, BuiltinPlan):
+        plan = replace(plan, absent=frozenset(absent))
     return replace(
         model,
         blocks=tuple(f"layers.{index}" for index in kept),
         experts=tuple(fqn for fqn in model.experts if int(fqn.split(".")[1]) in kept),
-        tensor_parallel=None if plan is None else plan_of_stage,
+        tensor_parallel=plan,
     )
 
 

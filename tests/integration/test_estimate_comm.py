@@ -201,6 +201,7 @@ def test_padding_and_shared_parameters(config, shards):
         (tiny(), {"grad_accum": 2}),
         (tiny(), {"grad_accum": 2, "sync": "each", "param_dtype": None}),
         (tiny("qwen", qk_norm=True), {}),
+        (tiny(tied=True), {}),
     ],
 )
 def test_tensor_parallelism(config, options):

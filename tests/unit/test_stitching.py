@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,6 +71,16 @@ def roles(execution) -> list[tuple[object, ...]]:
 def test_a_shallow_model_is_executed_in_full() -> None:
     _, note = execute_stitched(ModelSpec(source="gpt2", layers=3), MeshSpec(dp_shard=2), POLICY)
     assert note == "all 3 blocks executed"
+
+
+@pytest.mark.slow
+def test_blocks_of_one_kind_that_share_a_mask_repeat() -> None:
+    """The mask of full attention, every sixth block's, dies with the last of them that backward reaches."""
+    pytest.importorskip("transformers", minversion="5.0")
+    config = Path(__file__).parents[1] / "data" / "configs" / "gemma-3-4b.json"
+    policy = PolicySpec(seq_len=2048, wrap=("block",))  # longer than the window
+    _, how = execute_stitched(ModelSpec(source=str(config)), MeshSpec(dp_shard=8), policy)
+    assert how == "10 and 16 blocks executed, found to repeat exactly, and repeated to 34"
 
 
 def test_executions_that_do_not_repeat_are_not_stitched() -> None:

@@ -1,0 +1,164 @@
+"""Tensor parallelism of a Hugging Face model: its class's own plan, applied by transformers itself.
+
+A plan names modules and parameters, a ``*`` for the layer's number, and a style for each: by columns, by
+rows, by vocabulary, and so on. transformers turns the parameters into DTensors and puts the collectives
+around the modules' forwards; what they cost is counted by executing a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.builtin import undivided_heads
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["TransformersPlan", "plan_of"]
+
+_COLUMNS = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
+_ROWS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
+_PACKED = frozenset({"packed_colwise", "packed_rowwise"})
+_EMBEDDINGS = MappingProxyType({"embedding_rowwise": 0, "embedding_colwise": 1})
+_WHOLE = frozenset(
+    {
+        "all_reduce",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "sequence_parallel",
+    }
+)
+"""Styles that leave a module's own parameters whole."""
+_PACKED_TOGETHER = 2
+"""Matrices in a packed parameter, each divided by itself: gate and up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersPlan:
+    """A plan with a rule for every module and parameter by its full name."""
+
+    name: str
+    """The model's."""
+    rules: Mapping[str, str]
+    """Parameters before their modules, as transformers applies them."""
+    heads: int
+    kv_heads: int
+    """1 each if attention is not divided by heads."""
+    tied: tuple[str, ...]
+    """Parameters that are another one's: divided by rules of their own, then tied again."""
+    applied_by: Callable[[nn.Module, Any, dict[str, str]], Any]
+    """transformers' ``apply_tensor_parallelism``."""
+
+    @property
+    def is_analysed(self) -> bool:
+        """Whether its collectives are known by formula: they are executed."""
+        return False
+
+    @property
+    def note(self) -> str:
+        """What is divided and how, in one sentence."""
+        return (
+            "tensor parallelism by the class's own plan, applied by transformers: norms and residuals whole "
+            "on every rank, sums all-reduced, logits gathered, so that loss_parallel divides nothing"
+        )
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why the model cannot be divided among so many ranks: heads that they do not divide."""
+        return undivided_heads(self.name, self.heads, self.kv_heads, ranks)
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+        """Divide the module in place: parameters become DTensors of ``mesh``.
+
+        Raises ``ModelError`` for what transformers refuses.
+        """
+        del loss_parallel  # the plan gathers the logits
+        _untie(module, self.tied)
+        try:
+            self.applied_by(module, mesh, dict(self.rules))
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ModelError(f"model {self.name}: tensor parallelism failed: {error}") from error
+        if self.tied:
+            module.tie_weights()  # type: ignore[operator]
+
+    def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape that the first rank holds of a parameter of ``shape``."""
+        style = self.rules.get(fqn, "replicate")
+        dim: int | None = _EMBEDDINGS.get(style)
+        if style in _COLUMNS:
+            dim = max(len(shape) - 2, 0)
+        elif style in _ROWS and len(shape) > 1:
+            dim = len(shape) - 1
+        if dim is None:
+            return shape
+        parts = _PACKED_TOGETHER if style in _PACKED and len(shape) > 1 else 1
+        return (*shape[:dim], parts * -(-shape[dim] // parts // ranks), *shape[dim + 1 :])
+
+
+def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) -> TransformersPlan | str:
+    """The plan of a model, or why it has none that can be executed, as the end of a sentence.
+
+    ``text`` is the configuration of its text model.
+    """
+    kind, version = type(module).__name__, importlib.import_module("transformers").__version__
+    try:
+        parallel = importlib.import_module("transformers.distributed.tensor_parallel")
+        names = importlib.import_module("transformers.distributed.parallel_utils")
+        apply, wildcards = parallel.apply_tensor_parallelism, names.replace_layer_number_by_wildcard
+    except (ImportError, AttributeError):
+        return f"cannot be divided: transformers {version} has no apply_tensor_parallelism; 5.23 has"
+    plan = dict(getattr(module, "tp_plan", None) or {})
+    rules = _expanded(module, plan, wildcards)
+    if not any(rule.startswith(f"{block}.") for block in blocks[:1] for rule in rules):
+        only = f" but for {', '.join(plan)}" if plan else ""
+        return f"has no tensor-parallel plan{only}: transformers {version} gives {kind} none"
+    unknown = set(plan.values()) - _COLUMNS - _ROWS - _WHOLE - set(_EMBEDDINGS)
+    if unknown:
+        return f"is divided in a style that is not modelled: {min(unknown)} (in the plan of {kind})"
+    projections = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    by_heads = bool(projections & {"q_proj", "q_b_proj", "qkv_proj", "query_key_value"})
+    keys_too = bool(projections & {"k_proj", "qkv_proj", "query_key_value"})
+    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    return TransformersPlan(
+        name=name,
+        rules=rules,
+        heads=heads if by_heads else 0,
+        kv_heads=int(getattr(text, "num_key_value_heads", 0) or heads) if keys_too else 0,
+        tied=tuple(getattr(module, "all_tied_weights_keys", None) or ()),
+        applied_by=apply,
+    )
+
+
+def _untie(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Give modules parameters of their own in the place of those of another."""
+    for fqn in names:
+        owner, _, name = fqn.rpartition(".")
+        part = module.get_submodule(owner)
+        own = getattr(part, name)
+        part.register_parameter(name, nn.Parameter(torch.empty_like(own), requires_grad=own.requires_grad))
+
+
+def _expanded(module: nn.Module, plan: Mapping[str, str], wildcards: Callable[[str], str]) -> dict[str, str]:
+    """A rule for each module and parameter that the plan means; a parameter has its module's by default."""
+    rules: dict[str, str] = {}
+    for fqn, part in module.named_modules():
+        style = plan.get(wildcards(fqn))
+        for name, _ in part.named_parameters(recurse=False):
+            own = f"{fqn}.{name}".lstrip(".")
+            chosen = plan.get(wildcards(own), style)
+            if chosen is not None:
+                rules[own] = chosen
+        if style is not None:
+            rules[fqn] = style
+    return rules

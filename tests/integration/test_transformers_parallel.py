@@ -1,0 +1,150 @@
+"""Tensor parallelism of Hugging Face models equals what transformers and torch do, without tolerance."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.interception import Interception, summed
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.execution.expert_parallel import clip_gradients
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
+from fsdp2prof.estimators.execution.training import shard
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+
+from .conftest import SCRIPTS, torchrun, training_environment
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5.23 divides models so")
+
+MESH = MeshSpec(dp_shard=2, tp=2)
+SIZES: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 98,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "qwen2": {},  # biases
+    "qwen3": {"tie_word_embeddings": True},  # norms of heads, whose gradients are summed
+    "phi3": {},  # packed projections, gathered
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
+}
+
+
+def config_of(tmp_path, family, **changes):
+    values = {"model_type": family.partition(",")[0], **SMALL, **FAMILIES[family], **changes}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    return ModelSpec(source=str(path))
+
+
+def summed_rows(result):
+    rows: Counter[tuple[str, str, str]] = Counter()
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    for row in result.groups:
+        rows[row.phase, row.op, row.dtype] += row.count
+        sizes[row.phase, row.op, row.dtype] += row.payload_bytes
+    return {key: (rows[key], sizes[key]) for key in rows}
+
+
+def executed(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Any:
+    """Train a real model for two steps over a fake process group and count the second one's collectives."""
+    model = build_model(spec, seq_len=policy.seq_len)
+    root: Any = model.module
+    mode = Interception()
+    with fake_process_group(mesh) as device_mesh:
+        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
+        model.module.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in [*model.module.parameters(), *model.module.buffers()]:
+                tensor.zero_()
+        for _ in range(2):
+            mode.counts.clear()
+            with mode:
+                for micro_batch in range(policy.grad_accum):
+                    root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
+                    mode.phase = "forward"
+                    batch = model.make_batch(policy.batch_size, policy.seq_len, torch.device("cpu"))
+                    loss = model.loss(model.module, batch, policy.loss)
+                    mode.phase = "backward"
+                    loss.backward()
+                mode.phase = "optimizer"
+                clip_gradients(model)
+                model.module.zero_grad()
+        local = {name: tuple(p.to_local().shape) for name, p in root.named_parameters()}
+    return summed(mode.counts), local
+
+
+BY_DEFAULT = ("qwen3", "qwen3_moe")
+
+
+def cases(names, by_default):
+    return [pytest.param(name, marks=() if name in by_default else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", cases(FAMILIES, BY_DEFAULT))
+def test_collectives_and_shards_of_a_family(family, tmp_path):
+    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES)
+    sums, local = executed(spec, MESH, policy)
+    assert summed_rows(estimate_comm(spec, MESH, policy)) == sums
+    groups = parameter_groups(build_model(spec, seq_len=16), MESH, policy)
+    shapes = {p.fqn: (p.shard_rows(0), *p.shape[1:]) for group in groups for p in group.parameters}
+    assert shapes == local
+
+
+POLICIES: dict[str, Any] = {"ac": "full", "grad_accum": 2, "loss": "chunked:2"}
+
+
+@pytest.mark.parametrize("option", cases(POLICIES, ("loss",)))
+def test_policies(option, tmp_path):
+    spec, policy = config_of(tmp_path, "llama"), PolicySpec(**SIZES, **{option: POLICIES[option]})
+    assert summed_rows(estimate_comm(spec, MESH, policy)) == executed(spec, MESH, policy)[0]
+
+
+def test_what_cannot_be_divided_says_why(tmp_path):
+    policy = PolicySpec(**SIZES)
+    for family, changes, mesh, reason in (
+        ("llama", {}, MeshSpec(tp=4), "tp=4 does not divide the 2 kv_heads of llama: torchtitan and"),
+        ("llama", {"model_type": "gpt_oss"}, MESH, "GptOssForCausalLM none"),
+    ):
+        spec = config_of(tmp_path, family, **changes)
+        for estimate in (estimate_memory, estimate_comm):
+            with pytest.raises(ModelError, match=reason):
+                estimate(spec, mesh, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama, tied", "qwen3", "mixtral"])
+def test_a_real_run_of_four_ranks(family, tmp_path):
+    """Two by two gloo ranks: every rank's bytes and collectives."""
+    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES)
+    command = torchrun(SCRIPTS / "transformers_parallel.py", 4, spec.source, str(tmp_path))
+    subprocess.run(command, check=True, env=training_environment(), timeout=300)
+    groups = parameter_groups(build_model(spec, seq_len=16), MESH, policy)
+    sums = summed_rows(estimate_comm(spec, MESH, policy))
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        held = {p.fqn: 4 * p.shard_numel(rank // 2) for group in groups for p in group.parameters}
+        assert found["held"] == held
+        counts = {tuple(key): count for *key, count in found["rows"]}
+        assert summed(counts) == sums
