@@ -12,7 +12,7 @@ TORCH ?= 2.7.1 2.10.0 2.13.0
 COMPAT := .compat
 EXACT := exact_collectives memory_exact estimate_comm estimate_memory same_estimate_every_time
 
-.PHONY: demo test lint slow compat gpu clean
+.PHONY: demo test lint slow compat gpu docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,11 @@ $(COMPAT)/%/.installed: pyproject.toml constraints.txt
 # GPU_PYTHON=python3 takes a Python that has torch already, and installs nothing.
 gpu: $(filter $(STAMP),$(GPU_PYTHON:$(BIN)/python=$(STAMP)))
 	$(GPU_PYTHON) -m benchmarks.gpu_day -o $(GPU_OUT)
+
+# The pages of docs/ as a site, in build/site.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict -f docs/site/mkdocs.yml
 
 clean:
 	rm -rf $(VENV) $(COMPAT) build dist *.egg-info runs

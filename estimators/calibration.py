@@ -28,6 +28,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.calibrated import Calibration
 from fsdp2prof.estimators.timeline.commands import Kernel, Program
 from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
 from fsdp2prof.estimators.timeline.places import Place, family_of, places_of
 from fsdp2prof.manifest import RankManifest
 
@@ -83,6 +84,7 @@ def calibration_of(
     ``job`` are the same ranks, ready to run again.
     """
     on_host = not job[0].on_device
+    program = with_all_commands(program)
     places = places_of(program)
     counted: dict[Place, int] = defaultdict(int)
     modelled: dict[Place, float] = defaultdict(float)

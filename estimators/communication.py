@@ -21,11 +21,13 @@ from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
+from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, part_of
+from fsdp2prof.estimators.weight_sync import weight_sync
 from fsdp2prof.estimators.wrapping import reshard_rule
 from fsdp2prof.results import CommEstimate
 
@@ -35,9 +37,12 @@ _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
 
 
-def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommEstimate:
+def estimate_comm(
+    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, sync: WeightSyncSpec | None = None
+) -> CommEstimate:
     """Estimate one rank's collectives in a steady training step, exactly for FSDP and HSDP.
 
+    ``sync`` are inference engines that are given the weights.
     Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
     """
     built = _build(model, policy)
@@ -46,11 +51,15 @@ def estimate_comm(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> CommE
     executed = None
     if mesh.tp > 1 and plan is not None and not plan.is_analysed:
         executed = capture_stitched(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp), built)
-    return estimate_built(built, mesh, policy, executed)
+    return estimate_built(built, mesh, policy, sync, executed)
 
 
 def estimate_built(
-    built: Model, mesh: MeshSpec, policy: PolicySpec, executed: Program | None = None
+    built: Model,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    sync: WeightSyncSpec | None = None,
+    executed: Program | None = None,
 ) -> CommEstimate:
     """:func:`estimate_comm` of a model that is built already; it is frozen and cut to its stage in place.
 
@@ -84,12 +93,15 @@ def estimate_built(
             "what the forward of a frozen model keeps gathered (its root) is gathered in the first step only"
         )
     _add_step_end(ledger, groups, mesh, policy, clips=executed is None)
-    return summarise(
+    estimate = summarise(
         ledger.to_rows(),
         model=model_as_built(built, built.parameters),
         mesh=mesh_as_given(mesh),
         policy=policy_as_given(policy),
         assumptions=notes,
+    )
+    return (
+        estimate if sync is None else replace(estimate, weight_sync=weight_sync(groups, mesh, policy, sync))
     )
 
 

@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
 from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
 from fsdp2prof.estimators.allocator.older_torch import as_in_torch
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
@@ -22,6 +23,7 @@ from fsdp2prof.estimators.memory_notes import (
     EXECUTED_MICRO_BATCHES,
     assumptions,
     check_modelled,
+    compile_notes,
     outside_allocator_bytes,
 )
 from fsdp2prof.estimators.memory_range import unknowns
@@ -70,9 +72,9 @@ def predict_memory(
     check_parallelism(built, mesh, policy)
     groups = parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
-    execution, how = execute_stitched(model, mesh, _with_fewer_micro_batches(mesh, local))
+    execution, how, why_guessed = _executed(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
-    if policy.compile:
+    if why_guessed is not None:
         on_device = with_fused_blocks(on_device, execution.blocks)
     device = DeviceInfo(
         type="cuda",
@@ -91,13 +93,29 @@ def predict_memory(
         memory_source=recording.source,
     )
     reserved = int(recording.segments.size.sum())
-    unknown = unknowns(on_device, reserved, execution.blocks, mesh, policy)
+    guessed = execution.blocks if why_guessed is not None else ()
+    unknown = unknowns(on_device, reserved, guessed, mesh, policy)
     padding = expert_padding(groups, policy)
-    told = [how, *built.notes, *([] if padding is None else [padding.how])]
+    told = [
+        how,
+        *compile_notes(policy, why_guessed),
+        *built.notes,
+        *([] if padding is None else [padding.how]),
+    ]
     if mesh.tp > 1 and built.tensor_parallel is not None:
         told.append(built.tensor_parallel.note)
     estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
+
+
+def _executed(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tuple[Execution, str, str | None]:
+    """Execute, compiled blocks as such; say how, and why their memory has to be guessed if it has."""
+    if policy.compile:
+        try:
+            return *execute_stitched(model, mesh, policy, graphs={}), None
+        except CannotCompile as refusal:
+            return *execute_stitched(model, mesh, policy), str(refusal)
+    return *execute_stitched(model, mesh, policy), None
 
 
 def _estimate(

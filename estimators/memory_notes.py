@@ -17,6 +17,7 @@ __all__ = [
     "EXECUTED_MICRO_BATCHES",
     "assumptions",
     "check_modelled",
+    "compile_notes",
     "extra_model_notes",
     "outside_allocator_bytes",
 ]
@@ -77,6 +78,24 @@ def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAlloca
     return OutsideAllocator(low=low, high=high, parts=parts)
 
 
+def compile_notes(policy: PolicySpec, why_guessed: str | None) -> list[str]:
+    """How the memory of compiled blocks was found, and why it was guessed if it was."""
+    if not policy.compile:
+        return []
+    if why_guessed is None:
+        return [
+            "compile: each block's graph traced whole and cut by AOTAutograd's partitioner, that of the "
+            "installed torch; kernels fused, and results kept out of memory, after inductor's rules"
+        ]
+    notes = [
+        f"compile, guessed: {why_guessed}; pointwise work between two FSDP labels of a block is left out of "
+        "the eager execution instead, which is approximate"
+    ]
+    if policy.ac == "none":
+        notes.append("compile without checkpointing: the compiler saves less than eager does: an upper bound")
+    return notes
+
+
 def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[str]:
     """Everything the numbers rest on, one sentence each."""
     workspace = format_bytes(BLAS_WORKSPACE_BYTES)
@@ -108,15 +127,6 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             if policy.rules.root_obeys_reshard
             else "the root stays gathered whatever it is told, as torch keeps it before 2.8"
         )
-    if policy.compile:
-        notes.append(
-            "compile: pointwise work between two FSDP labels of a block is fused away, which is approximate: "
-            "published runs with op-selective checkpointing were met within 1%, others differ more"
-        )
-        if policy.ac == "none":
-            notes.append(
-                "compile without checkpointing: the compiler saves less than eager does: an upper bound"
-            )
     if policy.float8 is not None:
         notes.append(
             "float8: memory as of the same compiled bf16 run; published pairs differ by less than 1%"
@@ -133,9 +143,11 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             f"context parallelism as analysed: each rank runs its {policy.seq_len // mesh.cp} of "
             f"{policy.seq_len} tokens; the ring's K and V in flight are not counted"
         )
+    if policy.async_tp:
+        notes.append("asynchronous tensor parallelism: memory as without it, its symmetric buffers left out")
     if mesh.pp > 1:
         notes.append(
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} under 1F1B: "
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(policy)}: "
             f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
             "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
             "torch.distributed.pipelining does; what was sent last is kept till the next; "
@@ -170,3 +182,8 @@ def extra_model_notes(policy: PolicySpec) -> list[str]:
             )
         )
     return notes
+
+
+def _schedule(policy: PolicySpec) -> str:
+    stages = policy.stages_per_rank
+    return "1F1B" if stages == 1 else f"interleaved 1F1B, {stages} stages a rank run as one"

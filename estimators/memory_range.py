@@ -20,19 +20,22 @@ RECORD_STREAMS = "record_streams"
 
 
 def unknowns(
-    recording: MemoryRecording, reserved: int, blocks: tuple[str, ...], mesh: MeshSpec, policy: PolicySpec
+    recording: MemoryRecording, reserved: int, guessed: tuple[str, ...], mesh: MeshSpec, policy: PolicySpec
 ) -> list[Unknown]:
-    """What may move the reserved peak of a recording from ``reserved`` bytes, the widest first."""
+    """What may move the reserved peak of a recording from ``reserved`` bytes, the widest first.
+
+    ``guessed`` are the compiled blocks of which it is not known what they save.
+    """
     found = [
         replace(unknown, low_bytes=min(0, unknown.low_bytes), high_bytes=max(0, unknown.high_bytes))
-        for unknown in _unknowns(recording, reserved, blocks, mesh, policy)
+        for unknown in _unknowns(recording, reserved, guessed, mesh, policy)
         if unknown.low_bytes < 0 or unknown.high_bytes > 0
     ]
     return sorted(found, key=lambda unknown: unknown.low_bytes - unknown.high_bytes)
 
 
 def _unknowns(
-    recording: MemoryRecording, reserved: int, blocks: tuple[str, ...], mesh: MeshSpec, policy: PolicySpec
+    recording: MemoryRecording, reserved: int, guessed: tuple[str, ...], mesh: MeshSpec, policy: PolicySpec
 ) -> Iterator[Unknown]:
     if policy.allocator is None:
         other = _reserved(recording, replace(policy, allocator="classic")) - reserved
@@ -43,8 +46,8 @@ def _unknowns(
             why="the allocator is not given: predicted with expandable segments, the other end with classic "
             "ones, torch's default; say allocator=expandable or classic",
         )
-    if policy.compile and policy.ac == "none":
-        least = _reserved(with_least_saved(recording, blocks), policy) - reserved
+    if guessed and policy.ac == "none":
+        least = _reserved(with_least_saved(recording, guessed), policy) - reserved
         yield Unknown(
             name="compile",
             low_bytes=least,

@@ -215,6 +215,7 @@ def _sharded(
         and parameter.ndim == 2
         and any(fqn.startswith(f"{block}.") for block in model.blocks)
     )
+    cast_to = unit.param_dtype if parameter.is_floating_point() else None
     is_expert = fqn.rpartition(".")[0] in model.experts
     shards = mesh.expert_fsdp_size if is_expert else mesh.fsdp_size
     dim = shard_dim(shape, mesh, policy) if is_expert else 0
@@ -229,7 +230,7 @@ def _sharded(
         dtype=dtype,
         requires_grad=parameter.requires_grad,
         shards=shards,
-        gather_dtype="float8_e4m3fn" if is_float8 else unit.param_dtype or dtype,
+        gather_dtype="float8_e4m3fn" if is_float8 else cast_to or dtype,
         position=position,
         replicated=mesh.tp > 1 and shape == whole,
         dim=dim,

@@ -12,23 +12,29 @@ from dataclasses import dataclass, replace
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
-from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step_notes import assumptions_of
 from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
+from fsdp2prof.estimators.timeline.bubble import bubble_ns_of
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
-from fsdp2prof.estimators.timeline.commands import Collective, Enter, Kernel, Leave, Program
+from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.micro_batches import (
+    captured_policy,
+    for_all_micro_batches,
+    repeated,
+)
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
-from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.results import BreakdownNs, EstimatedModel, TraceAnalysis
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.tables import Trace
@@ -91,7 +97,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    local = replace(policy, seq_len=policy.seq_len // mesh.cp)
+    captured = captured_policy(mesh, policy)
+    local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = capture_stitched(model, mesh, local, built)
     if mesh.cp > 1 and built.config is not None:
         kv_heads = built.config.kv_heads // mesh.tp
@@ -99,7 +106,11 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         program = in_float8(program, built.blocks)
-    return compiled(program, built.blocks) if policy.compile else program
+    if policy.compile:
+        program = compiled(program, built.blocks)
+    if policy.async_tp:
+        program = with_async_tensor_parallel(program, mesh.tp)
+    return for_all_micro_batches(program, policy, captured)
 
 
 def simulate_program(
@@ -112,8 +123,11 @@ def simulate_program(
 ) -> StepPrediction:
     """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
     program, costs = _costed(program, mesh, cluster, calibration)
-    timeline, trace, analysis = _simulated(program, model, mesh, costs)
-    estimate = _estimate(program, timeline, analysis, model, mesh, policy, costs)
+    whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
+    bubble = bubble_ns_of(whole, timeline, mesh, policy)
+    step = analysis.ranks[0].steps[0]
+    spread = _range(program, costs, bubble, step.duration_ns)
+    estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     return StepPrediction(estimate=estimate, trace=trace)
 
 
@@ -142,12 +156,12 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
     Raises what :func:`estimate_step` raises.
     """
     if policy.grad_accum <= _SIMULATED:
-        return _figures(model, mesh, policy, cluster)
-    fewer = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED - 1), cluster)
-    more = _figures(model, mesh, replace(policy, grad_accum=_SIMULATED), cluster)
+        return _figures(model, mesh, policy, cluster, policy.grad_accum)
+    fewer = _figures(model, mesh, policy, cluster, _SIMULATED - 1)
+    more = _figures(model, mesh, policy, cluster, _SIMULATED)
     times = policy.grad_accum - _SIMULATED
     return StepFigures(
-        step_ns=more.step_ns + times * (more.step_ns - fewer.step_ns),
+        step_ns=more.step_ns + times * (more.step_ns - more.bubble_ns - fewer.step_ns + fewer.bubble_ns),
         exposed_ns=more.exposed_ns + times * (more.exposed_ns - fewer.exposed_ns),
         bubble_ns=more.bubble_ns,
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
@@ -155,13 +169,16 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
     )
 
 
-def _figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
+def _figures(
+    model: ModelSpec, mesh: MeshSpec, whole: PolicySpec, cluster: Cluster, micro_batches: int
+) -> StepFigures:
+    policy = replace(whole, grad_accum=micro_batches)
     program = program_of(model, mesh, policy)
     program, costs = _costed(program, mesh, cluster, None)
-    timeline, _, analysis = _simulated(program, model, mesh, costs)
+    program, timeline, _, analysis = _simulated(program, model, mesh, costs)
     step = analysis.ranks[0].steps[0]
     parts = step.breakdown_ns
-    bubble = _bubble_ns(program, timeline, mesh, policy)
+    bubble = bubble_ns_of(program, timeline, mesh, policy, whole)
     return StepFigures(
         step_ns=step.duration_ns + bubble,
         exposed_ns=parts.exposed_all_gather
@@ -189,15 +206,16 @@ def _costed(
 
 def _simulated(
     program: Program, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
-) -> tuple[Timeline, Trace, TraceAnalysis]:
-    timeline = simulate(program, costs)
+) -> tuple[Program, Timeline, Trace, TraceAnalysis]:
+    """Return the whole step: all of its micro-batches, when everything happened, and what that says."""
+    program, timeline = repeated(program, simulate(program, costs))
     source, world_size = f"estimate of {model.source}", mesh.world_size
     if isinstance(costs, PlacedCosts) and costs.on_host:
         trace = host_trace_of(program, timeline, costs.computing_ns, source=source, world_size=world_size)
     else:
         name = costs.cluster.hardware.name
         trace = trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
-    return timeline, trace, analyze_trace([(trace, None)])
+    return program, timeline, trace, analyze_trace([(trace, None)])
 
 
 def _estimate(
@@ -208,12 +226,13 @@ def _estimate(
     mesh: MeshSpec,
     policy: PolicySpec,
     costs: ClusterCosts,
+    spread: StepRange,
 ) -> StepEstimate:
     step = analysis.ranks[0].steps[0]
     kernels = _kernels(program, timeline, costs)
     hardware = costs.cluster.hardware
     peak = hardware.flops.get(policy.compute_dtype)
-    bubble = _bubble_ns(program, timeline, mesh, policy)
+    bubble = bubble_ns_of(program, timeline, mesh, policy)
     tokens = program.tokens * mesh.world_size // (mesh.tp * mesh.pp)
     executed = sum(c.work.flops for c in program.commands if isinstance(c, Kernel) and c.work is not None)
     seconds = (step.duration_ns + bubble) / 1e9
@@ -234,8 +253,8 @@ def _estimate(
         bound_by=_bound_by(step.breakdown_ns, kernels, program, costs),
         by_layer=analysis.by_layer,
         trace=analysis,
-        range=_range(program, costs, bubble, step.duration_ns),
-        assumptions=_assumptions(mesh, policy, costs),
+        range=spread,
+        assumptions=assumptions_of(mesh, policy, costs),
     )
     return replace(made, verdict=_verdict(made))
 
@@ -273,30 +292,6 @@ def _verdict(estimate: StepEstimate) -> list[str]:
             f"{format_ns(worst.exposed_ns)} of {format_ns(worst.total_ns)}."
         )
     return lines
-
-
-def _bubble_ns(program: Program, timeline: Timeline, mesh: MeshSpec, policy: PolicySpec) -> int:
-    """What 1F1B adds to a stage's own work: the other stages' micro-batches before and after its own."""
-    if mesh.pp == 1:
-        return 0
-    backwards = [
-        position
-        for position, command in enumerate(program.commands)
-        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
-    ]
-    end = int(timeline.end_ns[: _matching_leave(program, backwards[-1])].max())
-    started = timeline.start_ns[timeline.start_ns >= 0]
-    return (mesh.pp - 1) * (end - int(started.min())) // policy.grad_accum
-
-
-def _matching_leave(program: Program, enter: int) -> int:
-    depth = 0
-    for position in range(enter, len(program.commands)):
-        command = program.commands[position]
-        depth += isinstance(command, Enter) - isinstance(command, Leave)
-        if depth == 0:
-            return position
-    return len(program.commands)
 
 
 def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> HardwareUse:
@@ -370,7 +365,7 @@ def _range(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) 
     ends = []
     for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
         varied = replace(costs, contention_frac=contention, host=HostPace(operator_ns=operator_ns))
-        timeline = simulate(program, varied)
+        _, timeline = repeated(program, simulate(program, varied))
         busy = timeline.end_ns[timeline.end_ns >= 0]
         first = timeline.start_ns[timeline.start_ns >= 0]
         ends.append(int(busy.max() - first.min()) if len(busy) else 0)
@@ -384,51 +379,3 @@ def _range(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) 
             f"({_HOST_NS[1] / 1000:g} us in the estimate)",
         ],
     )
-
-
-def _assumptions(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
-    return [*_assumptions_of_costs(mesh, policy, costs), *extra_model_notes(policy)]
-
-
-def _assumptions_of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
-    hardware = costs.cluster.hardware
-    calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
-    if calibration is not None:
-        return [
-            "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
-            f"calibrated on {calibration.source}: its operators by layer and phase, its host's pace, its "
-            "collectives by size (waiting for other ranks as it was there)",
-            *(
-                ["collectives block the host, as gloo's do"]
-                if calibration.on_host
-                else [f"what it did not run, by the models of {hardware.name}"]
-            ),
-        ]
-    notes = [
-        "a steady step as FSDP2, autograd and the optimizer command it, captured on fake tensors",
-        f"{hardware.name}: {hardware.source}",
-        *hardware.assumed(),
-        "every rank is as fast as every other; data loading, logging and checkpoints cost nothing",
-        "collectives by NCCL's own latencies and protocols, at the bandwidth that large ones reach",
-    ]
-    if hardware.power_frac < 1:
-        notes.append(
-            f"matrix rates at {hardware.power_frac:.0%} of those measured at "
-            f"{hardware.achieved_at_watts:g} W: the part is limited to {hardware.watts:g} W"
-        )
-    if costs.cluster.network is not None:
-        notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
-    if mesh.cp > 1:
-        notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")
-    if mesh.pp > 1:
-        notes.append(
-            f"pipeline stage {policy.pp_stage} stands for all {mesh.pp}; 1F1B's bubble is {mesh.pp - 1} "
-            "micro-batches, and what stages send each other is hidden"
-        )
-    if policy.compile:
-        notes.append(
-            "compile: pointwise work between two products of a block is one kernel that reads and writes once"
-        )
-    if policy.float8 is not None:
-        notes.append("float8: products of the blocks at the float8 rate, both factors scaled and cast before")
-    return notes

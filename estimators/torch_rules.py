@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from inspect import signature
+from inspect import getsource, signature
 
 from fsdp2prof.errors import ModelError
 
@@ -75,6 +75,7 @@ def _parsed(version: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
+@cache
 def _installed() -> str:
     return metadata.version("torch")  # without importing it
 
@@ -98,6 +99,16 @@ def expert_mesh_refusal() -> str | None:
     if hasattr(_fsdp_common, "ShardPlacementResult"):
         return None
     return f"torch {torch.__version__} shards all parameters of a module over one mesh"
+
+
+def packed_parameters_refusal() -> str | None:
+    """Why parameters of bytes cannot be gathered as such under mixed precision, ``None`` if they can."""
+    import torch
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    if "is_floating_point" in getsource(FSDPParam.init_dtype_attrs):
+        return None
+    return f"torch {torch.__version__} would cast bytes to the dtype of compute"
 
 
 def fsdp_method_refusal(name: str) -> str | None:

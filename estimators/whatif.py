@@ -14,19 +14,14 @@ from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.errors import InputError
-from fsdp2prof.estimators.replay.changes import (
-    Change,
-    Changed,
-    NotApplicableError,
-    parse_change,
-    parse_without,
-    single_changes,
-)
+from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
+from fsdp2prof.estimators.replay.changes import parse_change, parse_without, single_changes
 from fsdp2prof.estimators.replay.program import Job, RankProgram
 from fsdp2prof.estimators.replay.recorded import job_of, program_of
 from fsdp2prof.estimators.replay.run import Pace, Ran, prepare, run
 from fsdp2prof.estimators.replay.steps import mean_step_ns
 from fsdp2prof.estimators.replay.warp import replayed_trace
+from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.results import Finding, LayerRow, TraceAnalysis, WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
@@ -84,13 +79,16 @@ def what_if(
     *,
     settings: Sequence[str] = (),
     without: Sequence[str] = (),
+    cluster: Cluster | None = None,
     warnings: Sequence[str] = (),
 ) -> WhatIf:
     """Change one thing (or the given ones together) in a recorded run; without any, try each single one.
 
+    ``cluster`` is what another mesh of GPUs would run on.
+
     Raises ``UsageError`` for a change that is not known, and ``InputError`` where a given one does not apply.
     """
-    given = [*map(parse_change, settings), *map(parse_without, without)]
+    given = [*(parse_change(text, cluster) for text in settings), *map(parse_without, without)]
     manifests = [one.tables.manifest for one in ranks if one.tables.manifest is not None]
     before = merge([one.analysis for one in ranks], manifests=manifests)
     job = replay_job([(one.program, one.analysis.summary) for one in ranks])

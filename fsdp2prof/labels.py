@@ -13,6 +13,7 @@ __all__ = [
     "AUTOGRAD_NODE",
     "BEFORE_FORWARD",
     "NAMELESS",
+    "RECOMPUTED",
     "FsdpLabel",
     "is_root",
     "parse_label",
@@ -22,6 +23,9 @@ __all__ = [
 
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
+
+RECOMPUTED = "fsdp2prof::recomputed"
+"""Our own range around a forward that activation checkpointing runs again inside backward."""
 
 _FSDP = re.compile(r"FSDP::(?P<kind>\w+)(?: for ?(?P<target>.*?))?(?: \((?P<fqn>.*)\))?(?: \[pg=\d+\])?")
 _ROOT = re.compile(r"fsdp2prof::root \((\d{1,9})\)")

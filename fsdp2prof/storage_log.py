@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.labels import AUTOGRAD_NODE, RECOMPUTED
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, Stacks, Strings
 
 __all__ = ["AllocationLog", "LabelLog"]
@@ -112,6 +112,7 @@ class LabelLog:
         self._start, self._end = array("q"), array("q")
         self._open: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._graph_task, self._graph_task_row = -1, -1
+        self._recomputed_row = -1
 
     def enter(self, label: object, name: str, now: int) -> None:
         """Open the range of one ``record_function``."""
@@ -136,6 +137,18 @@ class LabelLog:
             self._start.append(now)
             self._end.append(now)
         self._end[self._graph_task_row] = now
+
+    def recompute(self, running: bool, now: int) -> None:
+        """Log what runs again inside backward as ranges, each from its first operator to its last."""
+        if not running:
+            self._recomputed_row = -1
+            return
+        if self._recomputed_row < 0:
+            self._recomputed_row = len(self._names)
+            self._names.append(RECOMPUTED)
+            self._start.append(now)
+            self._end.append(now)
+        self._end[self._recomputed_row] = now
 
     def close(self, now: int) -> None:
         """Close every range still open, those that were dropped without being left too."""

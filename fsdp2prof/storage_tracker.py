@@ -135,6 +135,7 @@ class StorageTracker:
 
         def rng_state() -> torch.Tensor:
             state = get_rng_state()  # no operator makes it; checkpointing keeps one per call
+            self._log_backward()
             self._see(_RNG_STATE, state)
             return state
 
@@ -200,7 +201,7 @@ class StorageTracker:
 
     def _before(self, operator: Any, arguments: Arguments) -> None:
         """See what an operator is given: memory made outside torch shows up here for the first time."""
-        self._labels.autograd(torch._C._current_graph_task_id(), self._now())
+        self._log_backward()
         self._see((GIVEN, operator), arguments)
 
     def _after(self, operator: Any, arguments: Arguments, result: Any) -> None:
@@ -212,7 +213,17 @@ class StorageTracker:
             mutable = self._mutable[operator] = schema is None or schema.is_mutable
         if mutable:
             self._see(operator, arguments)
-        self._labels.autograd(torch._C._current_graph_task_id(), self._now())
+        self._log_backward()
+
+    def _log_backward(self) -> None:
+        """Log that a backward runs; without stacks also whether it runs a forward again.
+
+        Autograd's own operators run without gradients, those of a recomputed forward with them.
+        """
+        task, now = torch._C._current_graph_task_id(), self._now()
+        self._labels.autograd(task, now)
+        if not self._stacks:
+            self._labels.recompute(task >= 0 and torch.is_grad_enabled(), now)
 
     def _see(self, operator: Any, item: Any) -> None:
         if isinstance(item, torch.Tensor):

@@ -15,7 +15,8 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -172,12 +173,25 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Forked child: send the result."""
-    pipe.send(_call(function, args))
-    pipe.close()
+    value = _call(function, args)
+    with _ends_with_its_parent():
+        pipe.send(value)
+        pipe.close()
 
 
 def _serve() -> None:
     """Fresh child: run the pickled call on stdin, pickle its result to stdout."""
     output = sys.stdout.buffer
-    pickle.dump(_call(*pickle.load(sys.stdin.buffer)), output, pickle.HIGHEST_PROTOCOL)
-    output.flush()
+    value = _call(*pickle.load(sys.stdin.buffer))
+    with _ends_with_its_parent():
+        pickle.dump(value, output, pickle.HIGHEST_PROTOCOL)
+        output.flush()
+
+
+@contextmanager
+def _ends_with_its_parent() -> Iterator[None]:
+    """Child: a parent that was killed waits for no result; say nothing of it, and flush nothing again."""
+    try:
+        yield
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(1)

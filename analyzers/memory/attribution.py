@@ -15,7 +15,7 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.memory.stacks import CONSTRUCTOR, RECOMPUTE, StackKinds
 from fsdp2prof.analyzers.phases import build_phases
-from fsdp2prof.labels import parse_label
+from fsdp2prof.labels import RECOMPUTED, parse_label
 from fsdp2prof.tables import (
     AllocationTable,
     BoolArray,
@@ -86,9 +86,17 @@ def attribute(recording: MemoryRecording, steps: StepTable, roots: int = 0) -> A
         phases=phases,
         alloc_row=alloc_row,
         free_row=free_row,
-        recomputed=stacks.matching(allocations.stack, RECOMPUTE),
+        recomputed=stacks.matching(allocations.stack, RECOMPUTE) | _recomputed(recording),
         constructed=stacks.matching(allocations.stack, CONSTRUCTOR),
     )
+
+
+def _recomputed(recording: MemoryRecording) -> BoolArray:
+    """Mask of the allocations made inside the ranges of recomputed forwards, if the recording has them."""
+    labels = recording.labels
+    rows = labels.name.equals(RECOMPUTED)
+    times = recording.allocations.alloc_ns
+    return intervals.containing(labels.start_ns[rows], labels.end_ns[rows], times) >= 0
 
 
 def _with_tags(allocations: AllocationTable) -> AllocationTable:

@@ -14,9 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
-__all__ = ["checkpoint_blocks"]
+__all__ = ["checkpoint_blocks", "recomputation"]
 
 _MATMUL = torch.ops.aten.mm.default
 _ATTENTION = (
@@ -45,6 +46,19 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
     for fqn in blocks[every - 1 :: every]:
         parent, _, name = fqn.rpartition(".")
         root.get_submodule(parent).register_module(name, wrap(root.get_submodule(fqn)))
+
+
+def recomputation(blocks: tuple[str, ...], policy: PolicySpec) -> dict[str, Recompute]:
+    """What the backward of each compiled block runs again. Raises as :func:`checkpoint_blocks`."""
+    if policy.ac != "none" and not blocks:
+        raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
+    mode: Recompute = "none"
+    if policy.ac == "op":
+        mode = "op_and_attention" if policy.recomputes_attention else "op"
+    elif policy.ac != "none":
+        mode = "full"
+    every = policy.ac_every or 1
+    return {fqn: mode if index % every == every - 1 else "none" for index, fqn in enumerate(blocks)}
 
 
 @dataclass(slots=True)

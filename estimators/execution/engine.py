@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
@@ -41,6 +42,7 @@ from fsdp2prof.estimators.execution.second_models import (
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.quantized import PackedLinear
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
@@ -73,16 +75,19 @@ class Execution:
     """Address -> block of storages that were made for one block outside of its own work."""
 
 
-def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2) -> Execution:
+def execute(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2, graphs: Graphs | None = None
+) -> Execution:
     """Build, shard and train the model for ``steps`` steps as rank 0 of ``mesh``.
 
-    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    With ``graphs`` the blocks run as ``torch.compile`` of each would. Raises ``ModelError`` for a model,
+    mesh or policy that cannot be run, and ``CannotCompile``, one of these, for a block that cannot be traced.
     """
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors())
         stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh)
+        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         seconds = second_models(model, spec, mesh, policy, device_mesh)
         others = [second for second in seconds if not second.is_itself]
         host = stack.enter_context(host_memory(offloads=policy.offload))
@@ -137,18 +142,28 @@ def execute(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int =
         )
 
 
-def sharded_model(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
-    """Build a model on meta and shard it as rank 0 of ``device_mesh``."""
+def sharded_model(
+    spec: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    device_mesh: DeviceMesh,
+    *,
+    graphs: Graphs | None = None,
+) -> Model:
+    """Build a model on meta and shard it as rank 0 of ``device_mesh``, its blocks compiled or not."""
     built = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-    return _sharded(built, mesh, policy, device_mesh)
+    return _sharded(built, mesh, policy, device_mesh, graphs)
 
 
-def _sharded(built: Model, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh) -> Model:
+def _sharded(
+    built: Model, mesh: MeshSpec, policy: PolicySpec, device_mesh: DeviceMesh, graphs: Graphs | None = None
+) -> Model:
     model = part_of(built, mesh, policy)
-    choose_norm(model, policy)
+    choose_norm(model, replace(policy, norm="composed") if graphs is not None and policy.norm else policy)
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
-        shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts)
+        meshes = fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts
+        shard(model, policy, *meshes, graphs=graphs)
         exchange_tokens(model, policy, experts)
     return model
 
@@ -195,6 +210,12 @@ def _known_tensors(
         for key, state in (optimizer.state[parameter] if optimizer is not None else {}).items():
             if isinstance(state, Tensor):
                 yield _info("optimizer_state", fqn, f"{name}.{key}", state, tracker)
+    units = [unit for unit, part in module.named_modules() if isinstance(part, FSDPModule)]
+    for name, part in module.named_modules():
+        for key, buffer in part.named_buffers(recurse=False) if isinstance(part, PackedLinear) else ():
+            owner = max((unit for unit in units if f"{name}.".startswith(f"{unit}.") or not unit), key=len)
+            fqn = qualified_fqn(owner, root, roots)
+            yield _info("unsharded_parameter", fqn, f"{name}.{key}", buffer, tracker)
 
 
 def _reshard(root: nn.Module) -> None:

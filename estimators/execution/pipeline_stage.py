@@ -5,6 +5,9 @@ one forward in turn, so that that many micro-batches' activations are alive at o
 stage before and gradients from the stage after are received in buffers of their own per micro-batch, made in
 the first step and kept: (B, S, D) in the compute dtype, S divided by tp. Gradients
 are accumulated unsharded and reduced after the last backward.
+
+Of interleaved 1F1B's stages on a rank the layers are run as one stage, with as many micro-batches alive as
+torch's order has of all stages together; each stage has receive buffers of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +23,20 @@ from fsdp2prof.estimators.models.losses import logits_loss
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order, most_in_flight
 
 __all__ = ["PipelineStage", "micro_batches_in_flight"]
 
 
 def micro_batches_in_flight(mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Most micro-batches whose forward has run and whose backward has not, under 1F1B."""
+    """Most micro-batches whose forward has run and whose backward has not.
+
+    Under interleaved 1F1B a rank's stages count as parts of one, rounded up to whole micro-batches.
+    """
+    stages = policy.stages_per_rank
+    if stages > 1:
+        order = interleaved_order(mesh.pp, stages, policy.grad_accum)[policy.pp_stage]
+        return min(-(-most_in_flight(order) // stages), policy.grad_accum)
     return min(mesh.pp - policy.pp_stage, policy.grad_accum)
 
 
@@ -38,6 +49,7 @@ class PipelineStage:
         self._is_first = policy.pp_stage == 0
         self._is_last = policy.pp_stage == mesh.pp - 1
         self._in_flight = micro_batches_in_flight(mesh, policy)
+        self._stages = policy.stages_per_rank
         assert model.config is not None
         self._shape = (policy.sequences, policy.seq_len // mesh.tp, model.config.dim)
         self._output: Tensor | None = None
@@ -68,14 +80,14 @@ class PipelineStage:
     def _make_buffers(self, micro_batches: int) -> None:
         dtype = getattr(torch, self._policy.compute_dtype)
 
-        def make(requires_grad: bool) -> list[Tensor]:
+        def make(stages: int, requires_grad: bool) -> list[Tensor]:
             return [
                 torch.empty(self._shape, dtype=dtype, device=stand_in_device(), requires_grad=requires_grad)
-                for _ in range(micro_batches)
+                for _ in range(stages * micro_batches)
             ]
 
-        self.activations = [] if self._is_first else make(True)
-        self.gradients = [] if self._is_last else make(False)
+        self.activations = make(self._stages - self._is_first, True)
+        self.gradients = make(self._stages - self._is_last, False)
 
     def _forward(self, micro_batch: int) -> Tensor:
         """Return the stage's output, or its loss on the last stage, and keep the output till the next."""

@@ -16,6 +16,7 @@ from math import lcm
 
 import numpy as np
 
+from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.engine import Execution, execute
 from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
 from fsdp2prof.estimators.models.build import build_model
@@ -35,28 +36,31 @@ _EDGE_BLOCKS = 4
 """Blocks at both ends together that may differ from those in the middle."""
 
 
-def execute_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tuple[Execution, str]:
+def execute_stitched(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None
+) -> tuple[Execution, str]:
     """Execute a model as if in full, and say how: the result and one sentence.
 
-    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    ``graphs`` and what is raised are :func:`~fsdp2prof.estimators.execution.engine.execute`'s.
     """
     full = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     if mesh.pp == 1:
         full = part_of(full, mesh, policy)
     if mesh.pp > 1:
-        stage = execute(spec, mesh, policy)
+        stage = execute(spec, mesh, policy, graphs=graphs)
         return stage, f"all {len(stage.blocks)} blocks of the pipeline stage executed"
     blocks = full.blocks
     policy = fold_blocks(policy, blocks)
     depths = depths_to_execute(spec, mesh, policy, full)
     if depths is None:
-        return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed"
+        return execute(spec, mesh, policy, graphs=graphs), f"all {len(blocks)} blocks executed"
     shallow, period = depths
-    first = execute(spec.with_layers(shallow), mesh, policy)
-    second = execute(spec.with_layers(shallow + period), mesh, policy)
+    first = execute(spec.with_layers(shallow), mesh, policy, graphs=graphs)
+    second = execute(spec.with_layers(shallow + period), mesh, policy, graphs=graphs)
     growth = growth_between(first, second, period)
     if growth is None:
-        return execute(spec, mesh, policy), f"all {len(blocks)} blocks executed: the middle ones differ"
+        whole = execute(spec, mesh, policy, graphs=graphs)
+        return whole, f"all {len(blocks)} blocks executed: the middle ones differ"
     parameters = full.parameters
     stitched = replace(extend(first, blocks, period, growth), parameters=parameters)
     return stitched, (

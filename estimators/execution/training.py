@@ -24,7 +24,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.compiler.graphs import Graphs
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.execution.expert_parallel import by_mesh, clip_gradients, expert_placement
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
@@ -45,8 +46,13 @@ def shard(
     mesh: DeviceMesh,
     tensor_parallel: DeviceMesh | None,
     experts: DeviceMesh | None = None,
+    *,
+    graphs: Graphs | None = None,
 ) -> FSDPModule:
     """Freeze, parallelize, checkpoint and shard a model on meta, in that order; returns its root.
+
+    With ``graphs`` its blocks run as compiled ones do, which keep theirs there, and are checkpointed as the
+    compiler does it.
 
     Raises ``ModelError`` for a model without a tensor-parallel plan where one is needed, and for what the
     installed torch cannot do.
@@ -58,7 +64,12 @@ def shard(
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
         model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
-    checkpoint_blocks(model.module, model.blocks, policy)
+    if graphs is not None:
+        from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler
+
+        compile_blocks(model.module, recomputation(model.blocks, policy), graphs)
+    else:
+        checkpoint_blocks(model.module, model.blocks, policy)
     if units[-1].reshard_after_forward and not installed_root_obeys_reshard():
         raise ModelError(
             f"torch {torch.__version__} keeps the root gathered: to execute one that reshards it, "

@@ -37,8 +37,10 @@ class LoraLinear(nn.Module):
         return out
 
 
-def with_adapters(model: Model, lora: Lora | None, orig_dtype: str) -> Model:
+def with_adapters(model: Model, lora: Lora | None, orig_dtype: str, compute_dtype: str) -> Model:
     """Put adapters of ``orig_dtype`` beside the targets, in place; the base gets the dtype asked for.
+
+    What is not quantized beside a quantized base is held in ``compute_dtype``.
 
     Raises ``ModelError`` for a target that no linear layer is named.
     """
@@ -61,7 +63,7 @@ def with_adapters(model: Model, lora: Lora | None, orig_dtype: str) -> Model:
                 adapted = LoraLinear(base, lora)
             modules[parent].register_module(name, adapted)
     if lora.base is not None:
-        _hold_base_in(model.module, lora.base)
+        _hold_base_in(model.module, lora.base if lora.quantized is None else compute_dtype)
     return model
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fsdp2prof.estimators.spec.policy import Loss
 
-__all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "TensorParallel"]
+__all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "TensorParallel", "elements_of"]
 
 ADAPTERS = (".lora_a.", ".lora_b.")
 """In the names of low-rank adapters' parameters."""
@@ -74,6 +74,12 @@ class TensorParallel(Protocol):
         """Shape that the first rank holds of a parameter of ``shape``."""
 
 
+def elements_of(module: nn.Module) -> int:
+    """Elements of all parameters, those of packed weights counted one by one."""
+    packed: int = sum(getattr(part, "unpacked_more", 0) for part in module.modules())
+    return packed + sum(parameter.numel() for parameter in module.parameters())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """A model ready to be sharded: the module and what training it needs."""
@@ -110,7 +116,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """Elements of all parameters, those of experts on other ranks among them."""
-        here = sum(parameter.numel() for parameter in self.module.parameters())
+        here = elements_of(self.module)
         if self.expert_ranks == 1:
             return here
         modules = [self.module.get_submodule(fqn) for fqn in self.experts]

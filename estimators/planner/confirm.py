@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.fast import Score
 from fsdp2prof.estimators.planner.request import Candidate
 from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import dtype_bytes
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.step import StepFigures, step_figures
 
 __all__ = ["Check", "EngineMemory", "check_memory", "check_step", "confirmed"]
@@ -42,7 +44,7 @@ def check_memory(check: Check) -> EngineMemory:
     be run.
     """
     mesh, policy = check.candidate.mesh, check.candidate.policy
-    later = max(0, policy.grad_accum - mesh.pp - 1) if mesh.pp > 1 else 0
+    later = _not_executed(mesh, policy) if mesh.pp > 1 else 0
     executed = replace(policy, grad_accum=policy.grad_accum - later)
     made = estimate_memory(check.model, mesh, executed, hardware=check.cluster.hardware)
     return EngineMemory(
@@ -51,13 +53,21 @@ def check_memory(check: Check) -> EngineMemory:
     )
 
 
+def _not_executed(mesh: MeshSpec, policy: PolicySpec) -> int:
+    """Micro-batches of a pipeline beyond those in flight; whole rounds under an interleaved schedule."""
+    enough = micro_batches_in_flight(mesh, policy) + 1
+    if policy.stages_per_rank > 1:
+        enough = -(-enough // mesh.pp) * mesh.pp if policy.grad_accum % mesh.pp == 0 else policy.grad_accum
+    return max(0, policy.grad_accum - enough)
+
+
 def _received_bytes(check: Check) -> int:
-    """Of the buffer that the first pipeline stage keeps for each micro-batch."""
+    """Of the buffers that the first pipeline rank keeps for each micro-batch: one between two stages."""
     mesh, policy = check.candidate.mesh, check.candidate.policy
     config = build_model(check.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype).config
     width = 0 if config is None else config.dim
     tokens = policy.batch_size * (policy.seq_len // mesh.cp // mesh.tp)
-    return tokens * width * dtype_bytes(policy.compute_dtype)
+    return (2 * policy.stages_per_rank - 1) * tokens * width * dtype_bytes(policy.compute_dtype)
 
 
 def check_step(check: Check) -> StepFigures:

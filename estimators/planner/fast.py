@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.memory_notes import outside_allocator_bytes
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.profile import BlockProfile, Stretch
@@ -174,7 +175,8 @@ class FastModel:
         compute += update
         host += max(0, host_ends - ends) * micro_batches
         worked = compute + exposed + passed + host
-        bubble = (mesh.pp - 1) * (worked - update) / micro_batches if mesh.pp > 1 else 0.0
+        each = (worked - update) / micro_batches / policy.stages_per_rank
+        bubble = (mesh.pp - 1) * each if mesh.pp > 1 else 0.0
         flops = plain.model_flops_block * layers + plain.model_flops_ends / mesh.pp
         tokens = policy.batch_size * policy.seq_len / (plain.batch_size * plain.seq_len)
         return Score(
@@ -218,7 +220,7 @@ class FastModel:
         if policy.offload:
             gradients = max(own, reduced) * max(block, root) / mesh.fsdp_size
             states = gradients
-        flying = min(mesh.pp, policy.grad_accum)
+        flying = micro_batches_in_flight(mesh, policy) if mesh.pp > 1 else 1
         saved = tokens * flying * sum(share * profile.saved_bytes for share, profile in mix) * layers
         buffers = 0.0
         if policy.reshard == "never":
@@ -231,7 +233,7 @@ class FastModel:
             gradients += max(own, reduced) * max(block, root) / mesh.fsdp_size
         if mesh.pp > 1:  # a buffer of its own for what each micro-batch receives
             received = policy.batch_size * policy.seq_len // mesh.cp // mesh.tp * self._width * gathered
-            buffers += policy.grad_accum * received
+            buffers += policy.grad_accum * (2 * policy.stages_per_rank - 1) * received
         ends = max(profile.ends_bytes for _, profile in mix) * tokens
         working = (2 * gathered + gathered + reduced) * block
         blocks_own = max(profile.block_peak_bytes for _, profile in mix) - working

@@ -10,30 +10,31 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import LayerPattern, Model
+from fsdp2prof.estimators.planner.budget import budget_of
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.profile import measure, probes
 from fsdp2prof.estimators.planner.reasons import why_it_lost
 from fsdp2prof.estimators.planner.recipes import recipes
+from fsdp2prof.estimators.planner.refine import REFINED, variants
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Correction, Scored, Search, pareto_front, ranked
 from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.results.plan import (
     FastPathError,
     Plan,
-    PlanAnswer,
     PlanFamily,
     PlanGiven,
     PlanPoint,
     PlanSearch,
 )
-from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
+from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 
 __all__ = ["Call", "Engine", "Planning", "in_this_process", "make_plan", "run_one"]
 
 _CONFIRMATIONS = 4
 """Configurations that the engine runs at most until one of them is the best."""
-_CHANGES = ("ac", "batch_size", "sync", "reshard")
+_CHANGES = ("ac", "batch_size", "sync", "reshard", "pp_schedule", *REFINED)
 
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
@@ -74,13 +75,32 @@ class Planning:
     search: Search | None = None
     correction: Correction = field(default_factory=Correction)
     dropped: set[Candidate] = field(default_factory=set)
+    refined: list[tuple[Scored, bool]] = field(default_factory=list)
+    """Variants of the best that the engine ran, and whether they are only shown."""
 
-    def run(self) -> None:
-        """Search and confirm. Raises ``ModelError`` for what no configuration can fulfil."""
+    def run(self, *, refine: bool = False) -> None:
+        """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""
         self.profile()
         self.find()
         self.confirm()
+        if refine:
+            self.refine()
         self.complete = True
+
+    def refine(self) -> None:
+        """Let the engine try on the best what the search does not see."""
+        best = self.winner(ranked(self.request, self.all()))
+        if best is None:
+            return
+        tried = variants(best.candidate, self.request)
+        self.progress(f"trying {plural(len(tried), 'variant')} of {name_of(best.candidate)}")
+        model, cluster = self.request.model, self.request.cluster
+        checks = [Check(model=model, candidate=one.candidate, cluster=cluster) for one in tried]
+        ran = self.ran([(check, one) for one in checks for check in (check_memory, check_step)])
+        for one, memory, step in zip(tried, ran[::2], ran[1::2], strict=True):
+            if not isinstance(memory, ModelError) and not isinstance(step, ModelError):
+                scored = confirmed(one.candidate, best.fast, memory, step)
+                self.refined.append((scored, one.only_shown))
 
     def profile(self) -> None:
         """Execute a few blocks for every way to divide one. Raises ``ModelError``."""
@@ -138,16 +158,9 @@ class Planning:
             self._confirm(best)
 
     def winner(self, found: Sequence[Scored]) -> Scored | None:
-        """Return the first of a ranking that fits and that the engine can confirm."""
+        """Return the first of a ranking that fits."""
         limit = self.request.limit_bytes
-        return next(
-            (
-                one
-                for one in found
-                if one.total_bytes <= limit and self.request.confirmable(one.candidate.mesh)
-            ),
-            None,
-        )
+        return next((one for one in found if one.total_bytes <= limit), None)
 
     def _confirm(self, one: Scored) -> None:
         assert self.search is not None
@@ -162,7 +175,8 @@ class Planning:
         """Return every configuration that the engine did not refuse."""
         if self.search is None:
             return []
-        return [scored for scored in self.search.all() if scored.candidate not in self.dropped]
+        found = [scored for scored in self.search.all() if scored.candidate not in self.dropped]
+        return [*found, *(scored for scored, only_shown in self.refined if not only_shown)]
 
     def plan(self) -> Plan:
         """Return the result of what was searched so far. Raises ``ModelError`` if that is nothing."""
@@ -172,6 +186,7 @@ class Planning:
         request = self.request
         fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
         winner = self.winner(found)
+        shown = [scored for scored, only_shown in self.refined if only_shown]
         model = self.model()
         parameters = sum(parameter.numel() for parameter in model.module.parameters())
         point = None if winner is None else _point(winner, request)
@@ -181,9 +196,9 @@ class Planning:
             verdict=[],
             winner=point,
             families=_families(found, winner, request),
-            changes=[] if winner is None else _changes(found, winner, request),
+            changes=[] if winner is None else _changes([*found, *shown], winner, request),
             pareto=[_point(one, request) for one in pareto_front(fitting)],
-            answer=_budget(point, request),
+            answer=budget_of(point, request),
             recipes=[] if winner is None else recipes(request, winner.candidate),
             search=PlanSearch(
                 configurations=len(found),
@@ -233,6 +248,10 @@ def name_of(candidate: Candidate) -> str:
         parts.append("sync=each")
     if policy.reshard != "default":
         parts.append(f"reshard={policy.reshard}")
+    prefetched = [name for name in ("forward_prefetch", "backward_prefetch") if getattr(policy, name)]
+    parts += [f"{name}={getattr(policy, name)}" for name in prefetched]
+    if policy.stages_per_rank > 1:
+        parts.append(str(policy.pp_schedule))
     if policy.offload:
         parts.append("offload")
     return ", ".join(parts)
@@ -361,31 +380,6 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
         place = "Next best" if second.best.step_ns >= point.step_ns else "Perhaps faster"
         lines.append(f"{place}, {second.best.family} ({second.best.name}): {second.why}.")
     return lines
-
-
-def _budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
-    """Say what a training of so many tokens takes, and whether a budget pays for it."""
-    if point is None or (request.tokens is None and request.budget_gpu_hours is None):
-        return None
-    each = point.gpu_hours_per_billion_tokens
-    parts = []
-    trained = None if request.budget_gpu_hours is None else round(request.budget_gpu_hours / each * 1e9)
-    if request.tokens is not None:
-        hours = request.tokens / 1e9 * each
-        price = request.price_per_gpu_hour
-        cost = "" if price is None else f" and cost {hours * price:,.0f}"
-        days = hours / request.gpus / 24
-        parts.append(
-            f"{format_count(request.tokens)} tokens take {hours:,.0f} GPU-hours, {days:,.1f} days on "
-            f"{request.gpus:,} GPUs{cost}"
-        )
-        if request.budget_gpu_hours is not None:
-            left = request.budget_gpu_hours - hours
-            word = "within" if left >= 0 else "over"
-            parts.append(f"{abs(left):,.0f} GPU-hours {word} the budget of {request.budget_gpu_hours:,.0f}")
-    if trained is not None and request.budget_gpu_hours is not None:
-        parts.append(f"{request.budget_gpu_hours:,.0f} GPU-hours train {format_count(trained)} tokens")
-    return PlanAnswer(question="budget", value=trained, sentence="; ".join(parts) + ".")
 
 
 def _assumptions(request: PlanRequest) -> list[str]:

@@ -22,11 +22,10 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str
     if request.objective == "memory":
         return f"{format_bytes(one.total_bytes - winner.total_bytes)} more memory"
     slower = one.step_ns / winner.step_ns - 1
+    if slower < -_ALIKE and one.confirmed:
+        return f"{format_frac(-slower)} less time, with other numbers or code: --fix it to take it"
     if slower < -_ALIKE:
-        return (
-            f"{format_frac(-slower)} less time by the search alone; "
-            f"--fix pp={one.candidate.mesh.pp} has the engine confirm a pipeline"
-        )
+        return f"{format_frac(-slower)} less time by the search, which the engine did not confirm"
     if slower <= _ALIKE:
         if one.total_bytes > winner.total_bytes:
             return f"as fast, with {format_bytes(one.total_bytes - winner.total_bytes)} more"

@@ -100,6 +100,7 @@ def _torchtitan(request: PlanRequest, one: Candidate) -> str:
         f"tensor_parallel_degree = {mesh.tp}",
         f"context_parallel_degree = {mesh.cp}",
         f"pipeline_parallel_degree = {mesh.pp}",
+        *([f'pipeline_parallel_schedule = "{_schedule(policy)}"'] if mesh.pp > 1 else []),
         f'fsdp_reshard_after_forward = "{reshard}"',
         "",
         "[activation_checkpoint]",
@@ -107,6 +108,10 @@ def _torchtitan(request: PlanRequest, one: Candidate) -> str:
         *([f'selective_ac_option = "{option}"'] if mode == "selective" else []),
     ]
     return "\n".join(lines)
+
+
+def _schedule(policy: PolicySpec) -> str:
+    return "1F1B" if policy.stages_per_rank == 1 else "Interleaved1F1B"
 
 
 def _torchtitan_note(one: Candidate) -> str:

@@ -28,6 +28,10 @@ _SEARCHED = (
     "offload",
     "forward_prefetch",
     "reduce_dtype",
+    "backward_prefetch",
+    "compile",
+    "float8",
+    "pp_schedule",
 )
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -85,13 +89,6 @@ class PlanRequest:
     def limit_bytes(self) -> int:
         """Device memory that a configuration may take, the headroom left out."""
         return int(self.cluster.hardware.memory_bytes * (1 - self.reserve_frac))
-
-    def confirmable(self, mesh: MeshSpec) -> bool:
-        """Whether the engine can confirm a mesh in the time of a search: a pipeline only where it is fixed.
-
-        A stage runs under its whole schedule, one micro-batch after the other.
-        """
-        return mesh.pp == 1 or "pp" in self.fixed_mesh
 
     def with_gpus(self, gpus: int) -> PlanRequest:
         """The same on another number of GPUs."""

@@ -12,7 +12,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import Every, PolicySpec
+from fsdp2prof.estimators.spec.policy import Every, Interleaved, PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 
 __all__ = ["candidates", "meshes"]
@@ -20,6 +20,8 @@ __all__ = ["candidates", "meshes"]
 _MAX_CP = 16
 _MAX_BATCH = 32
 _EVERY = (2, 4)
+_STAGES_PER_RANK = 2
+"""Of a pipeline's rank under interleaved 1F1B."""
 
 
 def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
@@ -65,6 +67,7 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
             "sync": ("last",) if accumulated == 1 or mesh.pp > 1 else ("last", "each"),
             "ac": checkpointing,
             "reshard": _reshards(request, mesh),
+            "pp_schedule": _schedules(model, mesh, accumulated),
         }
         choices |= {name: (value,) for name, value in fixed.items() if name in choices}
         rest = {name: value for name, value in fixed.items() if name not in choices}
@@ -86,6 +89,15 @@ def _reshards(request: PlanRequest, mesh: MeshSpec) -> tuple[Any, ...]:
     node = request.cluster.gpus_per_node
     inside = (node,) if mesh.tp == 1 and mesh.fsdp_size > node and mesh.fsdp_size % node == 0 else ()
     return ("default", "never", *inside)
+
+
+def _schedules(model: Model, mesh: MeshSpec, micro_batches: int) -> tuple[Any, ...]:
+    """One stage a rank, and two where layers and micro-batches divide so."""
+    stages = _STAGES_PER_RANK
+    if mesh.pp == 1 or model.config is None or model.config.layers % (mesh.pp * stages):
+        return ("1f1b",)
+    full_rounds = micro_batches % max(1, micro_batches // mesh.pp) == 0
+    return ("1f1b", Interleaved(stages)) if full_rounds else ("1f1b",)
 
 
 def _sizes(request: PlanRequest, name: str) -> tuple[int, ...]:

@@ -9,63 +9,34 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from statistics import median
 
 from fsdp2prof.errors import UsageError
+from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
 from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, resharded
+from fsdp2prof.estimators.replay.mesh_change import mesh_change
 from fsdp2prof.estimators.replay.program import Activity, Job, Point
-from fsdp2prof.estimators.replay.run import Pace
+from fsdp2prof.estimators.spec.cluster import Cluster
 
-__all__ = ["Change", "Changed", "NotApplicableError", "parse_change", "parse_without", "single_changes"]
+__all__ = ["parse_change", "parse_without", "single_changes"]
 
 _SETTINGS = (
     "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
-    "separate_reduce_scatter_group"
+    "separate_reduce_scatter_group, mesh"
 )
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DEEPEST = 64
 
 
-class NotApplicableError(Exception):
-    """A change that this run cannot have, with the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A job with a change made."""
-
-    job: Job
-    pace: Pace
-    memory_bytes: int | None
-    """More memory at the peak, on one rank; None is not known."""
-    assumptions: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One change, as it is written on the command line (``forward_prefetch=2``, ``without host_syncs``)."""
-
-    name: str
-    value: str
-    what: str
-    """In words, as the beginning of a sentence: ``explicit forward prefetch of 2``."""
-    apply: Callable[[Changed], Changed]
-    """Raises :class:`NotApplicableError`."""
-
-    @property
-    def text(self) -> str:
-        """As it is written on the command line."""
-        return f"{self.name}={self.value}" if self.name != "without" else f"without {self.value}"
-
-
-def parse_change(text: str) -> Change:
-    """Parse ``NAME=VALUE``. Raises ``UsageError``."""
+def parse_change(text: str, cluster: Cluster | None = None) -> Change:
+    """Parse ``NAME=VALUE``; ``cluster`` is what another mesh of GPUs would run on. Raises ``UsageError``."""
     name, equals, value = text.partition("=")
-    makers = {
+    makers: dict[str, Callable[[str], Change]] = {
         "reshard": _reshard,
         "bandwidth": _bandwidth,
         "compute": _compute,
@@ -73,7 +44,7 @@ def parse_change(text: str) -> Change:
         "backward_prefetch": _backward_prefetch,
         "reduce_dtype": _reduce_dtype,
         "separate_reduce_scatter_group": _separate,
-        "mesh": _mesh,
+        "mesh": partial(mesh_change, cluster=cluster),
     }
     if not equals or name not in makers:
         raise UsageError(f"--set {text}: write NAME=VALUE with one of {_SETTINGS}")
@@ -238,13 +209,6 @@ def _reduce_dtype(value: str) -> Change:
         )
 
     return Change("reduce_dtype", value, f"reducing gradients in {dtype}", apply)
-
-
-def _mesh(value: str) -> Change:
-    raise UsageError(
-        f"--set mesh={value}: a recorded run does not say how fast other groups of ranks are; "
-        "use `estimate step --calibrate RUN --mesh ...`"
-    )
 
 
 # Who waits for whom.

@@ -71,6 +71,8 @@ class Point:
     """What of it the host worked; the rest it was blocked."""
     compute_ns: int = 0
     """Part of ``work_ns`` that computed (a CPU is host and device)."""
+    update_ns: int = 0
+    """Part of ``compute_ns`` that updated parameters: the optimizer's."""
     launches: Activity | None = None
     awaits: Activity | None = None
     """The host goes on when this is over."""

@@ -202,14 +202,25 @@ def _points(tables: RankTables, marks: list[_Mark], *, on_device: bool) -> list[
     time = np.array([mark.time for mark in marks], dtype=np.int64)
     begin = np.concatenate([time[:1], time[:-1]])
     computed: IntArray = np.zeros(len(marks), dtype=np.int64)
+    updated = computed
     if not on_device:
         computed = intervals.covered(tables.run.compute, begin, time)
+        updates = tables.phases.phase.equals("optimizer")
+        spans = intervals.union(tables.phases.start_ns[updates], tables.phases.end_ns[updates])
+        updated = np.minimum(computed, intervals.covered(spans, begin, time))
     points: list[Point] = []
-    for mark, since, computes in zip(marks, begin.tolist(), computed.tolist(), strict=True):
+    for mark, since, computes, updates_ns in zip(
+        marks, begin.tolist(), computed.tolist(), updated.tolist(), strict=True
+    ):
         blocked = max(0, mark.time - max(since, mark.blocked_from)) if mark.blocked_from >= 0 else 0
         work = mark.time - since - blocked
         stretch = Point(
-            number=len(points), begin=since, end=mark.time, work_ns=work, compute_ns=min(computes, work)
+            number=len(points),
+            begin=since,
+            end=mark.time,
+            work_ns=work,
+            compute_ns=min(computes, work),
+            update_ns=min(updates_ns, computes, work),
         )
         if mark.point.get("opens"):  # the label begins after the stretch, and goes where its content goes
             points.append(stretch)

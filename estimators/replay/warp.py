@@ -6,13 +6,14 @@ device's moves with its activity, and what a change leaves out is gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fsdp2prof.analyzers.trace.gloo import gloo_ranges
 from fsdp2prof.estimators.replay.run import RankRun
-from fsdp2prof.tables import BoolArray, EventTable, IntArray, LabelTable, Trace
+from fsdp2prof.tables import BoolArray, EventTable, IntArray, LabelTable, Strings, Trace
 
 __all__ = ["replayed_trace"]
 
@@ -25,6 +26,7 @@ def replayed_trace(trace: Trace, ran: RankRun) -> Trace:
     again = _Host.of(ran, copies=True)
     if len(again.begin):
         parts.append(_repeated(trace, ran, again))
+    parts += _of_other_kinds(trace, ran)
     return _assembled(trace, parts)
 
 
@@ -78,6 +80,8 @@ class _Rows:
     start: IntArray
     end: IntArray
     copy: bool
+    kind: str = ""
+    """Operation that collectives become; empty is their own."""
 
 
 def _moved(trace: Trace, ran: RankRun, hosts: _Host, owner: dict[int, int]) -> _Rows:
@@ -143,7 +147,7 @@ def _repeated(trace: Trace, ran: RankRun, hosts: _Host) -> _Rows:
         by_owner.setdefault(index, []).append(row)
     more, begins, ends = [], [], []
     for index, one in ran.program.activities.items():
-        if one.origin != index:
+        if one.origin != index and one.op == ran.program.recorded[one.origin].op:
             for row in by_owner.get(one.origin, ()):
                 more.append(row)
                 begins.append(ran.started[index])
@@ -157,6 +161,58 @@ def _repeated(trace: Trace, ran: RankRun, hosts: _Host) -> _Rows:
     )
 
 
+def _of_other_kinds(trace: Trace, ran: RankRun) -> list[_Rows]:
+    """Collectives that a change adds: events of the recorded ones that they stand behind, renamed."""
+    recorded, events = ran.program.recorded, trace.events
+    made = {
+        index: one
+        for index, one in ran.program.activities.items()
+        if one.origin != index and one.op != recorded[one.origin].op
+    }
+    if not made:
+        return []
+    owners = ran.program.events if ran.program.on_device else _gloo_owners(trace, ran)
+    by_owner: dict[int, list[int]] = {}
+    for row, index in owners.items():
+        by_owner.setdefault(index, []).append(row)
+    described = np.unique(trace.collective_args.event)
+    described = described[events.thread[described] >= 0]
+    issued, launched = {}, {}
+    for point, begin, end in zip(ran.program.points, ran.begin, ran.end, strict=True):
+        if point.launches is not None:
+            launched[point.launches.index] = point.end
+            issued[point.launches.index] = begin, end
+    parts = []
+    for index, one in made.items():
+        on_device = by_owner.get(one.origin, [])
+        since, (begin, end) = launched[one.origin], issued[index]
+        holds = (events.start_ns[described] <= since) & (events.end_ns[described] >= since)
+        linked = np.isin(events.correlation, events.correlation[on_device]) & (events.correlation >= 0)
+        hosts = set(described[holds].tolist()) | set(np.flatnonzero(linked & (events.thread >= 0)).tolist())
+        hosts -= set(on_device)
+        rows = np.array([*on_device, *hosts], dtype=np.int64)
+        here, there = len(on_device), len(hosts)
+        starts = np.array([ran.started[index]] * here + [begin] * there, dtype=np.int64)
+        ends = np.array([ran.ended[index]] * here + [end] * there, dtype=np.int64)
+        parts.append(_Rows(rows, starts, ends, copy=True, kind=one.op))
+    return parts
+
+
+_NAMES = {"all_reduce": ("allreduce", "ncclDevKernel_AllReduce_Sum_RING", "c10d::allreduce_")}
+"""Operation -> its name in metadata, as a kernel and as an operator."""
+
+
+def _renamed(table: EventTable, kind: Sequence[str]) -> EventTable:
+    """Give events that became another operation's its names."""
+    names = table.name.to_list()
+    for row, op in enumerate(kind):
+        if op:
+            _, kernel, operator = _NAMES[op]
+            name = names[row] or ""
+            names[row] = operator if name.startswith("c10d::") else kernel if table.thread[row] < 0 else name
+    return table.with_columns(name=Strings.intern(names))
+
+
 def _assembled(trace: Trace, parts: list[_Rows]) -> Trace:
     """Put moved events into the order of a trace, with their metadata."""
     events = trace.events
@@ -164,10 +220,13 @@ def _assembled(trace: Trace, parts: list[_Rows]) -> Trace:
     start = np.concatenate([part.start for part in parts])
     end = np.concatenate([part.end for part in parts])
     copy = np.concatenate([np.full(len(part.row), part.copy) for part in parts])
+    kinds = np.concatenate([np.full(len(part.row), part.kind, dtype=object) for part in parts])
     order = np.lexsort((row, -end, start))
-    row, start, end, copy = row[order], start[order], end[order], copy[order]
+    row, start, end, copy, kinds = row[order], start[order], end[order], copy[order], kinds[order]
     table = events.take(row).with_columns(start_ns=start, end_ns=end)
     table = _renumbered(table, copy)
+    if any(kinds):
+        table = _renamed(table, kinds.tolist())
     place = np.argsort(row, kind="stable")
     sorted_rows = row[place]
 
@@ -183,6 +242,12 @@ def _assembled(trace: Trace, parts: list[_Rows]) -> Trace:
 
     side, new = renamed(trace.collective_args.event)
     args = trace.collective_args.take(side).with_columns(event=new)
+    if any(kinds):
+        own = [
+            _NAMES[kinds[at]][0] if kinds[at] else name
+            for at, name in zip(new, args.collective.to_list(), strict=True)
+        ]
+        args = args.with_columns(collective=Strings.intern(own))
     side, new = renamed(trace.shapes.event)
     shapes = trace.shapes.take(side).with_columns(event=new)
     return replace(

@@ -29,15 +29,15 @@ _DTYPES = {
     "fp8": "float8_e4m3fn",
 }
 
-_ACHIEVED_MATMUL = 0.78
-"""Share of the peak that large matrix products reach where nobody published it: between an A100's 0.87 and an
-MI300X's 0.51, as of the H100 (0.80) and newer parts."""
+_ACHIEVED_MATMUL = 0.77
+"""Share of the peak that large matrix products reach where nobody published it: between an A100's 0.84 and an
+MI300X's 0.52, as of the H100 (0.77)."""
 _ACHIEVED_MEMORY = 0.87
 """Share of the peak that a copy reaches, as on the A100 (0.89) and the H100 (0.87)."""
 _ACHIEVED_LINK = 0.77
 """Share of NVLink's rate that a large all-gather reaches as busbw, as on 8 H100 (345 of 450 GB/s)."""
-_ATTENTION = 0.42
-"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 794): what keeps a part's
+_ATTENTION = 0.44
+"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 766): what keeps a part's
 products below its peak keeps attention's products below it, too."""
 
 _ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (8192, 0.994), (16384, 1.0))
@@ -45,6 +45,10 @@ _ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (81
 """
 _ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
 """The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
+
+_IDLE_WATTS = 88.0
+"""What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
+Multiplications on GPUs Run Faster When Given Predictable Data")."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,6 +137,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return None if self.link_gb_per_s is None else round(self.link_gb_per_s * _GIGA)
 
     @property
+    def memory_bytes_per_s(self) -> int | None:
+        """Peak bandwidth of the device's own memory."""
+        return None if self.memory_gb_per_s is None else round(self.memory_gb_per_s * _GIGA)
+
+    @property
     def flops(self) -> dict[str, int]:
         """Torch dtype name -> peak operations per second; a dtype without hardware is absent."""
         return {_DTYPES[name]: round(value * _TERA) for name, value in self.peak_tflops.items()}
@@ -179,11 +188,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Share of the measured matrix and attention rates that a part with a lower power limit keeps.
 
         Dynamic power grows with frequency times voltage squared, and voltage with frequency: a rate that is
-        bound by power falls with the cube root of the limit.
+        bound by power falls with the cube root of what the limit leaves above idling.
         """
         if self.watts is None or self.achieved_at_watts is None:
             return 1.0
-        return float(min(1.0, (self.watts / self.achieved_at_watts) ** (1 / 3)))
+        left = max(0.0, self.watts - _IDLE_WATTS) / max(1.0, self.achieved_at_watts - _IDLE_WATTS)
+        return float(min(1.0, left ** (1 / 3)))
 
     @property
     def units(self) -> int:

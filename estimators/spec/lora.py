@@ -7,9 +7,11 @@ from typing import Any
 
 from fsdp2prof.estimators.spec.option import Dtype, Written
 
-__all__ = ["Lora", "LoraText"]
+__all__ = ["QUANTIZED", "Lora", "LoraText"]
 
-_QUANTIZED = ("nf4", "fp4", "int4", "int8")
+QUANTIZED = ("nf4", "bnb-nf4")
+"""Bases of 4 bits: torchao's ``NF4Tensor`` and bitsandbytes' ``Linear4bit``."""
+_NOT_MODELLED = ("fp4", "int4", "int8", "bnb-fp4", "bnb-int8", "gptq", "awq")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +24,13 @@ class Lora(Written):
     alpha: float
     """Scales the adapters by ``alpha / r``; of no matter to sizes."""
     base: str | None = None
-    """Dtype of the frozen weights; None is that of all parameters."""
+    """Dtype of the frozen weights, or one of ``QUANTIZED`` for the linear layers in blocks; None is that of
+    all parameters."""
+
+    @property
+    def quantized(self) -> str | None:
+        """What the frozen linear layers are quantized with."""
+        return self.base if self.base in QUANTIZED else None
 
     def __str__(self) -> str:
         base = "" if self.base is None else f",base={self.base}"
@@ -31,7 +39,7 @@ class Lora(Written):
 
 @dataclass(frozen=True, slots=True)
 class LoraText:
-    """``r=K,targets=NAME+NAME``, perhaps ``base=DTYPE``; or nothing."""
+    """``r=K,targets=NAME+NAME``, perhaps ``base=DTYPE`` or ``base=nf4``; or nothing."""
 
     @property
     def values(self) -> str:
@@ -50,9 +58,9 @@ class LoraText:
         if not all(targets):
             raise ValueError(f"{value!r} names no targets; write for example r=16,targets=q_proj+v_proj")
         base = given.get("base")
-        if base in _QUANTIZED:
-            raise ValueError(
-                f"base={base}: quantized weights and what dequantizes them are not executed; base=bf16 is"
-            )
+        if base in _NOT_MODELLED:
+            modelled = ", base=".join(QUANTIZED)
+            raise ValueError(f"base={base} is not modelled; base={modelled} and base=bf16 are")
         rank = int(given["r"])
-        return Lora(r=rank, targets=targets, alpha=2.0 * rank, base=base and Dtype().read(base))
+        held = base if base is None or base in QUANTIZED else Dtype().read(base)
+        return Lora(r=rank, targets=targets, alpha=2.0 * rank, base=held)

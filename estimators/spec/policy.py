@@ -50,6 +50,7 @@ __all__ = [
     "Every",
     "ExpertShards",
     "Float8",
+    "Interleaved",
     "Loss",
     "PolicySpec",
     "Reshard",
@@ -81,6 +82,13 @@ class Every(Counted):
     """Every K-th block is checkpointed."""
 
     word: ClassVar[str] = "every"
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved(Counted):
+    """Each rank of a pipeline holds K stages and works on them in turn."""
+
+    word: ClassVar[str] = "interleaved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +185,8 @@ class PolicySpec:
     lora: Lora | None = option(
         None,
         LoraText(),
-        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE.",
+        "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE, or "
+        "in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
     )
     trainable: str | None = option(
         None, Regex(), "Searched in parameter names; parameters without a match are frozen."
@@ -225,6 +234,11 @@ class PolicySpec:
     )
     reduce_scatter_buffers: int = option(1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight.")
     compile: bool = option(False, Flag(), "torch.compile of each block.")
+    async_tp: bool = option(
+        False,
+        Flag(),
+        "Asynchronous tensor parallelism: the compiler runs products beside their gathers and scatters.",
+    )
     float8: Float8 | None = option(
         None,
         Words(words=get_args(Float8), none=True),
@@ -280,6 +294,11 @@ class PolicySpec:
         Integer(0, MOST_LAYERS),
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
     )
+    pp_schedule: Literal["1f1b"] | Interleaved = option(
+        "1f1b",
+        Words(words=("1f1b",), counted=Interleaved),
+        "Order of a pipeline's work: one stage a rank, or K stages a rank under interleaved 1F1B.",
+    )
     extra_model: ExtraModels | None = option(
         None,
         ExtraModelsText(),
@@ -297,6 +316,8 @@ class PolicySpec:
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"
             )
+        if self.async_tp and not self.compile:
+            raise ModelError("async_tp: the compiler does it; add compile")
         torch_rules(self.torch)
         for name in ("forward_prefetch", "backward_prefetch"):
             if isinstance(base_of(getattr(self, name)), tuple):
@@ -356,6 +377,11 @@ class PolicySpec:
     def ac_every(self) -> int | None:
         """K if every K-th block is checkpointed, else ``None``."""
         return self.ac.count if isinstance(self.ac, Every) else None
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages that a rank of a pipeline holds."""
+        return self.pp_schedule.count if isinstance(self.pp_schedule, Interleaved) else 1
 
     @property
     def loss_chunks(self) -> int | None:

@@ -124,3 +124,5 @@ class Program:
     """Tokens that this rank trains on in a step, before tensor and context parallelism divide the work."""
     model_flops: int
     """Of the matrix products and attention of one forward and backward, recomputation left out."""
+    left_out: int = 0
+    """Micro-batches that were not captured: each is like the second of the three that were."""

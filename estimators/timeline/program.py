@@ -14,7 +14,7 @@ from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.model import Model, elements_of
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -75,7 +75,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
             with Capture(_mesh_dims(device_mesh)) as capture:
                 loop.forward_backward()
                 loop.update()
-        parameters = sum(parameter.numel() for parameter in model.module.parameters())
+        parameters = elements_of(model.module)
     forward, alone = _forward_flops(capture.commands)
     return Program(
         commands=capture.commands,

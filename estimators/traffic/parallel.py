@@ -17,11 +17,13 @@ from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.builtin import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
-from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
+from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order
 
 __all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks", "stage_of"]
 
@@ -40,6 +42,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("imbalance: rows are exchanged under expert parallelism only: add ep to the mesh")
     if config is not None:
         _check_expert_parallelism(config, mesh, policy)
+    if policy.async_tp and mesh.tp == 1:
+        raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
     if mesh.tp > 1:
         _check_tensor_parallelism(model, mesh, policy)
     divides_sequence = model.tensor_parallel is not None and model.tensor_parallel.is_analysed
@@ -59,6 +63,16 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
+    stages = policy.stages_per_rank
+    if stages > 1 and mesh.pp == 1:
+        raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+    if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
+        raise ModelError(
+            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
+            f"layers of {model.name}"
+        )
+    if stages > 1:
+        interleaved_order(mesh.pp, stages, policy.grad_accum)
 
 
 def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
@@ -67,6 +81,8 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
     if refusal := plan.refusal(mesh.tp):
         raise ModelError(f"mesh: {refusal}")
+    if policy.async_tp and not plan.is_analysed:
+        raise ModelError("async_tp is modelled for built-in models only")
     if policy.extra_model is not None and not plan.is_analysed:
         raise ModelError(
             "tensor parallelism with a second model (extra_model) is modelled for built-ins only"
@@ -110,7 +126,13 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
-    adapted = with_adapters(model, policy.lora, policy.orig_dtype)
+    adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
+    if policy.lora is not None and policy.lora.quantized is not None:
+        if mesh.tp * mesh.pp > 1:
+            raise ModelError("lora: a quantized base is modelled with FSDP and HSDP: leave tp and pp at 1")
+        if policy.lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
+            raise ModelError(f"lora: base={policy.lora.quantized}: {refusal}")
+        quantize_blocks(adapted, policy.lora.quantized, policy.compute_dtype, mesh.fsdp_size)
     return _with_local_experts(stage_of(adapted, mesh, policy), mesh)
 
 
@@ -374,8 +396,12 @@ def _add_context_parallel(
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
     local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
-    sends = {"forward": policy.pp_stage < mesh.pp - 1, "backward": policy.pp_stage > 0}
-    for phase, does in sends.items():
+    stages = policy.stages_per_rank
+    sends = {
+        "forward": stages - (policy.pp_stage == mesh.pp - 1),
+        "backward": stages - (policy.pp_stage == 0),
+    }
+    for phase, of_stages in sends.items():
         ledger.add(
             root=0,
             fqn="",
@@ -384,6 +410,6 @@ def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, pol
             axis=Axis(size=mesh.pp, mesh_dim="pp"),
             dtype=policy.compute_dtype,
             payload_bytes=payload,
-            count=policy.grad_accum if does else 0,
+            count=policy.grad_accum * of_stages,
             wire_bytes=payload,
         )

@@ -166,8 +166,14 @@ def memory(described: Described, hardware: str | None, save_run: Path | None, ou
 
 @estimate.command()
 @_input_options
+@click.option(
+    "--weight-sync",
+    metavar="engines=N,tp=K,per=...",
+    help="Also what bringing the weights to inference engines takes: engines=2,tp=4,per=layer,"
+    "bandwidth=50GB, or colocated.",
+)
 @output_options()
-def comm(described: Described, output: Output) -> None:
+def comm(described: Described, weight_sync: str | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
     With --from-run and no --model the recorded parameter groups are used as they are.
@@ -177,8 +183,8 @@ def comm(described: Described, output: Output) -> None:
     if described.is_recorded_only:
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
         because = "without --model the recorded parameter groups are used as they are"
-        refuse_given("--layers", "--mesh", "--config", "--stack", *others, because=because)
-    output.render(estimate_communication(described))
+        refuse_given("--layers", "--mesh", "--config", "--stack", "--weight-sync", *others, because=because)
+    output.render(estimate_communication(described, weight_sync=weight_sync))
 
 
 @estimate.command()

@@ -42,7 +42,7 @@ __all__ = ["plan"]
     metavar="NAME=VALUE,...",
     default="",
     help="Search nothing else for these: mesh dimensions (tp=8), batch_size, grad_accum, ac, reshard, sync, "
-    "offload, reduce_dtype.",
+    "offload, reduce_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule.",
 )
 @click.option(
     "--reserve", metavar="SHARE", default="10%", show_default=True, help="Device memory to leave free."
@@ -61,6 +61,11 @@ __all__ = ["plan"]
 @click.option("--min", "fewest", type=click.Choice(["gpus"]), help="Find the fewest, up to --gpus.")
 @click.option("--tokens", metavar="N", help="Of the whole training (15T, 300B): adds its GPU-hours.")
 @click.option("--budget", type=float, help="GPU-hours: says what they train.")
+@click.option(
+    "--refine",
+    is_flag=True,
+    help="Try prefetching, precision and what stays gathered on the winner, by the engine.",
+)
 @click.option("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
 @output_options()
 def plan(
@@ -81,6 +86,7 @@ def plan(
     fewest: str | None,
     tokens: str | None,
     budget: float | None,
+    refine: bool,
     no_cache: bool,
     output: Output,
 ) -> None:
@@ -90,6 +96,8 @@ def plan(
     engine of `estimate`, which gives the same numbers. Ctrl-C ends the search with the best so far.
     """
     question = _question(most, fewest)
+    if question is not None and refine:
+        raise UsageError("--refine is for a plan, not for --max or --min")
     if global_batch is None and most != "batch-size":
         raise UsageError("plan needs --global-batch: sequences of one optimizer step, all ranks together")
     from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
@@ -122,7 +130,7 @@ def plan(
         budget_gpu_hours=budget,
     )
     with output.progress(f"planning {model} on {gpus:,} x {hardware}") as progress:
-        made = make(request, question=question, progress=progress, use_cache=not no_cache)
+        made = make(request, question=question, progress=progress, use_cache=not no_cache, refine=refine)
     output.render(made)
 
 

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, job_options, numbers_option
+from fsdp2prof.commands.completion import complete_hardware, complete_network
+from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["whatif"]
 
 
 @click.command(short_help="What a change to a recorded run would gain.")
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RUN", type=InputPath())
 @click.option(
     "--set",
     "settings",
@@ -22,7 +24,7 @@ __all__ = ["whatif"]
     metavar="NAME=VALUE",
     help="A change; several are made together: reshard=never|default|always, forward_prefetch=N, "
     "backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, bandwidth=2x, "
-    "compute=1.2x.",
+    "compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
 )
 @click.option(
     "--without",
@@ -30,6 +32,14 @@ __all__ = ["whatif"]
     metavar="WHAT",
     help="Something to leave out: host_syncs, straggler:RANK.",
 )
+@click.option(
+    "--hardware",
+    shell_complete=complete_hardware,
+    help="The recorded accelerator, for another mesh (h100-sxm), or a file that describes it.",
+)
+@click.option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--network", shell_complete=complete_network, help="What connects the nodes (400gb-ib).")
+@click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
 @job_options
 @numbers_option("--steps", "Traced steps to run again")
 @cache_option
@@ -39,6 +49,10 @@ def whatif(
     *,
     settings: tuple[str, ...],
     without: tuple[str, ...],
+    hardware: str | None,
+    gpus_per_node: int,
+    network: str | None,
+    nics_per_node: int | None,
     choice: JobChoice,
     steps: frozenset[int] | None,
     cache: bool,
@@ -49,8 +63,31 @@ def whatif(
     RUN is a run directory, a Kineto trace, or a folder of traces (one a rank). Without --set and --without
     every single change is tried, and ranked by what it gains.
     """
+    if not any(text.startswith("mesh=") for text in settings):
+        because = "only another mesh (--set mesh=...) needs to know the cluster"
+        refuse_given("--hardware", "--gpus-per-node", "--network", "--nics-per-node", because=because)
+    elif hardware is None:
+        because = "without --hardware the run is on CPUs"
+        refuse_given("--gpus-per-node", "--network", "--nics-per-node", because=because)
     with output.progress(f"running {path} again"):
+        from fsdp2prof.estimators.spec.cluster import Cluster
+        from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
         from fsdp2prof.workflows.whatif import what_if
 
-        result = what_if(choice.open(path), settings=settings, without=without, steps=steps, cache=cache)
+        cluster = None
+        if hardware is not None:
+            cluster = Cluster(
+                hardware=HardwareSpec.parse(hardware),
+                gpus_per_node=gpus_per_node,
+                network=None if network is None else NetworkSpec.parse(network),
+                nics_per_node=nics_per_node,
+            )
+        result = what_if(
+            choice.open(path),
+            settings=settings,
+            without=without,
+            cluster=cluster,
+            steps=steps,
+            cache=cache,
+        )
     output.render(result)

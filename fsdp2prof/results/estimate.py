@@ -29,6 +29,7 @@ __all__ = [
     "PredictedStep",
     "TriedChange",
     "Unknown",
+    "WeightSync",
 ]
 
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
@@ -113,6 +114,8 @@ class EstimatedPolicy:
     expert_shards: str | None = None
     imbalance: float | None = None
     pp_stage: int | None = None
+    pp_schedule: str | None = None
+    async_tp: bool | None = None
     extra_model: str | None = None
 
 
@@ -153,6 +156,40 @@ class CommTotals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSync:
+    """One synchronisation of trained weights with inference engines."""
+
+    engines: int
+    """Copies of the model that serve; 0: on the training's own devices."""
+    engine_tp: int
+    """Tensor-parallel ranks of an engine."""
+    dtype: str
+    """What engines hold."""
+    per: str
+    """What is gathered at once: ``parameter``, ``layer`` (an FSDP unit) or ``whole``."""
+    gathers: int
+    """All-gathers that every training rank takes part in."""
+    gather_payload_bytes: int
+    gather_wire_bytes: int
+    """Of one training rank."""
+    broadcasts: int
+    """Tensors that the first training rank sends to all ranks of all engines."""
+    sent_bytes: int
+    """Of the first training rank, each tensor once."""
+    received_bytes: int
+    """By all ranks of all engines together; each receives every tensor whole."""
+    kept_bytes: int
+    """By one rank of an engine, its tensor-parallel part."""
+    buffer_bytes: int
+    """Most that a training rank holds gathered at once, the cast copy of one tensor with it."""
+    bandwidth_bytes_per_s: int | None = None
+    """What one rank sends in a second; null unless it was given."""
+    gather_seconds: float | None = None
+    """At that rate, latency left out."""
+    send_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommEstimate(Shown):
     """Result of ``estimate comm``: what one rank sends in a steady training step."""
 
@@ -172,6 +209,8 @@ class CommEstimate(Shown):
     """``groups`` with repeated layers that send the same folded, as ``layers.0-31``."""
     advice: list[str] = field(default_factory=list)
     """What would send less, most bytes first."""
+    weight_sync: WeightSync | None = None
+    """What bringing the weights to inference engines takes, beside the step; null unless asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.lengths import read_lengths
 from fsdp2prof.readers.run_directory import open_run
@@ -100,10 +101,11 @@ def estimate_memory(
     return _noted(estimate, spec)
 
 
-def estimate_communication(described: Described) -> CommEstimate:
+def estimate_communication(described: Described, *, weight_sync: str | None = None) -> CommEstimate:
     """Estimate the collectives of a step; without a model those of the recorded parameter groups.
 
-    Raises ``ModelError`` for what cannot be estimated.
+    ``weight_sync`` describes inference engines that are given the weights. Raises ``ModelError`` for what
+    cannot be estimated.
     """
     if described.manifest is not None and described.is_recorded_only:
         from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
@@ -115,7 +117,8 @@ def estimate_communication(described: Described) -> CommEstimate:
     spec = described.spec()
     from fsdp2prof.estimators.communication import estimate_comm
 
-    return _noted(estimate_comm(spec.model, spec.mesh, spec.policy), spec)
+    sync = None if weight_sync is None else WeightSyncSpec.parse(weight_sync)
+    return _noted(estimate_comm(spec.model, spec.mesh, spec.policy, sync), spec)
 
 
 def estimate_step(

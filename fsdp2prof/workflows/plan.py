@@ -49,8 +49,11 @@ def plan(
     question: Question | None = None,
     progress: Callable[[str], None] = lambda _: None,
     use_cache: bool = True,
+    refine: bool = False,
 ) -> Plan:
-    """Make a plan, or answer a question about one. An interrupt ends the search with the best so far.
+    """Make a plan, ``refine`` its winner if asked, or answer a question about one.
+
+    An interrupt ends the search with the best so far.
 
     Raises ``ModelError`` for a model, mesh or batch that no configuration can fulfil, and
     ``KeyboardInterrupt`` for an interrupt before there is a best.
@@ -60,7 +63,7 @@ def plan(
         return answer(request, question, engine=engine, progress=progress)
     planning = Planning(request=request, engine=engine, progress=progress)
     try:
-        planning.run()
+        planning.run(refine=refine)
     except KeyboardInterrupt:
         if not planning.all():
             raise

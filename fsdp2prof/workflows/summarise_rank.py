@@ -30,7 +30,9 @@ def summarise_rank(folder: Path) -> None:
     for record in run.ranks:
         if (record.trace and result.trace is None) or (record.memory and result.memory is None):
             raise RunDirectoryError(f"{folder}: {result.warnings[0]}")
-    write_json(folder / SUMMARY_FILE, replace(result, run=replace(result.run, path=str(folder))))
+    # where ranks stand and who holds what the manifests of all ranks say, later
+    kept = replace(result, run=replace(result.run, path=str(folder)), sharding=None, mesh=None)
+    write_json(folder / SUMMARY_FILE, kept)
     for name in (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE):
         (folder / name).unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.chromium import Page
-from support.results import HOSTILE
+from support.results import HOSTILE, run_comparison
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.reporters.documents import build
@@ -153,3 +153,21 @@ def test_many_layers_and_ranks_draw_no_more_than_there_are_pixels(
     assert page.evaluate(f"{T}.rows.length") == 64
     assert cells <= 64 * 2 * 1280
     assert page.messages == []
+
+
+def test_two_steps_stand_above_each_other(page: Page, timeline: StepTimeline, tmp_path: Path) -> None:
+    """A comparison has both sides on one scale; the worst is found on either."""
+    slower = replace(timeline, duration_ns=2 * timeline.duration_ns)
+    comparison = replace(run_comparison(), before_timeline=timeline, after_timeline=slower)
+    text = RENDERERS["html"].render(build(comparison), RenderOptions(source=""))
+    file = tmp_path / "compare.html"
+    file.write_text(str(text), encoding="utf-8")
+    opened(page, file)
+    assert page.messages == []
+    named = [label for label in page.evaluate(f"{T}.rows.map(row => row.label)") if "rank" in label]
+    sides = [(word, rank) for word in ("before", "after") for rank in (0, 1)]
+    assert len(named) == len(sides)
+    assert all(f"{word} rank {rank}" in label for label, (word, rank) in zip(named, sides, strict=True))
+    assert page.evaluate(f"{T}.total") == slower.duration_ns
+    title = page.evaluate("document.querySelector('#timeline h3').textContent")
+    assert title.strip().startswith("The longest wait is for")

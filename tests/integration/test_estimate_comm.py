@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,11 +24,14 @@ from support.present import manifest_of, present
 from support.recordings import RECORDED, STEPS
 from support.scripts import load_script
 from support.torch_versions import FROZEN_PARAMETERS_MAY_DIFFER_IN_DTYPE, TENSOR_PARALLEL_SHARDS_UNEVENLY
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
 from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
+from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.expert_parallel import clip_gradients, exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
@@ -45,6 +48,7 @@ from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import part_of
@@ -486,3 +490,73 @@ def test_preference_tuning_of_real_ranks(tmp_path, monkeypatch):
         counted = {(phase, op, dtype, size): count for phase, op, dtype, size, count in rows}
         policy = PolicySpec.from_mapping(sizes | PREFERENCES[case])
         assert summed_rows(estimate_comm(spec, mesh, policy)) == summed(counted), case
+
+
+@pytest.mark.slow
+def test_qlora_of_real_ranks(tmp_path, monkeypatch):
+    """torchao's NF4Tensor under fully_shard over two ranks: what is sent and held, to the byte."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script = load_script(script_path("qlora"), "qlora")
+    output = tmp_path / "counts.json"
+    command = torchrun(script_path("qlora"), script.RANKS, str(output))
+    done = subprocess.run(
+        command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert output.exists(), done.stderr[-4000:]
+    found = json.loads(output.read_text())
+    counted = {(phase, op, dtype, size): count for phase, op, dtype, size, count in found["counts"]}
+    monkeypatch.setitem(sys.modules, "qlora", script)
+    spec, mesh = ModelSpec(source="qlora:base"), MeshSpec(dp_shard=script.RANKS)
+    policy = PolicySpec.from_mapping(
+        {
+            "seq_len": script.SEQ_LEN,
+            "batch_size": script.BATCH,
+            "clip_grad": False,
+            "lora": "r=4,targets=up,base=nf4",
+        }
+    )
+    assert summed_rows(estimate_comm(spec, mesh, policy)) == summed(counted)
+    execution = execute(spec, mesh, policy)
+    held = sum(tensor.nbytes or 0 for tensor in execution.tensors if tensor.category == "sharded_parameter")
+    assert held == found["shard_bytes"]
+
+
+@pytest.mark.parametrize("per", ["parameter", "layer"])
+def test_weights_gathered_for_engines(per):
+    """What ``full_tensor`` and ``unshard`` of every parameter of a sharded model gather."""
+    mesh, policy = MeshSpec(dp_shard=3), PolicySpec.from_mapping(SIZES)
+    model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
+    mode = Interception()
+    with fake_process_group(mesh) as device_mesh, mode:
+        shard(model, policy, fsdp_mesh(device_mesh), None)
+        model.module.to_empty(device="cpu")
+        mode.counts.clear()
+        if per == "parameter":
+            for parameter in model.module.parameters():
+                cast(DTensor, parameter).full_tensor()
+        else:
+            for part in model.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.unshard()
+    sync = WeightSyncSpec(engines=2, tp=4, per=per)
+    built = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
+    found = present(estimate_built(built, mesh, policy, sync).weight_sync)
+    assert found.gathers == mode.counts.total()
+    assert found.gather_payload_bytes == sum(key[3] * count for key, count in mode.counts.items())
+
+
+def test_replicate_reduces_what_replicas_of_whole_parameters_do():
+    module = pytest.importorskip(
+        "torch.distributed._composable.replicate_with_fsdp", reason="this torch has none"
+    )
+    mesh, policy = MeshSpec(dp_replicate=4), PolicySpec.from_mapping(SIZES | {"clip_grad": False})
+    model, mode = build_builtin(tiny(), policy.seq_len, policy.orig_dtype), Interception()
+    with fake_process_group(mesh) as device_mesh:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model.module.get_submodule("layers").children(), model.module):
+            module.replicate(part, mesh=device_mesh["dp_replicate"], mp_policy=precision)
+        model.module.to_empty(device="cpu")
+        with mode:
+            train_step(model, replace(policy, sync="each"), mode)
+    assert predicted(tiny(), mesh, policy) == mode.counts

@@ -199,5 +199,6 @@ def test_recorded_parameter_groups_are_used_as_they_are(capfd: Capture, tmp_path
     of_run = ("estimate", "comm", "--from-run", tmp_path)
     assert call(capfd, *of_run, "--grad-accum", "2", "--sync", "each").code == 0
     call(capfd, *of_run, "--grad-accum", "0").refused("grad_accum: 0", "at least 1", code=1)
-    for option in (("--mesh", "dp_shard=8"), ("--layers", "3"), ("--param-dtype", "fp16"), ("--no-offload",)):
+    given = (("--mesh", "dp_shard=8"), ("--layers", "3"), ("--param-dtype", "fp16"), ("--no-offload",))
+    for option in (*given, ("--weight-sync", "engines=1")):
         call(capfd, *of_run, *option).refused(option[0], "used as they are", code=2)

@@ -47,3 +47,20 @@ def test_what_a_cpu_cannot_overlap_is_refused_with_the_reason(
     run: Path = recorded("train_tiny_fsdp2", 2).run
     ended = call(capfd, "whatif", run, "--set", "forward_prefetch=2")
     ended.refused("on a CPU collectives block their caller")
+
+
+def test_replicas_of_a_cpu_run_reduce_each_layer_once_more(
+    recorded: Callable[[str, int], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Over two ranks gloo's reduce-scatter sends its input once; half of it is reduced over two replicas."""
+    run: Path = recorded("train_tiny_fsdp2", 2).run
+    mesh = "mesh=dp_replicate=2,dp_shard=2"
+    result = json.loads(call(capfd, "whatif", run, "--set", mesh, "--format", "json").out)
+    rows = {(row["fqn"], row["op"]): row for row in result["by_layer"] if row["phase"] == "backward"}
+    scattered, reduced = rows["layers.1", "reduce_scatter"], rows["layers.1", "all_reduce"]
+    assert reduced["count_after"] == scattered["count_after"] == 1
+    assert reduced["count_before"] == 0
+    assert reduced["total_after_ns"] <= scattered["total_before_ns"]
+    (tried,) = result["tried"]
+    assert tried["gained_ns"] < 0
+    call(capfd, "whatif", run, "--set", mesh, "--network", "400gb-ib").refused("on CPUs", code=2)

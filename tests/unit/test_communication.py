@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.present import present
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
@@ -17,6 +18,7 @@ from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Every, PolicySpec
+from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
 from fsdp2prof.estimators.traffic.parallel import stage_blocks
@@ -311,3 +313,48 @@ def test_tied_weights_in_two_groups_are_refused():
     config = replace(CONFIG, tied=True)
     with pytest.raises(ModelError, match="share one parameter but fall into different groups"):
         rows_of("dp_shard=2", replace(PLAIN, wrap=("block", "output")), config)
+
+
+def test_weights_to_engines_by_hand():
+    """fp32 shards of 4 ranks; two engines of two ranks hold bf16, one receives 1 GB a second."""
+    spec, mesh = ModelSpec(source="gpt2", layers=2), MeshSpec(dp_shard=4)
+    text = "engines=2,tp=2,per={},bandwidth=1GB"
+    policy = replace(PLAIN, seq_len=64)
+    syncs = [
+        present(estimate_comm(spec, mesh, policy, WeightSyncSpec.parse(text.format(per))).weight_sync)
+        for per in ("parameter", "layer", "whole")
+    ]
+    width, rows = 768, 50_257
+    layer, root = 12 * width**2 + 13 * width, (rows + 1024 + 2) * width
+    padded = 2 * layer + root + 3 * width  # 50,257 rows on 4 ranks
+    elements = 2 * layer + root
+    assert [one.gather_payload_bytes for one in syncs] == [4 * padded, 2 * padded, 4 * padded]
+    assert {one.sent_bytes for one in syncs} == {2 * elements}
+    assert {one.received_bytes for one in syncs} == {4 * 2 * elements}
+    assert {one.kept_bytes for one in syncs} == {elements}
+    largest = (rows + 3) * width
+    assert syncs[0].buffer_bytes == 4 * largest + 2 * rows * width
+    assert syncs[1].buffer_bytes == 2 * (root + 3 * width)
+    assert syncs[2].buffer_bytes == 4 * padded + 2 * rows * width
+    assert syncs[0].send_seconds == 2 * elements / 1e9
+    assert syncs[0].gather_seconds == 3 * padded / 1e9
+    here = present(estimate_comm(spec, mesh, policy, WeightSyncSpec.parse("colocated,tp=4")).weight_sync)
+    assert (here.broadcasts, here.sent_bytes, here.kept_bytes) == (0, 0, elements // 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp=4", "is not engines=N"),
+        ("engines=2,ranks=3", "is not engines=N"),
+        ("engines=-1", "engines='-1' is no number from 0 on"),
+        ("engines=2,tp=0", "tp='0' is no number from 1 on"),
+        ("engines=2,per=row", "per='row' is none of parameter, layer, whole"),
+        ("engines=2,dtype=int4", "unknown dtype 'int4'"),
+        ("engines=2,bandwidth=fast", "weight_sync: not a size: 'fast'"),
+        ("engines=2,bandwidth=0", "must be more than 0"),
+    ],
+)
+def test_bad_weight_syncs(text, message):
+    with pytest.raises(ModelError, match=message):
+        WeightSyncSpec.parse(text)

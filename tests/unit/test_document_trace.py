@@ -14,7 +14,7 @@ from synthetic import Schedule, record, transformer, write_run
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters.document import Findings, Sentences
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput
+from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput, WhatIfChange
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
 
@@ -182,3 +182,36 @@ def test_a_number_that_the_json_lacks_is_noticed() -> None:
     document = {"parts_ns": [1_230_000, 4_560_000]}
     assert unexplained("1.23 ms and 4.56 ms", document) == []
     assert unexplained("1.23 ms and 4.56 ms: 5.79 ms", document) == ["5.79"]
+
+
+def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
+    def change(name: str, gained: float | None, memory: int | None = None) -> WhatIfChange:
+        frac = None if gained is None else gained / (50 * MS)
+        step = None if gained is None else 50 * MS - gained
+        return WhatIfChange(
+            change=name, what=f"with {name}", step_ns=step, gained_ns=gained, gained_frac=frac,
+            memory_bytes=memory, reason=None if gained is not None else "no",
+        )  # fmt: skip
+
+    tried = [
+        change("bandwidth=2x", 9 * MS),
+        change("reshard=never", 5 * MS, 3 * MIB),
+        change("forward_prefetch=2", 4 * MS, 0),
+        change("reduce_dtype=bfloat16", 2 * MS, -MIB),
+        change("without host_syncs", 1 * MS),
+        change("reshard=always", -3 * MS, -MIB),
+        change("backward_prefetch=2", None),
+    ]
+    (block,) = (
+        block
+        for section in build(replace(trace_analysis(), what_if=tried)).sections
+        for block in section.blocks
+        if block.title.startswith("Changes worth most")
+    )
+    assert isinstance(block, Sentences)
+    assert block.lines == [
+        "`reshard=never`: with reshard=never: 5.00 ms (10.0%) less of a step, 3.00 MiB more memory.",
+        "`forward_prefetch=2`: with forward_prefetch=2: 4.00 ms (8.0%) less of a step.",
+        "`reduce_dtype=bfloat16`: with reduce_dtype=bfloat16: 2.00 ms (4.0%) less of a step, "
+        "1.00 MiB less memory.",
+    ]

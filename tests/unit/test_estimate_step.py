@@ -15,7 +15,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, program_of, simulate_program
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
+from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
+from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.workflows.trace_file import write_trace
 
@@ -157,3 +158,25 @@ def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program
     assert again.groups == made.estimate.trace.groups
     assert again.prefetch == made.estimate.trace.prefetch
     assert again.by_layer == made.estimate.by_layer
+
+
+def test_a_power_limit_slows_by_the_cube_root_of_what_it_leaves_above_idling() -> None:
+    limited, whole = HardwareSpec.parse("h100-sxm-96gb"), HardwareSpec.parse("h100-sxm")
+    share = ((500 - 88) / (700 - 88)) ** (1 / 3)
+    assert limited.achieved_flops("bfloat16") == pytest.approx(share * whole.achieved_flops("bfloat16"))
+    assert whole.power_frac == 1
+
+
+def test_the_measured_products_come_out_at_the_measured_rate() -> None:
+    """720 TFLOP/s over shapes of Llama 70B on an H100, 257 for a cube of 8192 on an A100, as published."""
+    shapes = [(16384, 8192, 1280), (16384, 1024, 8192), (16384, 8192, 7168), (16384, 3584, 8192), (8192,) * 3]
+    rates = {}
+    for name in ("h100-sxm", "a100-80gb"):
+        spec = HardwareSpec.parse(name)
+        times = [
+            kernel_ns(Work("matmul", "bfloat16", 0, 2 * m * n * k, (1, m, n, k)), spec) - spec.kernel_floor_ns
+            for m, n, k in shapes
+        ]
+        rates[name] = [2 * m * n * k / time / 1000 for (m, n, k), time in zip(shapes, times, strict=True)]
+    assert sum(rates["h100-sxm"]) / 5 == pytest.approx(720, rel=0.01)
+    assert rates["a100-80gb"][-1] == pytest.approx(257, rel=0.01)

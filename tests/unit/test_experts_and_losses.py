@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from support.present import present
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.execution.second_models import with_role
@@ -24,13 +26,15 @@ from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
+from fsdp2prof.estimators.models.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.lora import Lora
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
+from fsdp2prof.storage_tracker import StorageTracker
 
 CONFIG = TransformerConfig(
     name="tiny-experts",
@@ -175,7 +179,7 @@ def test_adapters_stand_beside_their_targets_alone() -> None:
     model = build_builtin(replace(CONFIG, experts=None), 16, "float32")
     before = model.parameters
     lora = present(adapters("r=4,targets=wq+w2,base=bf16"))
-    adapted = with_adapters(model, lora, "float32")
+    adapted = with_adapters(model, lora, "float32", "bfloat16")
     # r (in + out) of wq 32 -> 32 and w2 64 -> 32, in two layers.
     assert adapted.parameters - before == 2 * 4 * (64 + 96)
     dtypes = {name: p.dtype for name, p in adapted.module.named_parameters()}
@@ -189,7 +193,7 @@ def test_adapters_stand_beside_their_targets_alone() -> None:
     [
         ("r=0,targets=wq", "rank of at least 1"),
         ("r=4", "names no targets"),
-        ("r=4,targets=wq,base=nf4", "base=nf4: quantized weights"),
+        ("r=4,targets=wq,base=int8", "base=int8 is not modelled; base=nf4, base=bnb-nf4 and base=bf16 are"),
         ("rank=4,targets=wq", "is not r=K"),
     ],
 )
@@ -201,7 +205,7 @@ def test_adapters_that_are_refused(text: str, reason: str) -> None:
 def test_a_target_that_no_layer_has() -> None:
     lora = present(adapters("r=4,targets=q_proj"))
     with pytest.raises(ModelError, match="no linear layer of tiny-experts is named 'q_proj'"):
-        with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32")
+        with_adapters(build_builtin(CONFIG, 16, "float32"), lora, "float32", "bfloat16")
 
 
 def test_preferences_by_hand() -> None:
@@ -239,3 +243,66 @@ def test_pairs_take_the_memory_of_twice_as_many_sequences() -> None:
 
     several = peak(batch_size=8, loss="logprobs")
     assert peak(batch_size=4, loss="dpo", extra_model="self") == pytest.approx(several, abs=64 * 1024)
+
+
+def test_a_base_of_four_bits_by_hand() -> None:
+    """128 x 256 elements: half a byte each, a byte for 64 of them, a number for 256 such bytes."""
+    config = replace(CONFIG, experts=None, dim=128, heads=4, kv_heads=4, head_dim=32, ffn_dim=256)
+    sizes = {
+        "nf4": 128 * 256 // 2 + 128 * 256 // 64 + 2 * 128 * 256 // (64 * 256),
+        "bnb-nf4": 128 * 256 // 2,
+    }
+    for kind, size in sizes.items():
+        model = build_builtin(config, 16, "float32")
+        whole = model.parameters
+        policy = PolicySpec.from_mapping({"lora": f"r=4,targets=w1,base={kind}"})
+        adapted = part_of(model, MeshSpec(), policy)
+        weight = adapted.module.get_submodule("layers.1.feed_forward.w1.base_layer").weight
+        assert isinstance(weight, torch.Tensor)
+        assert weight.numel() * weight.element_size() == size
+        assert adapted.parameters == whole + 2 * 4 * (128 + 256)
+        assert {p.dtype for n, p in adapted.module.named_parameters() if "norm" in n} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reason"),
+    [
+        (
+            MeshSpec(dp_shard=4),
+            "torchao divides layers.0.attention.wq evenly only, and 4 ranks do not",
+        ),
+        (MeshSpec(dp_shard=2, tp=2), "a quantized base is modelled with FSDP and HSDP"),
+    ],
+)
+def test_a_base_of_four_bits_that_does_not_divide(mesh: MeshSpec, reason: str) -> None:
+    config = replace(CONFIG, experts=None, dim=128, heads=4, kv_heads=4, head_dim=32, ffn_dim=256)
+    policy = PolicySpec.from_mapping({"lora": "r=4,targets=w1,base=nf4"})
+    with pytest.raises(ModelError, match=reason):
+        part_of(build_builtin(config, 16, "float32"), mesh, policy)
+
+
+def test_dequantizing_takes_what_torchao_takes() -> None:
+    """The most bytes at once while one weight is made, both outside of the compiler."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    path = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+    to_nf4 = importlib.import_module(path).to_nf4
+
+    rows, columns = 512, 1024
+    theirs = to_nf4(torch.randn(rows, columns, dtype=torch.bfloat16))
+    layer = PackedLinear(nn.Linear(columns, rows, bias=False), "nf4", torch.bfloat16)
+    peaks = [
+        most_bytes(lambda: theirs.to(torch.bfloat16)),
+        most_bytes(lambda: dequantized(layer.weight, None, (rows, columns), torch.bfloat16)),
+    ]
+    held = 2 * (rows * columns // 2 + rows * columns // 64)  # both weights, beside what is made
+    assert peaks[0] - held == pytest.approx(14 * rows * columns, rel=0.01)
+    assert peaks[1] == pytest.approx(peaks[0], abs=4096)
+
+
+def most_bytes(work: Any) -> int:
+    tracker = StorageTracker()
+    with tracker:
+        tracker.mark_step(0)
+        work()
+    recording = tracker.recording()
+    return int(allocated_totals(recording.allocations, recording.events).max())

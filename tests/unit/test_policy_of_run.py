@@ -22,7 +22,7 @@ from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import torch_rules
-from fsdp2prof.manifest import DeviceInfo, ParamGroupInfo, RankManifest
+from fsdp2prof.manifest import DeviceInfo, OptimizerInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.recorder.describe import describe_param_groups
 from fsdp2prof.recorder.ownership import describe_unsharded
 from fsdp2prof.recorder.roots import Roots
@@ -246,6 +246,25 @@ def test_what_a_manifest_alone_can_say_is_refused_by_its_name(change: dict[str, 
         setattr(manifest.param_groups[0], field, value)
     with pytest.raises(ModelError, match=name):
         values_of_run(manifest)
+
+
+def test_an_optimizer_for_each_parameter_is_refused_by_name() -> None:
+    """As an optimizer in backward, and torchao's on the host, are recorded; two halves are one to memory."""
+    manifest = recorded(torchtitan)
+    one = OptimizerInfo(class_name="AdamW", state_bytes=0, param_groups=1, parameters=1)
+    manifest.optimizers = [one, one]
+    with pytest.raises(ModelError, match=r"an optimizer of its own for each parameter \(in backward"):
+        values_of_run(manifest)
+    half = OptimizerInfo(class_name="AdamW", state_bytes=0, param_groups=1, parameters=6)
+    manifest.optimizers = [half, half]
+    assert values_of_run(manifest)["policy"]["optimizer"] == "adamw"
+
+
+def test_a_divide_factor_changes_nothing() -> None:
+    manifest = recorded(torchtitan)
+    before = values_of_run(manifest)
+    manifest.param_groups[0].gradient_divide_factor = 1.0
+    assert values_of_run(manifest) == before
 
 
 def test_software_of_a_run_on_gpus() -> None:

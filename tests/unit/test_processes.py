@@ -91,3 +91,19 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert (done.stdout, (tmp_path / "runs").read_text()) == ("5\n", "x")
+
+
+_KILLED_PARENT = """
+import os, signal, time
+from fsdp2prof import worker_processes
+worker_processes._may_fork = lambda: {forks}
+task = worker_processes.Task(time.sleep, 0.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_whose_parent_was_killed_says_nothing(kind: str) -> None:
+    script = _KILLED_PARENT.format(forks=kind == "fork")
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
+    _, said = parent.communicate(timeout=60)  # until the worker has closed it, too
+    assert said == b""

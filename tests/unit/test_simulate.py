@@ -215,6 +215,25 @@ def test_nothing_starts_before_its_cause(commands: list[Command], issue: int, la
 
 
 @settings(max_examples=100, deadline=None)
+@given(st.lists(COMMANDS, min_size=1, max_size=40).map(distinct_events))
+def test_the_step_is_the_longest_chain_of_causes(commands: list[Command]) -> None:
+    """Lengths added along streams, events and communicators: no sooner, and without sharing no later."""
+    streams, events, groups = [0, 0, 0], dict[int, int](), dict[str, int]()
+    for command in commands:
+        if isinstance(command, Record):
+            events[command.event] = streams[command.stream]
+        elif isinstance(command, Wait):
+            streams[command.stream] = max(streams[command.stream], events[command.event])
+        elif isinstance(command, Kernel):
+            streams[command.stream] += FlatCosts().kernel_ns(command)
+        elif isinstance(command, Collective):
+            begins = max(streams[command.stream], groups.get(command.group, 0))
+            streams[command.stream] = groups[command.group] = begins + FlatCosts().collective_ns(command)
+    longest = max([*streams, *groups.values()])
+    assert int(simulate(program(*commands), FlatCosts(), repeats=1).end_ns.max(initial=0)) == longest
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.lists(COMMANDS, min_size=1, max_size=30).map(distinct_events).filter(bool))
 def test_more_bandwidth_is_never_slower_without_contention(commands: list[Command]) -> None:
     """One link a group, no slow-down: every end is monotonic in every length."""

@@ -20,14 +20,22 @@ from fsdp2prof.estimators.replay.changes import latencies, parse_change, parse_w
 from fsdp2prof.estimators.replay.program import Activity
 from fsdp2prof.estimators.replay.run import run
 from fsdp2prof.estimators.replay.warp import replayed_trace
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.step import predict_step
 from fsdp2prof.estimators.whatif import program_of, replay_job
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import WhatIf
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.trace_file import write_trace
 from fsdp2prof.workflows.whatif import what_if
 
 SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}
+TWO_NODES = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("100gb-eth"))
 KINDS: dict[str, dict[str, Any]] = {
     "communication bound": dict(SLOW_LINKS),
     "host syncs": {"sync": True},
@@ -194,7 +202,8 @@ def test_latency_is_where_the_line_through_two_sizes_meets_no_size() -> None:
 
 @pytest.mark.parametrize(
     "text", ["reshard", "reshard=maybe", "bandwidth=fast", "bandwidth=0x", "forward_prefetch=0", "colour=red",
-             "reduce_dtype=int8", "mesh=dp_shard=8", "separate_reduce_scatter_group=maybe"]
+             "reduce_dtype=int8", "mesh=dp_shard=8,tp=2", "mesh=dp_shard=1",
+             "separate_reduce_scatter_group=maybe"]
 )  # fmt: skip
 def test_a_change_that_is_not_one_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=text.partition("=")[0]):
@@ -218,3 +227,41 @@ def test_a_given_change_that_does_not_apply_is_an_error_that_says_why(tmp_path: 
     (tmp_path / "empty").mkdir()
     with pytest.raises(TraceError):
         tried(tmp_path / "empty")
+
+
+@pytest.fixture(scope="module")
+def two_meshes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, float]]:
+    """The same step predicted on two nodes, sharded over all ranks and with a replica a node."""
+    model, policy = ModelSpec(source="llama3-8b", layers=3), PolicySpec(seq_len=512)
+    found = {}
+    for text in ("dp_shard=16", "dp_replicate=2,dp_shard=8"):
+        made = predict_step(model, MeshSpec.parse(text), policy, TWO_NODES)
+        folder = tmp_path_factory.mktemp("predicted")
+        write_trace(folder / "rank0_trace.json.gz", made.trace)
+        found[text] = folder, float(made.estimate.step_ns)
+    return found
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_mesh_is_what_is_predicted_of_it(
+    two_meshes: dict[str, tuple[Path, float]], order: int
+) -> None:
+    """``estimate step`` captures the other mesh from FSDP2 itself, on the cluster that was "recorded"."""
+    (_, (base, _)), (text, (_, expected)) = list(two_meshes.items())[::order]
+    result = what_if(open_job(base), settings=[f"mesh={text}"], cluster=TWO_NODES)
+    assert result.tried[0].step_ns == pytest.approx(expected, rel=0.02)
+    assert sum(result.breakdown_after_ns.values()) == pytest.approx(result.tried[0].step_ns)
+    reduced = [row for row in result.by_layer if row.op == "all_reduce" and row.fqn is not None]
+    assert {row.count_after for row in reduced} == {float("dp_replicate" in text)}
+    assert len(reduced) == 4  # three blocks and the root
+
+
+def test_another_mesh_of_gpus_needs_the_cluster(two_meshes: dict[str, tuple[Path, float]]) -> None:
+    base, _ = two_meshes["dp_shard=16"]
+    with pytest.raises(UsageError, match="--hardware"):
+        what_if(open_job(base), settings=["mesh=dp_shard=32"])
+    with pytest.raises(InputError, match="this mesh already"):
+        what_if(open_job(base), settings=["mesh=dp_shard=16"], cluster=TWO_NODES)
+    larger = what_if(open_job(base), settings=["mesh=dp_shard=64"], cluster=TWO_NODES)
+    assert any("64 ranks in place of 16" in note for note in larger.tried[0].assumptions)
+    assert larger.tried[0].memory_bytes is None

@@ -21,7 +21,7 @@ from fsdp2prof.reporters.formats import (
     text_column,
 )
 from fsdp2prof.results import CommEstimate, CommRow
-from fsdp2prof.units import format_bytes, format_count
+from fsdp2prof.units import format_bytes, format_count, format_ns
 
 __all__ = ["comm_estimate_document"]
 
@@ -48,6 +48,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
                 "the rank sends.",
                 blocks=[_operation_table(estimate), _collective_table(estimate)],
             ),
+            *_sync_sections(estimate),
             Section(
                 anchor="advice",
                 title="What would send less",
@@ -58,6 +59,41 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
         result=estimate,
         data=[_group_table(estimate)],
     )
+
+
+def _sync_sections(estimate: CommEstimate) -> list[Section]:
+    """What bringing the weights to inference engines takes, where it was asked for."""
+    sync = estimate.weight_sync
+    if sync is None:
+        return []
+    where = f"{sync.engines} engines of {sync.engine_tp} ranks" if sync.engines else "engines on these ranks"
+    gathered, held = format_bytes(sync.gather_wire_bytes), format_bytes(sync.buffer_bytes)
+    sent, received = format_bytes(sync.sent_bytes), format_bytes(sync.received_bytes)
+    lines = [
+        f"{format_count(sync.gathers)} all-gathers, one per {_PER[sync.per]}: {gathered} sent by each rank, "
+        f"{held} held at once at most",
+        f"{format_count(sync.broadcasts)} broadcasts in {sync.dtype}: {sent} sent by one rank, {received} "
+        "received by all together",
+        f"{format_bytes(sync.kept_bytes)} kept by each rank of an engine",
+    ]
+    rate = sync.bandwidth_bytes_per_s
+    if rate is not None and sync.gather_seconds is not None and sync.send_seconds is not None:
+        gathering, sending = (format_ns(one * 1e9) for one in (sync.gather_seconds, sync.send_seconds))
+        lines.append(
+            f"{gathering} to gather and {sending} to broadcast at {format_bytes(rate)}/s, without latency; "
+            "less where the two overlap"
+        )
+    return [
+        Section(
+            anchor="weight-sync",
+            title="Weights to inference engines",
+            lead=f"After a step, to {where}; not among the collectives above.",
+            blocks=[Sentences(title="Once", lines=lines, style="list")],
+        )
+    ]
+
+
+_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them kept"}
 
 
 def _operation_table(estimate: CommEstimate) -> Table:

@@ -1,0 +1,144 @@
+"""Blocks whose forward runs as ``torch.compile`` of each would, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
+from fsdp2prof.estimators.compiler.partition import compiled
+from fsdp2prof.estimators.compiler.recompute import Recompute
+
+__all__ = ["compile_blocks"]
+
+
+def compile_blocks(root: nn.Module, recompute: dict[str, Recompute], graphs: Graphs) -> None:
+    """Run the forward of blocks, by FQN, as compiled with what backward runs again, in place.
+
+    Blocks that compute the same share a graph, kept in ``graphs``. It is traced when the first of them runs:
+    that raises ``CannotCompile`` where it cannot be done.
+    """
+    for fqn, again in recompute.items():
+        block = root.get_submodule(fqn)
+        block.forward = _Compiled(block, fqn, again, graphs)
+
+
+class _Compiled:
+    """Stands for a block's forward."""
+
+    def __init__(self, block: nn.Module, fqn: str, recompute: Recompute, graphs: Graphs) -> None:
+        self._block = block
+        self._forward = block.forward
+        self._fqn = fqn
+        self._recompute = recompute
+        self._graphs = graphs
+        self._own = _identity(block, fqn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state: dict[str, Tensor] = dict(self._block.named_parameters(remove_duplicate=False))
+        state.update(self._block.named_buffers(remove_duplicate=False))
+        inputs = (state, args, kwargs)
+        key = (self._own, self._recompute, torch.is_grad_enabled(), _shapes(inputs))
+        if key not in self._graphs:
+            self._graphs[key] = self._traced(inputs)
+        return self._graphs[key](*inputs)
+
+    def _traced(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        def run(state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with _reparametrize_module(self._block, state):
+                return self._forward(*args, **kwargs)
+
+        if any(isinstance(module, FSDPModule) for module in list(self._block.modules())[1:]):
+            raise CannotCompile(f"{self._fqn} holds modules that fully_shard wraps on their own")
+        made = compiled(run, self._recompute)
+        try:
+            with _apart(inputs):
+                made(*tree_map(_like, inputs))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise CannotCompile(f"{self._fqn} cannot be traced as a whole: {reason}") from error
+        return made
+
+
+@contextmanager
+def _apart(inputs: Any) -> Iterator[None]:
+    """Trace where nobody counts storages, with the inputs' own fake mode."""
+    tensors = [item for item in tree_flatten(inputs)[0] if isinstance(item, Tensor)]
+    mode = detect_fake_mode([_local(tensor) for tensor in tensors])
+    with _disable_current_modes():
+        if mode is None:
+            raise CannotCompile("the tensors are real")
+        with mode:
+            yield
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(item: Any) -> Any:
+    """A tensor like another, of its own, as a leaf."""
+    if not isinstance(item, Tensor):
+        return item
+    if isinstance(item, DTensor):
+        fresh: Tensor = DTensor.from_local(
+            _like(item._local_tensor),
+            item.device_mesh,
+            item.placements,
+            run_check=False,
+            shape=item.shape,
+            stride=item.stride(),
+        ).detach()
+    else:
+        fresh = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+    return fresh.requires_grad_(item.requires_grad)
+
+
+def _shapes(inputs: Any) -> Any:
+    """What a graph depends on in its inputs."""
+    leaves, form = tree_flatten(inputs)
+    return str(form), tuple(
+        (
+            tuple(item.shape),
+            item.stride(),
+            item.dtype,
+            item.requires_grad,
+            str(item.placements) if isinstance(item, DTensor) else None,
+        )
+        if isinstance(item, Tensor)
+        else item
+        if isinstance(item, (int, float, bool, str, type(None)))
+        else id(item)
+        for item in leaves
+    )
+
+
+def _identity(block: nn.Module, fqn: str) -> Any:
+    """What a graph depends on in a block itself: its modules and their settings, but for its own index."""
+    index = fqn.rpartition(".")[2]
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, (int, float, bool, str)) and not _is_index(key, value, index)
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _is_index(key: str, value: object, index: str) -> bool:
+    return str(value) == index and ("layer" in key or "idx" in key or "index" in key)

@@ -1,0 +1,66 @@
+"""A block's joint graph of forward and backward, cut in two by AOTAutograd's own partitioner.
+
+The graph is traced from the block itself with inductor's decompositions, operators of a checkpointed block
+are marked as Dynamo marks them, and ``min_cut_rematerialization_partition`` decides what the forward saves.
+Nothing is compiled for a device: each half becomes a
+:class:`~fsdp2prof.estimators.compiler.program.Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
+
+from fsdp2prof.estimators.compiler.program import Program
+from fsdp2prof.estimators.compiler.recompute import Recompute, mark
+
+__all__ = ["compiled"]
+
+
+def compiled(function: Callable[..., Any], recompute: Recompute) -> Callable[..., Any]:
+    """Return ``function`` as AOTAutograd runs it; it is traced when it is first called, on fake tensors."""
+
+    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        if recompute != "none":
+            mark(joint, num_fwd_outputs, recompute)
+        with _writing_nothing():
+            return partitioners.min_cut_rematerialization_partition(
+                joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
+            )
+
+    made: Callable[..., Any] = aot_function(
+        function,
+        fw_compiler=_program,
+        bw_compiler=_program,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    return made
+
+
+def _program(gm: GraphModule, example_inputs: Any) -> Program:
+    return Program(gm)
+
+
+@contextmanager
+def _writing_nothing() -> Iterator[None]:
+    """Let a graph that cannot be cut be an error alone, without files about it in the working directory."""
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("its graph has no cut")
+
+    names = [name for name in ("visualize_min_cut_graph", "_get_unique_path") if hasattr(partitioners, name)]
+    before = {name: getattr(partitioners, name) for name in names}
+    try:
+        for name in names:
+            setattr(partitioners, name, refuse)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(partitioners, name, function)

@@ -1,0 +1,118 @@
+"""A program as asynchronous tensor parallelism changes it: products and collectives beside them in chunks.
+
+The compiler cuts a product that follows an all-gather, or precedes a reduce-scatter, into as many chunks as
+there are ranks, and sends the others' chunks over symmetric memory meanwhile: a rank starts on the chunk that
+it has, and its last chunk waits for the last one to arrive. What only rearranges gathered or reduced chunks
+(a sequence dimension behind the batch's) is part of the same operator and falls away. Source: "Introducing
+Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
+``torch._inductor.fx_passes.micro_pipeline_tp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
+
+__all__ = ["with_async_tensor_parallel"]
+
+
+def with_async_tensor_parallel(program: Program, ranks: int) -> Program:
+    """Let products run beside the tensor-parallel all-gathers and reduce-scatters that they are next to."""
+    commands: list[Command] = []
+    for command in program.commands:
+        scatters = isinstance(command, Collective) and command.op == "reduce_scatter"
+        if scatters and _overlaps(command):
+            _behind_the_first_chunk(commands, command, ranks)
+        else:
+            commands.append(command)
+    return replace(program, commands=_waits_after_products(commands, ranks))
+
+
+def _overlaps(command: Command) -> bool:
+    """Whether a collective is tensor parallelism's, on its communicator's own stream."""
+    return isinstance(command, Collective) and command.mesh_dim == "tp" and command.event >= 0
+
+
+def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
+    """Let each wait for an all-gather stand before the last chunk of the product that follows."""
+    gathers = {
+        c.event for c in commands if isinstance(c, Collective) and c.op == "all_gather" and _overlaps(c)
+    }
+    made: list[Command] = []
+    held: list[Command] = []
+    """The wait, and what rearranges the chunks behind it."""
+    for command in commands:
+        if isinstance(command, Wait) and command.event in gathers:
+            made += held
+            held = [command]
+        elif not held or _does_nothing(command):
+            made.append(command)
+        elif _is_product(command):
+            rest, last = _cut(command, ranks)
+            made += [rest, held[0], last]
+            held = []
+        elif len(held) == 1 and _rearranges(command):
+            held.append(command)
+        else:
+            made += [*held, command]
+            held = []
+    return [*made, *held]
+
+
+def _behind_the_first_chunk(commands: list[Command], collective: Command, ranks: int) -> None:
+    """Add a reduce-scatter, behind the first chunk of the product before it if nothing is between."""
+    at = _last_work(commands, len(commands))
+    rearranged = at if at >= 0 and _rearranges(commands[at]) else -1
+    if rearranged >= 0:
+        at = _last_work(commands, at)
+    if at < 0 or not _is_product(commands[at]):
+        commands.append(collective)
+        return
+    if rearranged >= 0:
+        del commands[rearranged]
+    rest, first = _cut(commands[at], ranks)
+    commands[at : at + 1] = [first, collective, rest]
+
+
+def _last_work(commands: list[Command], end: int) -> int:
+    """Position of the last command before ``end`` that is more than a view; -1 if there is none."""
+    at = end - 1
+    while at >= 0 and _does_nothing(commands[at]):
+        at -= 1
+    return at
+
+
+def _does_nothing(command: Command) -> bool:
+    return isinstance(command, Kernel) and command.work is None
+
+
+def _rearranges(command: Command) -> bool:
+    """Whether a command only moves elements on the compute stream."""
+    return (
+        isinstance(command, Kernel)
+        and command.stream == 0
+        and command.work is not None
+        and command.work.kind == "copy"
+    )
+
+
+def _is_product(command: Command) -> bool:
+    return isinstance(command, Kernel) and command.work is not None and command.work.kind == "matmul"
+
+
+def _cut(command: Command, ranks: int) -> tuple[Command, Command]:
+    """Return all chunks of a product but one, and that one."""
+    assert isinstance(command, Kernel)
+    work = command.work
+    assert work is not None
+    batch, m, n, k = work.shape
+    one = max(1, m // ranks)
+    chunk = replace(work, flops=work.flops * one // m, bytes=work.bytes * one // m, shape=(batch, one, n, k))
+    rest = replace(
+        work,
+        flops=work.flops - chunk.flops,
+        bytes=work.bytes - chunk.bytes,
+        shape=(batch, max(1, m - one), n, k),
+    )
+    return replace(command, work=rest), replace(command, work=chunk)

@@ -1,0 +1,185 @@
+"""What compiled blocks save and allocate: by hand, and beside ``torch.compile`` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2prof.estimators.compiler.blocks import compile_blocks
+from fsdp2prof.estimators.compiler.recompute import Recompute
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.memory import predict_memory
+from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.models.llama import TransformerBlock
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import CheckpointingMode, PolicySpec
+from fsdp2prof.fake_tensors import fake_tensors
+from fsdp2prof.storage_tracker import StorageTracker
+from fsdp2prof.tables import NEVER, MemoryRecording
+
+TOKENS, DIM, HIDDEN = 128, 64, 256
+ELEMENT = 4
+
+
+class FeedForward(nn.Module):
+    """Two products with five pointwise operators around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x + down(2 * relu(up(sin(x))))``."""
+        out: Tensor = x + self.down(2.0 * F.relu(self.up(torch.sin(x))))
+        return out
+
+
+def history(recompute: Recompute) -> tuple[MemoryRecording, int]:
+    """A forward and a backward of one compiled block, and the order of the last event of the forward."""
+    with fake_tensors() as mode:
+        root = nn.Sequential(FeedForward())
+        compile_blocks(root, {"0": recompute}, {})
+        x = torch.empty(TOKENS, DIM, requires_grad=True)
+        gradient = torch.empty(TOKENS, DIM)
+        tracker = StorageTracker(fake_mode=mode)
+        with tracker:
+            out = root(x)
+            mark = torch.empty(1)
+            out.backward(gradient)
+        recording = tracker.recording()
+    after = recording.allocations.alloc_order[recording.allocations.size == ELEMENT][0]
+    del mark
+    return recording, int(after)
+
+
+SMALL, LARGE, WEIGHT = TOKENS * DIM * ELEMENT, TOKENS * HIDDEN * ELEMENT, DIM * HIDDEN * ELEMENT
+RELU_MASK = TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [
+        # sin(x), and relu of the first product, doubled, both read by products of the backward; relu's mask.
+        ("none", [SMALL, LARGE, RELU_MASK]),
+        ("full", []),
+        ("op", [LARGE]),  # the first product; sin and relu are run again
+    ],
+)
+def test_what_a_block_saves_by_hand(recompute: Recompute, kept: list[int]) -> None:
+    recording, forward_ends = history(recompute)
+    allocations = recording.allocations
+    made = (allocations.alloc_order > -1) & (allocations.alloc_order < forward_ends)
+    alive = made & (allocations.free_order > forward_ends)
+    # The block's result lives, too; it is what the last product wrote to, in place.
+    assert sorted(allocations.size[alive].tolist()) == sorted([*kept, SMALL])
+
+
+def test_what_a_forward_allocates_by_hand() -> None:
+    recording, forward_ends = history("full")
+    allocations = recording.allocations
+    made = (allocations.alloc_order > -1) & (allocations.alloc_order < forward_ends)
+    # sin(x), the first product, where its relu lies too, the second, where the sum lies: no other memory.
+    assert allocations.size[made].tolist() == [SMALL, LARGE, SMALL]
+    assert allocations.op.take(made).to_list() == ["aten::empty_strided", "aten::mm", "aten::mm"]
+
+
+def test_backward_leaves_gradients_alone() -> None:
+    allocations = history("none")[0].allocations
+    left = (allocations.alloc_order > -1) & (allocations.free_order == NEVER) & (allocations.size > ELEMENT)
+    assert sorted(allocations.size[left].tolist()) == sorted(
+        [WEIGHT, WEIGHT, SMALL, SMALL]
+    )  # of the input, and the result
+
+
+@contextmanager
+def saved_sizes(inputs: list[Tensor]) -> Iterator[list[int]]:
+    """Collect the bytes of the storages saved for backward that are no inputs."""
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    sizes: list[int] = []
+    kept: list[Any] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            kept.append(storage)
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+CONFIG = replace(
+    builtin_config("llama3-8b"),
+    dim=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_dim=192,
+    vocab_size=128,
+    layers=1,
+)
+
+
+GENERATOR_STATES = (16, 5056)
+"""Bytes of CUDA's, as on paper, and of the host's: saved where attention, which may draw, runs again."""
+
+
+def saved_by(run: Callable[[nn.Module], nn.Module]) -> list[int]:
+    root: nn.Module = nn.Sequential(TransformerBlock(CONFIG, 0))
+    x, rotary = torch.empty(2, 32, 64, requires_grad=True), torch.empty(32, 8, dtype=torch.complex64)
+    block = run(root)
+    block(x, rotary)  # compiles, with tensors and saved tensors of its own
+    with saved_sizes([x, rotary, *root.parameters()]) as sizes:
+        block(x, rotary)
+    return sorted(size for size in sizes if size not in GENERATOR_STATES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ac", ["none", "full", "op"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_block_saves_is_what_torch_compile_saves(ac: CheckpointingMode) -> None:
+    """Dynamo, AOTAutograd and inductor's decompositions on real tensors, a checkpoint around the block."""
+
+    def really(root: nn.Module) -> nn.Module:
+        checkpoint_blocks(root, ("0",), PolicySpec(ac=ac))
+        return torch.compile(root.get_submodule("0"), backend="aot_eager_decomp_partition", fullgraph=True)  # type: ignore[return-value]
+
+    def on_paper(root: nn.Module) -> nn.Module:
+        compile_blocks(root, {"0": ac}, {})
+        return root.get_submodule("0")
+
+    with fake_tensors():
+        ours = saved_by(on_paper)
+    assert ours == saved_by(really)
+    assert bool(ours) is (ac != "full")
+
+
+GPT = ModelSpec(source="gpt2", layers=12)
+POLICY = PolicySpec(seq_len=128, compile=True, allocator="expandable")
+
+
+def test_a_compiled_estimate_says_how_and_repeats_its_blocks() -> None:
+    estimate = predict_memory(GPT, MeshSpec(dp_shard=4), POLICY).estimate
+    assert estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
+    assert estimate.assumptions[1].startswith("compile: each block's graph traced whole")
+    assert not estimate.unknowns
+
+
+def test_what_cannot_be_traced_is_guessed_and_says_so() -> None:
+    """Modules inside a block that gather their own parameters end its graph."""
+    policy = replace(POLICY, wrap=("block", "layers.*.up"))
+    estimate = predict_memory(replace(GPT, layers=1), MeshSpec(dp_shard=4), policy).estimate
+    (note,) = [line for line in estimate.assumptions if line.startswith("compile, guessed")]
+    assert "layers.0 holds modules that fully_shard wraps on their own" in note
+    assert [unknown.name for unknown in estimate.unknowns] == ["compile"]

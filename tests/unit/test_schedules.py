@@ -1,0 +1,166 @@
+"""Pipelines, many micro-batches and asynchronous tensor parallelism in the step's time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.policy import Interleaved, PolicySpec
+from fsdp2prof.estimators.step import program_of, simulate_program
+from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
+from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
+from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
+from fsdp2prof.estimators.traffic.pipeline_order import (
+    StageWork,
+    interleaved_order,
+    most_in_flight,
+    waiting_ns,
+)
+
+MODEL = ModelSpec(source="llama3-8b", layers=2)
+H100 = Cluster(hardware=HardwareSpec.parse("h100"))
+
+
+def test_the_interleaved_bubble_is_one_part_in_as_many_as_a_rank_has_stages() -> None:
+    """(P - 1) micro-batches of one of V stages (arXiv 2104.04473, section 2.2), whatever the rank."""
+    for ranks, stages, micro_batches in ((4, 1, 8), (4, 2, 8), (4, 2, 16), (8, 2, 32), (2, 4, 8)):
+        orders = interleaved_order(ranks, stages, micro_batches)
+        for rank in range(ranks):
+            assert waiting_ns(orders, rank, 100, 200) == (ranks - 1) * 300
+
+
+def test_every_forward_comes_before_its_backward_and_each_once() -> None:
+    for rank, order in enumerate(interleaved_order(4, 2, 8)):
+        assert len(order) == len(set(order)) == 2 * 2 * 8
+        assert {work.stage for work in order} == {rank, rank + 4}
+        for work in order:
+            if work.backward:
+                assert order.index(StageWork(work.stage, False, work.micro_batch)) < order.index(work)
+
+
+def test_two_ranks_of_two_stages_by_hand() -> None:
+    """Rank 0: three warm-up forwards more than the last rank's one round, then one backward for each."""
+    first, second = interleaved_order(2, 2, 4)
+    assert [(w.stage, w.micro_batch) for w in first[:4]] == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert not any(w.backward for w in first[:5])
+    assert (most_in_flight(first), most_in_flight(second)) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        ("dp_shard=2", {"pp_schedule": "interleaved:2"}, "no pipeline"),
+        ("pp=2,dp_shard=2", {"pp_schedule": "interleaved:3", "reshard": "never"}, "do not divide"),
+        ("dp_shard=2", {"async_tp": True, "compile": True}, "no tensor parallelism"),
+    ],
+)
+def test_a_schedule_that_the_mesh_cannot_have_is_refused(
+    mesh: str, changes: dict[str, object], message: str
+) -> None:
+    policy = PolicySpec.from_mapping({"seq_len": 256, **changes})
+    with pytest.raises(ModelError, match=message):
+        program_of(MODEL, MeshSpec.parse(mesh), policy)
+
+
+def test_a_number_of_micro_batches_that_fills_no_rounds_is_refused() -> None:
+    with pytest.raises(ModelError, match="rounds"):
+        interleaved_order(4, 2, 9)
+    with pytest.raises(ModelError, match="add compile"):
+        PolicySpec(async_tp=True)
+
+
+def test_interleaving_shortens_the_bubble_and_changes_no_work() -> None:
+    mesh = MeshSpec(pp=2, dp_shard=2)
+    plain = PolicySpec(seq_len=256, grad_accum=4, reshard="never")
+    twice = replace(plain, pp_schedule=Interleaved(2))
+    model = ModelSpec(source="llama3-8b", layers=4)
+    program = program_of(model, mesh, plain)
+    one, two = (simulate_program(program, model, mesh, policy, H100).estimate for policy in (plain, twice))
+    assert two.step_ns - two.bubble_ns == one.step_ns - one.bubble_ns
+    assert two.bubble_ns == pytest.approx(one.bubble_ns / 2, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_interleaving_keeps_more_activations_and_the_same_states() -> None:
+    """Rank 0 of 2: five of its eight forwards of a stage are alive, three micro-batches' worth, not two."""
+    mesh = MeshSpec(pp=2, dp_shard=2)
+    plain = PolicySpec(seq_len=256, grad_accum=4, reshard="never")
+    twice = replace(plain, pp_schedule=Interleaved(2))
+    model = ModelSpec(source="llama3-8b", layers=4)
+    assert [micro_batches_in_flight(mesh, policy) for policy in (plain, twice)] == [2, 3]
+    before, after = (estimate_memory(model, mesh, policy).peak for policy in (plain, twice))
+    assert after.categories["activation"] > before.categories["activation"]
+    assert after.categories["sharded_parameter"] == before.categories["sharded_parameter"]
+
+
+@pytest.mark.parametrize("sync", ["each", pytest.param("last", marks=pytest.mark.slow)])
+def test_repeated_micro_batches_are_those_that_a_whole_capture_has(
+    sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsdp2prof.estimators.timeline import micro_batches
+
+    mesh, policy = (
+        MeshSpec(dp_shard=4),
+        PolicySpec.from_mapping({"seq_len": 256, "grad_accum": 5, "sync": sync}),
+    )
+    captured = program_of(MODEL, mesh, policy)
+    some = simulate_program(captured, MODEL, mesh, policy, H100).estimate
+    made = with_all_commands(captured)
+    monkeypatch.setattr(micro_batches, "CAPTURED_MICRO_BATCHES", 5)
+    whole = program_of(MODEL, mesh, policy)
+    every = simulate_program(whole, MODEL, mesh, policy, H100).estimate
+    works = [[c.work for c in one.commands if isinstance(c, Kernel)] for one in (made, whole)]
+    assert works[0] == works[1]
+    assert [type(c) for c in made.commands] == [type(c) for c in whole.commands]
+    assert (made.tokens, made.model_flops) == (whole.tokens, whole.model_flops)
+    assert some.step_ns == pytest.approx(every.step_ns, rel=0.005)
+    assert some.kernels_ns == pytest.approx(every.kernels_ns, rel=0.005)
+    counts = [{(r.fqn, r.phase, r.op): r.count for r in one.by_layer} for one in (some, every)]
+    assert counts[0] == counts[1]
+
+
+def _product(m: int) -> Kernel:
+    return Kernel(0, "aten::mm", Work("matmul", "bfloat16", 4 * m, 2 * m * 16 * 16, (1, m, 16, 16)))
+
+
+def _collective(op: str, event: int) -> Collective:
+    return Collective(
+        stream=0, op=op, group="tp", mesh_dim="tp", group_size=4, dtype="bfloat16", nelems_in=1,
+        nelems_out=4, payload_bytes=8, event=event,
+    )  # fmt: skip
+
+
+def test_a_gathers_last_chunk_waits_and_a_scatters_first_chunk_starts_it() -> None:
+    copy = Kernel(0, "aten::mul", Work("pointwise", "bfloat16", 8))
+    moved = Kernel(0, "aten::cat", Work("copy", "bfloat16", 8))
+    view = Kernel(0, "aten::view", None)
+    gather, scatter = _collective("all_gather", 1), _collective("reduce_scatter", 2)
+    commands: list[Command] = [
+        gather, Wait(0, 1), view, moved, _product(64), copy, _product(64), moved, scatter, Wait(0, 2), copy,
+    ]  # fmt: skip
+    program = Program(commands=commands, streams=1, parameters=0, tokens=0, model_flops=0)
+    made = with_async_tensor_parallel(program, 4).commands
+    rows = [c.work.shape[1] if isinstance(c, Kernel) and c.work and c.work.shape else c for c in made]
+    assert rows == [gather, view, 48, Wait(0, 1), 16, copy, 16, scatter, 48, Wait(0, 2), copy]
+    before, after = (
+        sum(c.work.flops for c in one if isinstance(c, Kernel) and c.work) for one in (commands, made)
+    )
+    assert before == after
+
+
+def test_asynchronous_tensor_parallelism_hides_transfers_and_does_the_same_work() -> None:
+    mesh = MeshSpec(dp_shard=1, tp=8)
+    policy = PolicySpec(seq_len=4096, compile=True)
+    program = program_of(MODEL, mesh, policy)
+    after = with_async_tensor_parallel(program, mesh.tp)
+    plain, hidden = (simulate_program(one, MODEL, mesh, policy, H100).estimate for one in (program, after))
+    assert hidden.step_ns < plain.step_ns
+    assert hidden.hfu == pytest.approx(plain.hfu * plain.step_ns / hidden.step_ns, rel=1e-6)  # type: ignore[operator]
