@@ -53,12 +53,6 @@ class Batch:
     """Log-probabilities (B, S) of the targets by a reference model, for the losses that use them."""
 
 
-def elements_of(module: nn.Module) -> int:
-    """Elements of all parameters, those of packed weights counted one by one."""
-    packed: int = sum(getattr(part, "unpacked_more", 0) for part in module.modules())
-    return packed + sum(parameter.numel() for parameter in module.parameters())
-
-
 class TensorParallel(Protocol):
     """How a model is divided among tensor-parallel ranks."""
 
@@ -78,6 +72,12 @@ class TensorParallel(Protocol):
 
     def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Shape that the first rank holds of a parameter of ``shape``."""
+
+
+def elements_of(module: nn.Module) -> int:
+    """Elements of all parameters, those of packed weights counted one by one."""
+    packed: int = sum(getattr(part, "unpacked_more", 0) for part in module.modules())
+    return packed + sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,8 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
     if refusal := plan.refusal(mesh.tp):
         raise ModelError(f"mesh: {refusal}")
+    if policy.async_tp and not plan.is_analysed:
+        raise ModelError("async_tp is modelled for built-in models only")
     if policy.extra_model is not None and not plan.is_analysed:
         raise ModelError(
             "tensor parallelism with a second model (extra_model) is modelled for built-ins only"
