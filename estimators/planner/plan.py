@@ -8,8 +8,10 @@ from typing import Any, Protocol, TypeAlias
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
+from fsdp2prof.estimators.memory_fit import fit_sentence
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import LayerPattern, Model
+from fsdp2prof.estimators.planner.budget import budget, room
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.profile import measure, probes
@@ -21,17 +23,16 @@ from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.results.plan import (
     FastPathError,
     Plan,
-    PlanAnswer,
     PlanFamily,
     PlanGiven,
     PlanPoint,
     PlanSearch,
 )
-from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
+from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 
 __all__ = ["Call", "Engine", "Planning", "in_this_process", "make_plan", "run_one"]
 
-_CONFIRMATIONS = 4
+_CONFIRMATIONS = 6
 """Configurations that the engine runs at most until one of them is the best."""
 _CHANGES = ("ac", "batch_size", "sync", "reshard")
 
@@ -131,23 +132,25 @@ class Planning:
         """Let the engine run the best until the best is one that it ran."""
         assert self.search is not None
         for _ in range(_CONFIRMATIONS):
-            best = self.winner(ranked(self.request, self.all()))
+            found = ranked(self.request, self.all())
+            best = self.winner(found) or self.perhaps(found)
             if best is None or best.confirmed:
                 return
             self.progress(f"confirming {name_of(best.candidate)}")
             self._confirm(best)
 
     def winner(self, found: Sequence[Scored]) -> Scored | None:
-        """Return the first of a ranking that fits and that the engine can confirm."""
+        """Return the first of a ranking that surely fits and that the engine can confirm."""
+        return self._first(found, lambda one: one.total_bytes)
+
+    def perhaps(self, found: Sequence[Scored]) -> Scored | None:
+        """Return the first that may fit, by what is not known, and that the engine can confirm."""
+        return self._first(found, lambda one: one.total_low_bytes)
+
+    def _first(self, found: Sequence[Scored], size: Callable[[Scored], int]) -> Scored | None:
         limit = self.request.limit_bytes
-        return next(
-            (
-                one
-                for one in found
-                if one.total_bytes <= limit and self.request.confirmable(one.candidate.mesh)
-            ),
-            None,
-        )
+        fitting = (one for one in found if size(one) <= limit)
+        return next((one for one in fitting if self.request.confirmable(one.candidate.mesh)), None)
 
     def _confirm(self, one: Scored) -> None:
         assert self.search is not None
@@ -171,7 +174,7 @@ class Planning:
             raise ModelError("plan: interrupted before the first configuration was scored")
         request = self.request
         fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
-        winner = self.winner(found)
+        winner = self.winner(found) or self.perhaps(found)
         model = self.model()
         parameters = sum(parameter.numel() for parameter in model.module.parameters())
         point = None if winner is None else _point(winner, request)
@@ -183,7 +186,7 @@ class Planning:
             families=_families(found, winner, request),
             changes=[] if winner is None else _changes(found, winner, request),
             pareto=[_point(one, request) for one in pareto_front(fitting)],
-            answer=_budget(point, request),
+            answer=budget(point, request),
             recipes=[] if winner is None else recipes(request, winner.candidate),
             search=PlanSearch(
                 configurations=len(found),
@@ -194,7 +197,7 @@ class Planning:
             ),
             assumptions=_assumptions(request),
         )
-        return replace(plan, verdict=_verdict(plan, found[0], request))
+        return replace(plan, verdict=_verdict(plan, winner, found[0], request))
 
     def _error(self) -> FastPathError:
         known = list(self.correction.known.values())
@@ -256,8 +259,11 @@ def _point(one: Scored, request: PlanRequest) -> PlanPoint:
         policy=policy_as_given(policy),
         name=name_of(one.candidate),
         reserved_bytes=one.reserved_bytes,
+        total_low_bytes=one.total_low_bytes,
         total_bytes=one.total_bytes,
         headroom_bytes=request.limit_bytes - one.total_bytes,
+        fit=room(one, request).fit,
+        depends_on=list(one.depends_on) if room(one, request).fit == "depends" else [],
         step_ns=one.step_ns,
         exposed_ns=one.exposed_ns,
         exposed_frac=one.exposed_ns / one.step_ns,
@@ -341,9 +347,9 @@ def _given(request: PlanRequest) -> PlanGiven:
     )
 
 
-def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
+def _verdict(plan: Plan, winner: Scored | None, best: Scored, request: PlanRequest) -> list[str]:
     point = plan.winner
-    if point is None:
+    if point is None or winner is None:
         over = format_bytes(best.total_bytes - request.limit_bytes)
         return [
             f"Nothing fits: of {plan.search.configurations:,} configurations the smallest, "
@@ -352,8 +358,9 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
     mfu = "" if point.mfu is None else f", MFU {format_frac(point.mfu)}"
     lines = [
         f"{point.name}: {point.tokens_per_s:,.0f} tokens/s, a step takes {format_ns(point.step_ns)}{mfu}.",
-        f"It takes {format_bytes(point.total_bytes)} of {format_bytes(plan.given.device_total_bytes)} on "
-        f"each GPU, and {format_frac(point.exposed_frac)} of its step is exposed communication.",
+        f"It takes {format_bytes(point.total_low_bytes)} to {format_bytes(point.total_bytes)} of "
+        f"{format_bytes(plan.given.device_total_bytes)} on each GPU, and {format_frac(point.exposed_frac)} "
+        f"of its step is exposed communication. {fit_sentence(room(winner, request))}",
     ]
     others = [family for family in plan.families if family.best.name != point.name]
     if others:
@@ -363,37 +370,13 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
     return lines
 
 
-def _budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
-    """Say what a training of so many tokens takes, and whether a budget pays for it."""
-    if point is None or (request.tokens is None and request.budget_gpu_hours is None):
-        return None
-    each = point.gpu_hours_per_billion_tokens
-    parts = []
-    trained = None if request.budget_gpu_hours is None else round(request.budget_gpu_hours / each * 1e9)
-    if request.tokens is not None:
-        hours = request.tokens / 1e9 * each
-        price = request.price_per_gpu_hour
-        cost = "" if price is None else f" and cost {hours * price:,.0f}"
-        days = hours / request.gpus / 24
-        parts.append(
-            f"{format_count(request.tokens)} tokens take {hours:,.0f} GPU-hours, {days:,.1f} days on "
-            f"{request.gpus:,} GPUs{cost}"
-        )
-        if request.budget_gpu_hours is not None:
-            left = request.budget_gpu_hours - hours
-            word = "within" if left >= 0 else "over"
-            parts.append(f"{abs(left):,.0f} GPU-hours {word} the budget of {request.budget_gpu_hours:,.0f}")
-    if trained is not None and request.budget_gpu_hours is not None:
-        parts.append(f"{request.budget_gpu_hours:,.0f} GPU-hours train {format_count(trained)} tokens")
-    return PlanAnswer(question="budget", value=trained, sentence="; ".join(parts) + ".")
-
-
 def _assumptions(request: PlanRequest) -> list[str]:
     return [
         "the search scores every configuration from shallow executions of the engine; the winner is "
         "confirmed by the engine itself, and what it says corrects the configurations most like it",
-        f"a configuration fits if its reserved peak, with what no allocator counts at the high end of its "
-        f"range, leaves {request.reserve_frac:.0%} of the device free",
+        f"a configuration fits if its reserved peak, with all that is not known at the high end of its range "
+        f"(what no allocator counts; the allocator, unless it is said), leaves {request.reserve_frac:.0%} of "
+        "the device free; one that may not is chosen only where none surely does",
         "meshes keep tensor parallelism inside a node unless it is fixed; replicas are whole nodes or a "
         "part of one",
         *request.cluster.hardware.assumed(),

@@ -28,6 +28,7 @@ _SEARCHED = (
     "offload",
     "forward_prefetch",
     "reduce_dtype",
+    "allocator",
 )
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
