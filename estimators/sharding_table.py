@@ -21,24 +21,27 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built, and for pipeline stages.
     """
-    if mesh.ep > 1:
-        raise ModelError("mesh: experts on a mesh of their own are not laid out: leave ep at 1")
-    mesh.dimensions()
+    if mesh.ep > 1 and mesh.tp > 1:
+        raise ModelError("mesh: experts of their own mesh are not laid out beside tp: leave ep or tp at 1")
     if mesh.pp > 1:
         raise ModelError("mesh: a pipeline stage is sharded on its own: leave pp at 1")
     policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
+    before = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
     built = part_of(built, mesh, policy)
     freeze(built, policy)
-    whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()}
+    whole = {name: tuple(one.shape) for name, one in built.module.named_parameters()} | before
     parameters = [
         _layout(group, parameter, whole[parameter.fqn], mesh)
         for group in parameter_groups(built, mesh, policy)
         for parameter in group.parameters
     ]
     return ShardingTable(
-        source=model.source, world_size=mesh.world_size, meshes=(_mesh(mesh),), parameters=tuple(parameters)
+        source=model.source,
+        world_size=mesh.world_size,
+        meshes=(_mesh(mesh), *((_expert_mesh(mesh),) if mesh.ep > 1 else ())),
+        parameters=tuple(parameters),
     )
 
 
@@ -56,6 +59,21 @@ def _mesh(mesh: MeshSpec) -> ShardMesh:
     return ShardMesh(text=text, shard_dim=mesh.fsdp_dim, ranks=ranks, replicas=mesh.dp_replicate)
 
 
+def _expert_mesh(mesh: MeshSpec) -> ShardMesh:
+    """The ranks that FSDP shards experts over: shard -> those that hold it, of every part of the experts."""
+    ranks = tuple(
+        tuple(
+            replica * mesh.fsdp_size + shard * mesh.ep + part
+            for replica in range(mesh.dp_replicate)
+            for part in range(mesh.ep)
+        )
+        for shard in range(mesh.expert_fsdp_size)
+    )
+    sizes = {"dp_replicate": mesh.dp_replicate, "ep_shard": mesh.expert_fsdp_size, "ep": mesh.ep}
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "ep_shard")
+    return ShardMesh(text=text, shard_dim="ep_shard", ranks=ranks, replicas=mesh.dp_replicate)
+
+
 def _layout(
     group: ParameterGroup, one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec
 ) -> ParameterLayout:
@@ -71,13 +89,16 @@ def _layout(
         gather_dtype=one.gather_dtype,
         requires_grad=one.requires_grad,
         placements=_placements(one, whole, mesh),
-        mesh=0,
+        mesh=int(mesh.ep > 1 and one.is_expert),
     )
 
 
 def _placements(one: ShardedParameter, whole: tuple[int, ...], mesh: MeshSpec) -> tuple[str, ...]:
     """Of FSDP's DTensor: replicas, shards, and what tensor parallelism did before it."""
     replicas = ("Replicate()",) if mesh.dp_replicate > 1 else ()
+    if mesh.ep > 1 and one.is_expert:
+        shard = f"_StridedShard(dim=0, sf={mesh.ep})" if one.dim == 0 else f"Shard(dim={one.dim})"
+        return (*replicas, shard, "Shard(dim=0)")
     if mesh.tp == 1:
         return (*replicas, f"Shard(dim={one.dim})")
     cut = next((axis for axis, size in enumerate(whole) if one.shape[axis] != size), None)

@@ -50,8 +50,10 @@ _VERBS = {
     "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
     "export": (
         "fsdp2prof.commands.export:export",
-        "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.",
+        "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra.",
     ),
+    "mcp": ("fsdp2prof.commands.mcp:mcp", "Serve the verbs to an agent, by the Model Context Protocol."),
+    "skill": ("fsdp2prof.commands.skill:skill", "Print the page that teaches an agent to use the commands."),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

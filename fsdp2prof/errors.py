@@ -9,6 +9,7 @@
     │   ├── FlightRecorderError        a Flight Recorder dump
     │   ├── RunDirectoryError          a run directory
     │   └── ModelError                 a model, mesh or policy that cannot be estimated
+    ├── ClusterError          exit 1   workers elsewhere that cannot be used
     ├── UsageError            exit 2   options that contradict each other
     └── ThresholdError      exit 3   ``--fail-on`` held
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "ClusterError",
     "FlightRecorderError",
     "Fsdp2ProfError",
     "InputError",
@@ -72,6 +74,10 @@ class RunDirectoryError(InputError):
 
 class ModelError(InputError):
     """A model, mesh or policy that is unknown, inconsistent, or not modelled."""
+
+
+class ClusterError(Fsdp2ProfError):
+    """A Dask cluster that does not answer, has no worker, or has workers that cannot do the work."""
 
 
 class UsageError(Fsdp2ProfError):

@@ -159,7 +159,7 @@ class RecordOptions(_Record):
         bool, _told("Keep no trace: each rank analyses its own steps and leaves the result.")
     ] = False
     watch: Annotated[bool, _told("Leave a line a step, for `fsdp2prof watch`, all the time.")] = False
-    ranks: Annotated[str, _told("all, a list as 0,3 or sample:K.")] = "all"
+    ranks: Annotated[str, _told("all, a list as 0,3 or sample:K: K of different mesh coordinates.")] = "all"
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")
     ] = True

@@ -15,14 +15,25 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.results import CommChange, CommEstimate, CommFigures, CommRow, GroupRow, TraceAnalysis
 
-__all__ = ["communication_changes", "largest_first"]
+__all__ = [
+    "ALL_LAYERS",
+    "CollectiveKey",
+    "CollectiveSums",
+    "changes_of_sums",
+    "communication_changes",
+    "largest_first",
+    "sums_of_all_layers",
+]
 
-_Key: TypeAlias = "tuple[str | None, str, str]"
+CollectiveKey: TypeAlias = "tuple[str | None, str, str]"
 """Layer, phase, op."""
+
+ALL_LAYERS = "all layers"
+"""Stands for the layer where sums are over all of them."""
 
 
 @dataclass(slots=True)
-class _Sums:
+class CollectiveSums:
     """Collectives of one key, summed over ``windows`` rank-steps; null is unknown."""
 
     windows: int
@@ -47,11 +58,22 @@ def communication_changes(
 
     None where a side does not know its collectives: neither an estimate, nor a trace with steps.
     """
-    sums = _sums(before), _sums(after)
-    if sums[0] is None or sums[1] is None:
+    return changes_of_sums(_sums(before), _sums(after))
+
+
+def changes_of_sums(
+    before: dict[CollectiveKey, CollectiveSums] | None, after: dict[CollectiveKey, CollectiveSums] | None
+) -> list[CommChange] | None:
+    """Compare sums key by key, in the order of :func:`communication_changes`; None where a side has none."""
+    if before is None or after is None:
         return None
-    rows = [_change(key, sums[0].get(key), sums[1].get(key)) for key in {**sums[0], **sums[1]}]
-    return largest_first(rows)
+    return largest_first(_change(key, before.get(key), after.get(key)) for key in {**before, **after})
+
+
+def sums_of_all_layers(trace: TraceAnalysis) -> dict[CollectiveKey, CollectiveSums] | None:
+    """Sum the collectives of a trace by phase and op; None without steps."""
+    windows = window_count(trace.ranks)
+    return _sum_rows(((ALL_LAYERS, row) for row in trace.groups), windows) if windows else None
 
 
 def largest_first(rows: Iterable[CommChange]) -> list[CommChange]:
@@ -59,7 +81,7 @@ def largest_first(rows: Iterable[CommChange]) -> list[CommChange]:
     return sorted(rows, key=lambda row: (-(row.delta.exposed_ns or 0), -abs(row.delta.wire_bytes or 0)))
 
 
-def _sums(side: TraceAnalysis | CommEstimate | None) -> dict[_Key, _Sums] | None:
+def _sums(side: TraceAnalysis | CommEstimate | None) -> dict[CollectiveKey, CollectiveSums] | None:
     if isinstance(side, TraceAnalysis):
         windows = window_count(side.ranks)
         return _sum_rows(((row.fqn, row) for row in side.groups), windows) if windows else None
@@ -72,8 +94,10 @@ def _sums(side: TraceAnalysis | CommEstimate | None) -> dict[_Key, _Sums] | None
     )
 
 
-def _sum_rows(rows: Iterable[tuple[str | None, GroupRow | CommRow]], windows: int = 1) -> dict[_Key, _Sums]:
-    sums: dict[_Key, _Sums] = defaultdict(lambda: _Sums(windows))
+def _sum_rows(
+    rows: Iterable[tuple[str | None, GroupRow | CommRow]], windows: int = 1
+) -> dict[CollectiveKey, CollectiveSums]:
+    sums: dict[CollectiveKey, CollectiveSums] = defaultdict(lambda: CollectiveSums(windows))
     for fqn, row in rows:
         entry = sums[fqn, row.phase, row.op]
         for measure in _MEASURES:
@@ -84,7 +108,7 @@ def _sum_rows(rows: Iterable[tuple[str | None, GroupRow | CommRow]], windows: in
     return sums
 
 
-def _change(key: _Key, before: _Sums | None, after: _Sums | None) -> CommChange:
+def _change(key: CollectiveKey, before: CollectiveSums | None, after: CollectiveSums | None) -> CommChange:
     fqn, phase, op = key
     figures = [None if sums is None else _figures(sums) for sums in (before, after)]
     return CommChange(
@@ -102,7 +126,7 @@ def _change(key: _Key, before: _Sums | None, after: _Sums | None) -> CommChange:
     )
 
 
-def _figures(sums: _Sums) -> CommFigures:
+def _figures(sums: CollectiveSums) -> CommFigures:
     def known(total: int | None) -> float | None:
         return None if total is None else mean(total, sums.windows)
 
@@ -130,7 +154,7 @@ def _delta(before: CommFigures, after: CommFigures) -> CommFigures:
     )
 
 
-def _is_equal(before: _Sums, after: _Sums) -> bool:
+def _is_equal(before: CollectiveSums, after: CollectiveSums) -> bool:
     """Compare the means exactly; wire bytes, which some ops do not define, may be unknown on both sides."""
 
     def same(one: int | None, other: int | None) -> bool:

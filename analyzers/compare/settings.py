@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
 from fsdp2prof.results import RunSummary, SettingChange
 
-__all__ = ["fold_settings", "setting_changes"]
+__all__ = ["changed", "fold_settings", "main_settings", "setting_changes"]
 
 
 def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list[SettingChange]:
     """Return what was set up otherwise; nothing unless both sides are runs."""
     if before is None or after is None:
         return []
-    sides = _setup(before), _setup(after)
+    return changed(_setup(before), _setup(after))
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[SettingChange]:
+    """Return the settings that are not the same on both sides."""
     return [
-        SettingChange(name=name, before=sides[0].get(name), after=sides[1].get(name))
-        for name in {**sides[0], **sides[1]}
-        if sides[0].get(name) != sides[1].get(name)
+        SettingChange(name=name, before=before.get(name), after=after.get(name))
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
     ]
+
+
+def main_settings(run: RunSummary | None) -> dict[str, str]:
+    """Return command, world size, device, optimizer and versions; nothing without a run."""
+    setup = {} if run is None else _setup(run)
+    return {k: v for k, v in setup.items() if not k.startswith(("environment.", "sharding of "))}
 
 
 def fold_settings(changes: Sequence[SettingChange]) -> list[SettingChange]:

@@ -36,7 +36,7 @@ from fsdp2prof.results import (
     UnrecordedStep,
 )
 
-__all__ = ["Side", "compare"]
+__all__ = ["Side", "compare", "peak_change", "unrecorded_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +61,14 @@ def compare(before: Side, after: Side) -> RunComparison:
         before.trace or before.communication, after.trace or after.communication
     )
     step, breakdown = step_changes(before.trace, after.trace)
-    unrecorded = unrecorded_change(_unrecorded(before), _unrecorded(after))
+    unrecorded = unrecorded_change(unrecorded_of(before), unrecorded_of(after))
     spreads = _spreads(before, after)
     pairs = _rank_pairs(before.peaks, after.peaks)
     if step is None and unrecorded is None and communication is None and not pairs:
         raise InputError(
             f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
         )
-    peaks = [_peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
+    peaks = [peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
     settings = setting_changes(before.run, after.run)
     comparison = RunComparison(
@@ -113,12 +113,12 @@ def _describe(side: Side, spread: StepSpread | None) -> ComparedInput:
 
 def _spreads(before: Side, after: Side) -> tuple[StepSpread | None, StepSpread | None]:
     """Return the spreads of unrecorded steps, else of traced ones: whichever both sides know."""
-    unrecorded = unrecorded_spread(_unrecorded(before)), unrecorded_spread(_unrecorded(after))
+    unrecorded = unrecorded_spread(unrecorded_of(before)), unrecorded_spread(unrecorded_of(after))
     traced = traced_spread(before.trace), traced_spread(after.trace)
     return next((pair for pair in (unrecorded, traced) if None not in pair), (None, None))
 
 
-def _unrecorded(side: Side) -> UnrecordedStep | None:
+def unrecorded_of(side: Side) -> UnrecordedStep | None:
     """Return the steps that pay for no recording, over all ranks."""
     if side.run is not None:
         return unrecorded_step(rank.steps for rank in side.run.ranks)
@@ -136,7 +136,8 @@ def _rank_pairs(before: Mapping[int, Peak], after: Mapping[int, Peak]) -> list[t
     return [(fullest[0], fullest[1])]
 
 
-def _peak_change(before: Peak, after: Peak, before_rank: int, after_rank: int) -> RankPeakChange:
+def peak_change(before: Peak, after: Peak, before_rank: int, after_rank: int) -> RankPeakChange:
+    """Return the change of a peak from one rank to another."""
     reserved = before.reserved_bytes, after.reserved_bytes
     return RankPeakChange(
         before_rank=before_rank,

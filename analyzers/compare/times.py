@@ -20,6 +20,7 @@ __all__ = [
     "beyond_spread",
     "exposed_change",
     "step_changes",
+    "time_change",
     "traced_spread",
     "unrecorded_change",
     "unrecorded_spread",
@@ -38,8 +39,8 @@ def step_changes(
         return None, []
     whole = [_mean([step.duration_ns for step in side]) for side in sides]
     parts = [field.name for field in fields(BreakdownNs)]
-    return _time("step", *whole), [
-        _time(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in sides))
+    return time_change("step", *whole), [
+        time_change(part, *(_mean([getattr(step.breakdown_ns, part) for step in side]) for side in sides))
         for part in parts
     ]
 
@@ -49,14 +50,14 @@ def exposed_change(breakdown: Sequence[TimeChange]) -> TimeChange | None:
     parts = [row for row in breakdown if row.part in EXPOSED_PARTS]
     if not parts:
         return None
-    return _time("exposed", sum(row.before_ns for row in parts), sum(row.after_ns for row in parts))
+    return time_change("exposed", sum(row.before_ns for row in parts), sum(row.after_ns for row in parts))
 
 
 def unrecorded_change(before: UnrecordedStep | None, after: UnrecordedStep | None) -> TimeChange | None:
     """Compare the medians; None unless both are known."""
     if before is None or after is None:
         return None
-    return _time("unrecorded_step", before.median_ns, after.median_ns)
+    return time_change("unrecorded_step", before.median_ns, after.median_ns)
 
 
 def _steps(trace: TraceAnalysis | None) -> list[StepBreakdown]:
@@ -67,7 +68,8 @@ def _mean(values: Sequence[int]) -> float:
     return mean(sum(values), len(values))
 
 
-def _time(part: str, before: float, after: float) -> TimeChange:
+def time_change(part: str, before: float, after: float) -> TimeChange:
+    """Return a change and its fraction of before; no fraction of 0."""
     return TimeChange(
         part=part,
         before_ns=before,

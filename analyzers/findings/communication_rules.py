@@ -229,10 +229,11 @@ def _wrapped_too_fine(evidence: Evidence) -> list[Finding]:
         row
         for row in [*evidence.all_gathers, *evidence.reduce_scatters]
         if row.payload_bytes is not None
+        and row.count  # 0 where only the time of another step's is in this one
         and (row.op, row.process_group, row.dtype, row.payload_bytes // row.count) in slow
     ]
     count = sum(row.count for row in rows)
-    if count < limits.small_count * evidence.rank_steps:
+    if not count or count < limits.small_count * evidence.rank_steps:
         return []
     cost = sum(row.exposed_ns for row in rows)
     payload = sum(row.payload_bytes or 0 for row in rows) // count
@@ -276,7 +277,7 @@ def _payload_shares(evidence: Evidence) -> dict[str, tuple[int, float]]:
     """Layer -> payload of one forward all-gather and its share of all layers'."""
     payloads: dict[str, int] = {}
     for row in evidence.all_gathers:
-        if row.phase == "forward" and row.payload_bytes is not None and row.fqn is not None:
+        if row.phase == "forward" and row.count and row.payload_bytes is not None and row.fqn is not None:
             payloads.setdefault(row.fqn, row.payload_bytes // row.count)
     total = sum(payloads.values())
     return {fqn: (payload, payload / total) for fqn, payload in payloads.items()} if total else {}

@@ -19,7 +19,15 @@ from fsdp2prof.results import SEVERITIES, Finding, MemoryAnalysis, MemoryFigures
 from fsdp2prof.tables import MemoryRecording
 from fsdp2prof.units import format_bytes
 
-__all__ = ["RankRecording", "RecordingAnalysis", "analyze_memory", "analyze_recording", "merge", "summarise"]
+__all__ = [
+    "RankRecording",
+    "RecordingAnalysis",
+    "analyze_memory",
+    "analyze_prepared",
+    "merge",
+    "merge_results",
+    "summarise",
+]
 
 RankRecording: TypeAlias = "tuple[int, MemoryRecording, RankManifest | None]"
 """A rank, one of its devices' recordings, and what the recorder said about the rank, if it did."""
@@ -36,15 +44,18 @@ class RecordingAnalysis:
 
 def analyze_memory(recordings: Sequence[RankRecording]) -> MemoryAnalysis:
     """Analyse recordings of any ranks, from any source."""
-    return merge([analyze_recording(*one) for one in recordings])
+    return merge(
+        [
+            analyze_prepared(rank, prepare(recording, manifest), manifest)
+            for rank, recording, manifest in recordings
+        ]
+    )
 
 
-def analyze_recording(
-    rank: int, recording: MemoryRecording, manifest: RankManifest | None
-) -> RecordingAnalysis:
+def analyze_prepared(rank: int, view: PreparedRecording, manifest: RankManifest | None) -> RecordingAnalysis:
     """Analyse one recording on its own."""
-    view = prepare(recording, manifest)
     result = _rank_memory(rank, view, manifest)
+    recording = view.recording
     return RecordingAnalysis(
         rank=result,
         findings=rank_findings(view, result, manifest),

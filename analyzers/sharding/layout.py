@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
@@ -47,7 +48,7 @@ def _item(dtype: str) -> int:
 
 def _parameter(one: ParameterLayout, mesh: ShardMesh) -> ParameterSharding:
     shards, rows = mesh.shards, chunk_rows(one.size, mesh.shards)
-    held = [rows_of_shard(one.size, shards, shard)[1] for shard in range(shards)]
+    held = _held(one.size, shards)
     row_bytes = one.row_numel * _item(one.dtype)
     full = sum(count == rows for count in held) if rows else 0
     empty = held.count(0)
@@ -72,6 +73,12 @@ def _parameter(one: ParameterLayout, mesh: ShardMesh) -> ParameterSharding:
         padding_bytes=(rows * shards - one.size) * row_bytes,
         pieces=list(_pieces(one.size, held)),
     )
+
+
+@lru_cache(maxsize=1024)
+def _held(size: int, shards: int) -> tuple[int, ...]:
+    """Rows of every shard; layers repeat, and so do sizes."""
+    return tuple(rows_of_shard(size, shards, shard)[1] for shard in range(shards))
 
 
 def _pieces(size: int, held: Sequence[int]) -> Iterator[ShardPiece]:
@@ -99,14 +106,17 @@ def _shares(table: ShardingTable) -> list[RankShare]:
     for index, mesh in enumerate(table.meshes):
         mine = [one for one in table.parameters if one.mesh == index]
         padded = sum(chunk_rows(one.size, mesh.shards) * one.row_numel * _item(one.dtype) for one in mine)
+        by_size: dict[int, list[int]] = {}
+        for one in mine:
+            row_bytes = by_size.setdefault(one.size, [])
+            row_bytes.append(one.row_numel * _item(one.dtype))
+        alike = [(_held(size, mesh.shards), sum(found), len(found)) for size, found in by_size.items()]
         for shard, ranks in enumerate(mesh.ranks):
-            rows = [rows_of_shard(one.size, mesh.shards, shard)[1] for one in mine]
-            held = sum(
-                count * one.row_numel * _item(one.dtype) for count, one in zip(rows, mine, strict=True)
-            )
+            held = sum(rows[shard] * row_bytes for rows, row_bytes, _ in alike)
+            empty = sum(count for rows, _, count in alike if not rows[shard])
             for rank in ranks:
                 share = sums.setdefault(rank, [0, 0, 0])
-                for position, value in enumerate((held, padded, rows.count(0))):
+                for position, value in enumerate((held, padded, empty)):
                     share[position] += value
     return [
         RankShare(rank=rank, bytes=held, padded_bytes=padded, empty_parameters=empty)

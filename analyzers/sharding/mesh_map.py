@@ -26,11 +26,13 @@ _CARRIES = {
     "dp_shard": "FSDP's all-gathers and reduce-scatters",
     "dp_shard_cp": "FSDP's all-gathers and reduce-scatters",
     "cp": "keys and values of attention",
+    "ep": "tokens on their way to experts and back (all-to-all)",
+    "ep_shard": "FSDP's all-gathers and reduce-scatters of the experts",
     "tp": "activations of every layer, several times",
 }
 _PART_OF = "nothing by itself: FSDP shards over dp_shard_cp"
 _FLATTENED = ("dp_shard", "cp")
-_WITHIN_A_NODE = ("tp", "cp")
+_WITHIN_A_NODE = ("tp", "cp", "ep")
 """Dimensions that communicate inside every layer, where nothing hides it."""
 
 
@@ -48,23 +50,28 @@ def map_mesh(
     sizes: Mapping[str, int],
     *,
     gpus_per_node: int,
+    ep: int = 1,
     ranks: Collection[int] | None = None,
     at: Mapping[str, int] | None = None,
 ) -> MeshMap:
     """Lay out the mesh of these dimensions, slowest first.
 
-    ``ranks`` and ``at`` (dimension -> index) choose some ranks and their groups. Raises ``UsageError`` for a
-    rank, dimension or index that the mesh does not have.
+    ``ep`` regroups the ranks of dp_shard x cp for the experts: neighbours exchange tokens, and FSDP shards
+    each part of the experts over what is left. ``ranks`` and ``at`` (dimension -> index) choose some ranks
+    and their groups. Raises ``UsageError`` for a rank, dimension or index that the mesh does not have, and
+    for an ``ep`` that does not divide dp_shard x cp.
     """
     shown = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
     grid = np.arange(prod(shown.values())).reshape(tuple(shown.values()))
     groups = _groups(grid, tuple(shown))
+    if ep > 1:
+        groups |= _expert_groups(grid, tuple(shown), ep)
     chosen = _chosen(grid, tuple(shown), ranks, at or {})
     dimensions = [_dimension(name, each, gpus_per_node, "cp" in shown) for name, each in groups.items()]
     world_size, nodes = int(grid.size), -(-int(grid.size) // gpus_per_node)
     return MeshMap(
         verdict=_verdict(dimensions, world_size, nodes),
-        mesh=",".join(f"{name}={size}" for name, size in shown.items()),
+        mesh=",".join(f"{name}={size}" for name, size in (shown | ({"ep": ep} if ep > 1 else {})).items()),
         world_size=world_size,
         gpus_per_node=gpus_per_node,
         nodes=nodes,
@@ -85,6 +92,21 @@ def _groups(grid: IntArray, names: Sequence[str]) -> dict[str, _Groups]:
             both = [names.index(part) for part in _FLATTENED]
             found["_".join(_FLATTENED)] = _Groups(_rows(grid, both), _stride(grid, axis), _FLATTENED)
     return found
+
+
+def _expert_groups(grid: IntArray, names: Sequence[str], ep: int) -> dict[str, _Groups]:
+    """The groups of the experts, out of each row of ranks that FSDP shards over; ep changes fastest."""
+    parts = tuple(part for part in _FLATTENED if part in names)
+    rows = _rows(grid, [names.index(part) for part in parts]) if parts else np.zeros((1, 1), dtype=np.int64)
+    size = rows.shape[1]
+    if size % ep:
+        raise UsageError(f"mesh: ep={ep} does not divide the {size} ranks of dp_shard x cp")
+    stride = _stride(grid, names.index(parts[-1])) if parts else 1
+    by_expert = rows.reshape(-1, size // ep, ep)
+    return {
+        "ep": _Groups(by_expert.reshape(-1, ep), stride, parts),
+        "ep_shard": _Groups(by_expert.transpose(0, 2, 1).reshape(-1, size // ep), stride * ep, parts),
+    }
 
 
 def _rows(grid: IntArray, axes: Sequence[int]) -> IntArray:
@@ -127,8 +149,8 @@ def _dimension(name: str, groups: _Groups, gpus_per_node: int, has_cp: bool) -> 
         groups_across_nodes=sum(count > 1 for count in spread),
         nodes_per_group=max(spread),
         ranks_per_node=crowd,
-        flattened=list(groups.parts) if len(groups.parts) > 1 else [],
-        carries=_PART_OF if name == _FLATTENED[0] and has_cp else _CARRIES[name],
+        flattened=list(groups.parts) if groups.parts != (name,) else [],
+        carries=_PART_OF if name == _FLATTENED[0] and has_cp else _CARRIES.get(name, "not known"),
     )
 
 
@@ -185,7 +207,7 @@ def _verdict(dimensions: Sequence[MeshDimension], world_size: int, nodes: int) -
 
 
 def _in_flattened(one: MeshDimension, dimensions: Sequence[MeshDimension]) -> bool:
-    return any(one.name in other.flattened for other in dimensions) and one.name == _FLATTENED[0]
+    return one.name == _FLATTENED[0] and any(other.name == "_".join(_FLATTENED) for other in dimensions)
 
 
 def _warnings(dimensions: Sequence[MeshDimension], world_size: int, gpus_per_node: int) -> list[str]:

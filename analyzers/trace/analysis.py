@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
+from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows, operator_sums
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
@@ -70,6 +71,7 @@ class RankAnalysis:
     host_syncs: list[HostSyncRow]
     spans: list[RankSpans]
     kernels: list[KernelSum]
+    operators: list[OperatorSum]
     warnings: list[str]
 
 
@@ -81,6 +83,8 @@ class References:
     """All ranks together."""
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     """Of one device, by dtype."""
+    peak_memory_bytes_per_s: float | None = None
+    """Of one device's memory."""
     peak_bus_bytes_per_s: float | None = None
     """Of the fabric, as nccl-tests' busbw."""
     thresholds: FindingThresholds = field(default_factory=FindingThresholds)
@@ -146,6 +150,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank),
         spans=rank_spans(tables),
         kernels=kernel_sums(tables),
+        operators=operator_sums(tables),
         warnings=tables.warnings,
     )
 
@@ -197,8 +202,16 @@ def merge(
         result = replace(result, findings=findings.find(result, manifests, references.thresholds))
     result = summarise(result)
     windows, step_ns = result.totals.windows, result.totals.step_ns
-    kernels = kernel_rows((one.kernels for one in analyses), windows, step_ns) if windows else []
-    return replace(result, kernels=kernels)
+    if not windows:
+        return result
+    peaks = references.peak_flops_per_s, references.peak_memory_bytes_per_s
+    return replace(
+        result,
+        kernels=kernel_rows((one.kernels for one in analyses), windows, step_ns),
+        operators=operator_rows((one.operators for one in analyses), windows, *peaks),
+        peak_flops_per_s=dict(references.peak_flops_per_s),
+        peak_memory_bytes_per_s=references.peak_memory_bytes_per_s,
+    )
 
 
 def merge_results(
@@ -208,8 +221,8 @@ def merge_results(
 ) -> TraceAnalysis:
     """Put the results of single ranks together, without the collectives that ranks are compared by.
 
-    What ranks waited for each other is not known then. Bandwidth, kernels and timeline are those of the
-    lowest rank.
+    What ranks waited for each other is not known then. Bandwidth, kernels, operators and timeline are those
+    of the lowest rank.
     """
     analyses = sorted(analyses, key=lambda one: one.ranks[0].rank)
     steps = {manifest.rank: unrecorded_step([manifest.steps]) for manifest in manifests}
@@ -227,6 +240,9 @@ def merge_results(
         prefetch=[row for one in analyses for row in one.prefetch],
         bandwidth=analyses[0].bandwidth,
         kernels=analyses[0].kernels,
+        operators=analyses[0].operators,
+        peak_flops_per_s=analyses[0].peak_flops_per_s,
+        peak_memory_bytes_per_s=analyses[0].peak_memory_bytes_per_s,
         timeline=analyses[0].timeline,
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
     )

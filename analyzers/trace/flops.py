@@ -15,9 +15,9 @@ import numpy as np
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.tables import IntArray, StepTable, Trace
 
-__all__ = ["operations", "step_flops"]
+__all__ = ["ATTENTION", "PRODUCTS", "operations", "step_flops"]
 
-_PRODUCTS = {
+PRODUCTS = {
     "aten::mm": 0,
     "aten::addmm": 1,
     "aten::bmm": 0,
@@ -27,7 +27,8 @@ _PRODUCTS = {
     "aten::_scaled_grouped_mm": 0,
 }
 """Matrix products -> position of their first factor."""
-_ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_backward)?")
+ATTENTION = re.compile(r"aten::_scaled_dot_product_\w+?_attention(?:_for_cpu)?(_backward)?")
+"""Attention; its first group is there in a backward one."""
 _MOST = 1 << 56
 """A minute of the fastest accelerator; and a step's sum fits 64 bits."""
 _UNSIZED = ("aten::convolution", "aten::convolution_backward")
@@ -48,7 +49,7 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     keys = zip(names.codes.tolist(), shapes.dims.codes.tolist(), strict=True)
     known = np.array([pairs[key] for key in keys], dtype=np.int64)
     unsized = events.name.matches(lambda name: name in _UNSIZED)
-    counted = events.name.matches(lambda name: name in _PRODUCTS or _ATTENTION.fullmatch(name) is not None)
+    counted = events.name.matches(lambda name: name in PRODUCTS or ATTENTION.fullmatch(name) is not None)
     counted[shapes.event] = False
     lost = np.concatenate([np.flatnonzero(unsized | counted), shapes.event[known < 0]])
     total = np.zeros(len(steps) + 1, dtype=np.int64)
@@ -65,14 +66,14 @@ def _step(trace: Trace, steps: StepTable, rows: IntArray) -> IntArray:
 
 def operations(name: str, dims: str) -> int:
     """Return the operations of a call from its ``Input Dims`` (JSON); 0 if it is not counted, -1 unknown."""
-    attention = _ATTENTION.fullmatch(name)
-    if name not in _PRODUCTS and attention is None:
+    attention = ATTENTION.fullmatch(name)
+    if name not in PRODUCTS and attention is None:
         return 0
     shapes = msgspec.json.decode(dims)
     if attention:
         count = _attention(shapes, backward=attention[1] is not None)
     else:
-        count = _product(shapes, _PRODUCTS[name])
+        count = _product(shapes, PRODUCTS[name])
     return count if count <= _MOST else -1
 
 

@@ -17,7 +17,7 @@ from fsdp2prof.results import PrefetchRow, RankTimeline, StepTimeline, TimelineL
 from fsdp2prof.tables import IntArray
 from fsdp2prof.vocabulary import LANES
 
-__all__ = ["RankSteps", "step_timeline"]
+__all__ = ["RankSteps", "compute_slices", "step_timeline"]
 
 _RANKS = 64
 _SPANS = 64_000
@@ -82,7 +82,7 @@ def step_timeline(ranks: Sequence[RankSteps], comparison: RankComparison) -> Ste
     pictured, left_out = _longest_stalls(pictured)
     phase_names = [phase or "other" for phase in phases.rows]
     duration = max(_end(rank) for rank in pictured)
-    compute_frac, slice_phases = _slices(pictured, duration, phase_names)
+    compute_frac, slice_phases = compute_slices(pictured, duration, phase_names)
     return StepTimeline(
         step=step,
         duration_ns=duration,
@@ -225,10 +225,10 @@ def _end(rank: RankTimeline) -> int:
     return max(ends)
 
 
-def _slices(
+def compute_slices(
     ranks: Sequence[RankTimeline], duration: int, phases: Sequence[str]
 ) -> tuple[list[float], list[str]]:
-    """Return how much of each slice the ranks compute, and for which phase most."""
+    """Return how much of each of equal slices of a step the ranks compute, and for which phase most."""
     edges = np.linspace(0, duration, _SLICES + 1)
     busy = np.zeros((max(1, len(phases)), _SLICES))
     for lane in (lane for rank in ranks for lane in rank.lanes if lane.lane == "compute"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from fsdp2prof.estimators.replay.program import Activity, Job, Point, RankProgram
 
-__all__ = ["Pace", "Ran", "RankRun", "prepare", "run"]
+__all__ = ["Pace", "Ran", "RankRun", "dependencies", "prepare", "run"]
 
 _SEEN_NS = 10_000
 """How soon after the end of something an activity starts that waited for it."""
@@ -96,6 +96,20 @@ def _seen_cause(before: list[Activity], one: Activity) -> Activity | None:
         if other.stream != one.stream and 0 <= late <= _SEEN_NS and (found is None or other.end > found.end):
             found = other
     return found
+
+
+def dependencies(program: RankProgram) -> Iterator[tuple[Point, list[Activity]]]:
+    """Walk a prepared program: each point, with what the activity that it launches waits for beside it."""
+    state = _Streams(program, Pace())
+    for point in program.points:
+        state.pass_point(point)
+        one = point.launches
+        if one is None:
+            yield point, []
+            continue
+        causes = [other for rule, other in state.waits_of(one) if rule not in one.rules]
+        yield point, [*causes, *one.after]
+        state.launch(one)
 
 
 def run(job: Job, pace: Pace | None = None) -> Ran:

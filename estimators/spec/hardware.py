@@ -133,6 +133,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return None if self.link_gb_per_s is None else round(self.link_gb_per_s * _GIGA)
 
     @property
+    def memory_bytes_per_s(self) -> int | None:
+        """Peak bandwidth of the device's own memory."""
+        return None if self.memory_gb_per_s is None else round(self.memory_gb_per_s * _GIGA)
+
+    @property
     def flops(self) -> dict[str, int]:
         """Torch dtype name -> peak operations per second; a dtype without hardware is absent."""
         return {_DTYPES[name]: round(value * _TERA) for name, value in self.peak_tflops.items()}

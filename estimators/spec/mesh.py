@@ -86,6 +86,10 @@ class MeshSpec:
             raise ModelError(
                 "mesh: ep regroups ranks of dp_shard x cp and has no place of its own: leave it out"
             )
+        return self.sizes()
+
+    def sizes(self) -> dict[str, int]:
+        """Sizes by name, the slowest first, of the dimensions whose product is the ranks: all but ep."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "ep"}
 
     @property

@@ -1,4 +1,4 @@
-"""``fsdp2prof analyze trace|memory|run|hang``: read what a job left, analyse it, write the result."""
+"""``fsdp2prof analyze trace|memory|run|hang|nccl``: read what a job left, analyse it, write the result."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import click
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.trace_options import cache_option, refuse_without_traces, trace_options
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import (
+    cache_option,
+    cluster_option,
+    cluster_options,
+    refuse_without_traces,
+    trace_options,
+)
 from fsdp2prof.commands.trace_views import view_options, write_view
+from fsdp2prof.commands.view import VIEW_FLAGS, View, view_part_options
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
 
 __all__ = ["analyze"]
 
-_path = click.argument("path", type=click.Path(path_type=Path))
+_path = click.argument("path", type=InputPath())
 
 
 @click.group()
@@ -30,7 +38,9 @@ def analyze() -> None:
 @_path
 @job_options
 @trace_options
+@cluster_options
 @view_options
+@view_part_options()
 @fail_on_option("trace", "exposed_frac>0.2")
 @output_options()
 def trace(
@@ -38,8 +48,9 @@ def trace(
     *,
     choice: JobChoice,
     options: TraceOptions,
-    view: str | None,
+    hta_view: str | None,
     diff: Path | None,
+    view: View,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -47,14 +58,14 @@ def trace(
 
     PATH is a run directory, a Kineto trace, or a folder of traces (one a rank).
     """
-    if view is not None or diff is not None:
-        write_view(path, view, diff, choice=choice, steps=options["steps"], output=output)
+    if hta_view is not None or diff is not None:
+        write_view(path, hta_view, diff, choice=choice, steps=options["steps"], output=output)
         return
     with output.progress(f"analysing the traces of {path}"):
         from fsdp2prof.workflows.analyze import analyze_trace
 
         analysis = analyze_trace(choice.open(path), **options)
-    output.render(analysis, source=path)
+    output.render(view.of(analysis), source=path)
     gate.check(analysis)
 
 
@@ -63,11 +74,13 @@ def trace(
 @job_options
 @click.option(
     "--diff",
-    type=click.Path(path_type=Path),
+    type=InputPath(),
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
 )
 @cache_option
+@view_part_options(steps=False)
+@cluster_option
 @fail_on_option("memory", "peak_allocated_gib>70")
 @output_options()
 def memory(
@@ -76,6 +89,8 @@ def memory(
     choice: JobChoice,
     diff: Path | None,
     cache: bool,
+    view: View,
+    cluster: str | None,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -84,7 +99,7 @@ def memory(
     PATH is a run directory, a memory snapshot, or a folder of snapshots (one a rank).
     """
     if diff is not None:
-        refuse_given("--cache", "--fail-on", because="--diff compares two peaks")
+        refuse_given("--cache", "--cluster", "--fail-on", *VIEW_FLAGS, because="--diff compares two peaks")
         one_of(choice.ranks, "--diff", "rank")
         with output.progress(f"comparing {diff} with {path}"):
             from fsdp2prof.workflows.compare import compare_memory
@@ -95,15 +110,17 @@ def memory(
     with output.progress(f"analysing the memory of {path}"):
         from fsdp2prof.workflows.analyze import analyze_memory
 
-        analysis = analyze_memory(choice.open(path), cache=cache)
-    output.render(analysis, source=path)
+        analysis = analyze_memory(choice.open(path), cache=cache, cluster=cluster)
+    output.render(view.of(analysis), source=path)
     gate.check(analysis)
 
 
 @analyze.command(short_help="A whole run: what was run, trace, memory.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=InputPath())
 @job_options
 @trace_options
+@view_part_options()
+@cluster_options
 @fail_on_option("run", "exposed_frac>0.2")
 @output_options()
 def run(
@@ -111,6 +128,7 @@ def run(
     *,
     choice: JobChoice,
     options: TraceOptions,
+    view: View,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -124,7 +142,7 @@ def run(
         job = choice.open(run)
         refuse_without_traces(job)
         analysis = analyze_run(job, **options)
-    output.render(analysis, source=run)
+    output.render(view.of(analysis), source=run)
     gate.check(analysis)
 
 
@@ -132,7 +150,7 @@ def run(
 @_path
 @click.option(
     "--run",
-    type=click.Path(path_type=Path),
+    type=InputPath(),
     metavar="RUN",
     help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
 )
@@ -146,4 +164,25 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
         from fsdp2prof.workflows.hang import analyze_hang
 
         analysis = analyze_hang(path, run=run)
+    output.render(analysis, source=path)
+
+
+@analyze.command(short_help="Why a group is slow: what NCCL itself wrote.")
+@_path
+@click.option(
+    "--run",
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is none.",
+)
+@output_options()
+def nccl(path: Path, *, run: Path | None, output: Output) -> None:
+    """How fast NCCL's collectives were, without a trace, and what its log says of why a group is slow.
+
+    PATH is a log of NCCL Inspector (JSON) or of NCCL_DEBUG=INFO, a folder of them, or a run directory.
+    """
+    with output.progress(f"analysing NCCL's files of {path}"):
+        from fsdp2prof.workflows.nccl import analyze_nccl
+
+        analysis = analyze_nccl(path, run=run)
     output.render(analysis, source=path)

@@ -9,7 +9,9 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.completion import complete_hardware
+from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.errors import ThresholdError, UsageError
 from fsdp2prof.results import SEVERITIES, Finding
 
@@ -49,7 +51,7 @@ def _fail_on(findings: Sequence[Finding], least: str) -> None:
 
 
 @check.command(short_help="A recorded run: shards, groups, replicas, setup.")
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=InputPath())
 @click.option(
     "--fail-at",
     type=click.Choice([*SEVERITIES, "never"]),
@@ -136,6 +138,61 @@ def parity(
         raise ThresholdError(
             f"parity failed: {found.first.kind} {found.first.name} of step {found.first.step}"
         )
+
+
+@check.command(short_help="A recorded run: is the work of a step even over its ranks?")
+@click.argument("run", type=InputPath())
+@job_options
+@click.option(
+    "--lengths",
+    type=InputPath(),
+    metavar="FILE",
+    help="Documents' lengths in tokens, in the order of training: adds padding and the ranks' tokens.",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Documents of a micro-batch."
+)
+@click.option(
+    "--seq-len",
+    type=click.IntRange(1),
+    help="Tokens every document is padded to; by default the longest of its micro-batch.",
+)
+@click.option(
+    "--window", type=click.IntRange(1), default=1000, show_default=True, help="Last watched steps to compare."
+)
+@click.option(
+    "--fail-at",
+    type=click.Choice([*SEVERITIES, "never"]),
+    default="high",
+    show_default=True,
+    help="Least severity of a finding that gives exit code 3.",
+)
+@output_options()
+def balance(
+    run: Path,
+    *,
+    choice: JobChoice,
+    lengths: Path | None,
+    batch_size: int,
+    seq_len: int | None,
+    window: int,
+    fail_at: str,
+    output: Output,
+) -> None:
+    """How evenly the work of a step lies on the ranks, and what waiting for the slowest costs.
+
+    RUN was recorded with --watch (every step counts), or with traces (the traced steps do).
+    """
+    from fsdp2prof.workflows.balance import check_balance
+
+    if lengths is None:
+        refuse_given("--batch-size", "--seq-len", because="they are of the documents that --lengths names")
+    with output.progress(f"comparing the ranks of {run}"):
+        found = check_balance(
+            choice.open(run), lengths=lengths, batch_size=batch_size, seq_len=seq_len, steps=window
+        )
+    output.render(found)
+    _fail_on(found.findings, fail_at)
 
 
 def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:

@@ -7,19 +7,25 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.options import JobChoice, job_options, numbers_option
+from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["compare"]
 
 
 @click.command(short_help="What changed from one run, trace or estimate to another.")
-@click.argument("before", type=click.Path(path_type=Path), metavar="A")
-@click.argument("after", type=click.Path(path_type=Path), metavar="B")
+@click.argument("before", type=InputPath(), metavar="A")
+@click.argument("after", type=InputPath(), metavar="B")
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
 @cache_option
+@click.option(
+    "--write-baseline",
+    is_flag=True,
+    help="Write A anew instead, from B: its sums, a few kilobytes to keep beside the code.",
+)
 @fail_on_option("comparison", "step_time_frac>0.05")
 @output_options()
 def compare(
@@ -29,6 +35,7 @@ def compare(
     choice: JobChoice,
     steps: frozenset[int] | None,
     cache: bool,
+    write_baseline: bool,
     gate: Gate,
     output: Output,
 ) -> None:
@@ -37,9 +44,20 @@ def compare(
     A and B are each a run directory, a trace or a folder of traces, a memory snapshot, an estimate (a run
     that `estimate memory --save-run` wrote), or the JSON of `analyze` or `estimate`. What both know is
     compared; of a run against an estimate it is said what is exactly equal.
+
+    A may be a baseline that `compare A B --write-baseline` left: then sums are compared, not layers.
     """
     from fsdp2prof.workflows import compare as comparing
 
+    if write_baseline:
+        refuse_given("--fail-on", because="--write-baseline compares nothing")
+        with output.progress(f"summing up {after}"):
+            baseline = comparing.write_baseline(
+                before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache
+            )
+        output.render(baseline)
+        output.tell(f"wrote the baseline {before}")
+        return
     with output.progress(f"comparing {before} with {after}"):
         comparison = comparing.compare(
             before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache

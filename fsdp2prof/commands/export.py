@@ -7,21 +7,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from fsdp2prof.commands.options import JobChoice, job_options
+from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
-from fsdp2prof.errors import UsageError
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
+from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.workflows.urls import shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.trackers import Tracker
 
 __all__ = ["export"]
 
-_RUN = click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+_RUN = click.argument("path", metavar="RUN", type=InputPath())
 
 
-@click.group(short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics.")
+@click.group(short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra.")
 def export() -> None:
     """Write what is known of a run for other tools."""
 
@@ -46,6 +49,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
         from fsdp2prof.workflows.export_perfetto import export_perfetto
 
         made = export_perfetto(choice.open(path), target, **options)
+        output.publish()
     output.tell(
         f"wrote {target}: {plural(made.ranks, 'rank')}, {made.events:,} events, "
         f"{made.arrows:,} collectives joined over the ranks, {format_bytes(made.bytes)}"
@@ -56,6 +60,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a Parquet file, raw values under the names of its columns.
@@ -69,6 +74,7 @@ def parquet(path: Path, *, choice: JobChoice, options: TraceOptions, output: Out
 @_RUN
 @job_options
 @trace_options
+@cluster_options
 @destination_options("Write the files into this folder.", required=True)
 def csv(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     """Write every table of the analysis as a CSV file, raw values under the names of its columns."""
@@ -84,25 +90,77 @@ def _tables(
     assert folder is not None
     check_folder(folder, kind, force=output.force)
     made = export_tables(_analysis(path, choice, options, output), folder, kind)
+    output.publish()
     rows = sum(made.values())
     output.tell(f"wrote {plural(len(made), 'table')} of {rows:,} rows in all into {folder}")
+
+
+@export.command(short_help="Chakra execution traces, for ASTRA-sim.")
+@_RUN
+@job_options
+@destination_options("Write the files into this folder.", required=True)
+def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
+    """Write every rank's recorded steps as a Chakra execution trace, for ASTRA-sim and what reads its format.
+
+    What ran, how long, and what it waited for: the host, streams, collectives with size and group. Needs
+    protobuf: pip install 'fsdp2prof[chakra]'.
+    """
+    folder = output.path
+    assert folder is not None
+    if folder.exists() and not output.force:
+        raise InputError(f"{folder}: exists already; choose another name or add -f")
+    with output.progress(f"exporting {path}"):
+        from fsdp2prof.workflows.export_chakra import export_chakra
+
+        made = export_chakra(choice.open(path), folder)
+    output.tell(
+        f"wrote {folder}: {plural(made.ranks, 'rank')}, {made.nodes:,} nodes, "
+        f"{plural(made.groups, 'process group')} beside that of all ranks"
+    )
 
 
 @export.command(short_help="The main numbers as OpenMetrics text.")
 @_RUN
 @job_options
 @trace_options
+@cluster_options
+@click.option(
+    "--log",
+    "tracker",
+    type=click.Choice(["wandb", "mlflow", "tensorboard"]),
+    help="Log what stands for the whole run to a tracker instead; tensorboard's folder is -o.",
+)
 @destination_options("Write to this file instead of stdout.")
-def metrics(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output) -> None:
+def metrics(
+    path: Path, *, choice: JobChoice, options: TraceOptions, tracker: Tracker | None, output: Output
+) -> None:
     """Write the main numbers of a run as OpenMetrics text, for Prometheus and what reads its format.
 
-    Seconds, bytes and ratios; layers, phases, ranks and parts of the step are labels.
+    Seconds, bytes and ratios; layers, phases, ranks and parts of the step are labels. A tracker gets no
+    layers, and of ranks the largest value. Which run, project and server it logs to is said by the tracker's
+    own environment variables: WANDB_*, MLFLOW_*.
     """
     from fsdp2prof.reporters.open_metrics import open_metrics
 
+    if tracker is not None:
+        _log(tracker, path, choice, options, output)
+        return
     if output.path is not None:
         refuse_existing(output.path, output.force)
     output.write(open_metrics(_analysis(path, choice, options, output)))
+
+
+def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
+    from fsdp2prof.reporters.open_metrics import tracker_scalars
+    from fsdp2prof.workflows.trackers import log_scalars
+
+    if tracker == "tensorboard" and output.path is None:
+        raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
+    if tracker != "tensorboard":
+        refuse_given("--output", because=f"{tracker} is told by its environment variables where to log")
+    scalars = tracker_scalars(_analysis(path, choice, options, output))
+    where = log_scalars(tracker, scalars, name=path.name, folder=output.path)
+    output.tell(f"logged {plural(len(scalars), 'number')} to {where}")
 
 
 def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> Any:
@@ -111,4 +169,4 @@ def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Outp
 
         job = choice.open(path)
         refuse_without_traces(job)
-        return analyze_any(job, **options)
+        return shown(analyze_any(job, **options))

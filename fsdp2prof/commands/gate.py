@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.files import replacing
+from fsdp2prof.units import plural
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.fail_on import Analysis, Condition, Kind, Outcome
@@ -28,7 +30,10 @@ class Gate:
     junit: Path | None = None
 
     def check(self, result: Analysis) -> None:
-        """Raise ``ThresholdError`` if a condition holds, naming each with its value; write reports before."""
+        """Raise ``ThresholdError`` if a condition holds, naming each with its value; write reports before.
+
+        A gate that passes says on stderr how far each value was from failing.
+        """
         from fsdp2prof.analyzers.fail_on import judge
         from fsdp2prof.errors import ThresholdError
 
@@ -36,6 +41,9 @@ class Gate:
         self._write(outcomes, result)
         if failures := [outcome for outcome in outcomes if outcome.ranks]:
             raise ThresholdError("; ".join(map(str, failures)))
+        if outcomes and not click.get_current_context().params.get("quiet"):
+            passed = f"passed: {plural(len(outcomes), 'condition')} tested, none holds"
+            say("\n".join([passed, *(f"  {outcome}" for outcome in outcomes)]))
 
     def _write(self, outcomes: Sequence[Outcome], result: Analysis) -> None:
         from fsdp2prof.errors import InputError

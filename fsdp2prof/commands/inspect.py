@@ -44,14 +44,16 @@ def inspect() -> None:
 def mesh(mesh: str, gpus_per_node: int, ranks: frozenset[int] | None, at: str | None, output: Output) -> None:
     """Where every rank of a mesh stands, the groups of every dimension, and which of them cross nodes.
 
-    MESH is for example dp_replicate=2,dp_shard=4,tp=2.
+    MESH is for example dp_replicate=2,dp_shard=4,tp=2; ep regroups the ranks of dp_shard x cp.
     """
     from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
     from fsdp2prof.estimators.spec.mesh import MeshSpec
 
     spec = MeshSpec.parse(mesh)
     coordinates = {} if at is None else _coordinates(at)
-    output.render(map_mesh(spec.dimensions(), gpus_per_node=gpus_per_node, ranks=ranks, at=coordinates))
+    output.render(
+        map_mesh(spec.sizes(), ep=spec.ep, gpus_per_node=gpus_per_node, ranks=ranks, at=coordinates)
+    )
 
 
 def _coordinates(text: str) -> Mapping[str, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import click
 
 from fsdp2prof.vocabulary import printable
+from fsdp2prof.workflows.urls import shown
 
 __all__ = ["say"]
 
 
 def say(text: str) -> None:
-    """Write lines to stderr, their control characters made visible."""
-    click.echo("\n".join(map(printable, text.split("\n"))), err=True)
+    """Write lines to stderr, their control characters made visible, copies of URLs under their URLs."""
+    click.echo("\n".join(map(printable, shown(text).split("\n"))), err=True)

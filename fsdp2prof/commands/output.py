@@ -1,4 +1,4 @@
-"""Where a result goes and how it looks there: ``-o``, ``--format``, ``-v``, ``--table``, ``-f``, ``-q``."""
+"""Where a result goes and how it looks there: ``-o``, ``--format``, ``-v``, ``--table``, ``--sort``, ...."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ import click
 
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.commands.paths import OutputPath
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
+from fsdp2prof.progress import watched
+from fsdp2prof.reporters.arrange import arranged
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
+from fsdp2prof.workflows.urls import shown, url_of
 
 __all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
@@ -49,17 +53,22 @@ class Output:
     verbose: bool = False
     table: str | None = None
     """The table that CSV holds; None is the first one."""
+    sort: str | None = None
+    """Column by which tables are sorted; None leaves them as they are."""
+    top: int | None = None
+    """Rows of every table; None is as many as its document says."""
 
     def render(self, result: Any, *, source: str | Path = "") -> None:
         """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
         options = RenderOptions(
-            source=str(source),
+            source=shown(str(source)),
             verbose=self.verbose,
             table=self.table,
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        self.write(RENDERERS[self.format].render(build(result), options))
+        document = arranged(build(shown(result)), self.sort, self.top)
+        self.write(RENDERERS[self.format].render(document, options))
 
     @property
     def to_terminal(self) -> bool:
@@ -77,7 +86,15 @@ class Output:
                 temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self.publish()
         self.tell(f"wrote {self.path}")
+
+    def publish(self) -> None:
+        """Take what was written to the URL of ``-o``; nothing happens where it is a path."""
+        if self.path is not None and url_of(self.path) is not None:
+            from fsdp2prof.workflows.remote import publish
+
+            publish(self.path)
 
     def tell(self, text: str) -> None:
         """Say on stderr what was done, if a person is looking."""
@@ -86,8 +103,9 @@ class Output:
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[Callable[[str], None]]:
-        """Show what is being done on stderr, if a person is looking; plain lines where colour is off.
+        """Show on stderr what is being done and how far it has come, if a person is looking.
 
+        Plain lines where colour is off.
         What it gives is called with what is being done next.
         """
         if self.quiet or not sys.stderr.isatty():
@@ -97,11 +115,28 @@ class Output:
             say(doing)
             yield say
             return
-        from rich.console import Console
-        from rich.text import Text
+        with _bar(doing) as tell:
+            yield tell
 
-        with Console(stderr=True).status(Text(printable(doing))) as status:
-            yield lambda text: status.update(Text(printable(text)))
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show a line that turns, with a bar as soon as the work tells how far it has come."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(escape(printable(shown(doing))), total=None)
+
+        def came(done: int, of: int) -> None:
+            if len(progress.columns) == len(columns):
+                progress.columns = (*columns, BarColumn(), MofNCompleteColumn())
+            progress.update(task, completed=done, total=of)
+
+        with watched(came):
+            yield lambda text: progress.update(task, description=escape(printable(shown(text))))
 
 
 def output_options(
@@ -125,6 +160,8 @@ def output_options(
             output_format: str | None = None,
             output_verbose: bool = False,
             output_table: str | None = None,
+            output_sort: str | None = None,
+            output_top: int | None = None,
             **rest: Any,
         ) -> None:
             chosen = _choose_format(output_path, output_format, formats, beside=beside)
@@ -132,6 +169,8 @@ def output_options(
                 refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
             if chosen != "text":
                 refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+            if chosen == "json":
+                refuse_given("--sort", "--top", because="json output holds every row, in its own order")
             if output_path is not None:
                 refuse_existing(output_path, force)
             elif not beside:
@@ -143,6 +182,8 @@ def output_options(
                 quiet=quiet,
                 verbose=output_verbose,
                 table=output_table,
+                sort=output_sort,
+                top=output_top,
             )
             command(*args, output=output, **rest)
 
@@ -165,9 +206,11 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
         def with_output(*args: Any, output_path: Path | None, force: bool, quiet: bool, **rest: Any) -> None:
             if output_path is None:
                 refuse_given("--force", because="it overwrites the file of -o, which is not given")
+            elif not force:
+                _refuse_existing_url(output_path)
             command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
 
-        path = click.Path(path_type=Path)
+        path = OutputPath()
         decorated: Callable[..., None] = with_output
         for option in (
             click.option("-q", "--quiet", is_flag=True, help=_QUIET),
@@ -182,7 +225,7 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
 
 def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:
     """Return the options of a command that writes these formats, in the order its help shows them."""
-    path = click.Path(path_type=Path)
+    path = OutputPath()
     where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
     options = [click.option("-o", "--output", "output_path", type=path, help=where)]
     if len(formats) > 1:
@@ -191,6 +234,11 @@ def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], An
     if "text" in formats:
         text = "Text with every rank, step, layer and setting, nothing folded."
         options.append(click.option("-v", "--verbose", "output_verbose", is_flag=True, help=text))
+    if "text" in formats or "csv" in formats:
+        text = "Sort tables that have this column by it: exposed_ns, layer:asc, ...; a wrong name lists them."
+        options.append(click.option("--sort", "output_sort", metavar="COLUMN", help=text))
+        rows = click.IntRange(min=1)
+        options.append(click.option("--top", "output_top", type=rows, metavar="N", help="Rows of a table."))
     if "csv" in formats:
         text = "Which table CSV output holds, instead of the first; a wrong name lists them."
         options.append(click.option("--table", "output_table", metavar="NAME", help=text))
@@ -250,3 +298,12 @@ def refuse_existing(path: Path, force: bool) -> None:
         raise InputError(f"{path}: exists already; add -f to overwrite it")
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path}: its folder does not exist")
+    if not force:
+        _refuse_existing_url(path)
+
+
+def _refuse_existing_url(path: Path) -> None:
+    if url_of(path) is not None:
+        from fsdp2prof.workflows.remote import refuse_existing_url
+
+        refuse_existing_url(path)

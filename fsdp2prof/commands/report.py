@@ -10,8 +10,11 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
-from fsdp2prof.commands.trace_options import refuse_without_traces, trace_options
+from fsdp2prof.commands.paths import InputPath
+from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
+from fsdp2prof.errors import UsageError
 from fsdp2prof.vocabulary import printable
+from fsdp2prof.workflows.urls import shown, url_of
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
@@ -24,9 +27,10 @@ _HEAD = 4096
 
 
 @click.command()
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RUN", type=InputPath())
 @job_options
 @trace_options
+@cluster_options
 @click.option("--open", "show", is_flag=True, help="Open the page in the browser.")
 @output_options("html", beside=True)
 def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output, show: bool) -> None:
@@ -36,6 +40,8 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
     the page is written beside what it is about (RUN/report.html), in place of an earlier one, and its path is
     printed.
     """
+    if show and url_of(path if output.path is None else output.path) is not None:
+        raise UsageError("--open would have no effect: the page is written to a URL")
     told = output.path is None
     output = _beside(path, output) if told else output
     with output.progress(f"analysing {path}"):
@@ -47,7 +53,7 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
         analysis = analyze_any(job, **options)
     output.render(analysis, source=path)
     if told:
-        click.echo(printable(str(output.path)))
+        click.echo(printable(shown(str(output.path))))
     if show and output.path is not None:
         click.launch(output.path.absolute().as_uri())
 

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["WHOLE_ANALYSIS", "cache_option", "refuse_without_traces", "trace_options"]
+__all__ = [
+    "WHOLE_ANALYSIS",
+    "cache_option",
+    "cluster_option",
+    "cluster_options",
+    "refuse_without_traces",
+    "trace_options",
+]
 
 cache_option = click.option(
     "--cache/--no-cache",
@@ -25,6 +32,21 @@ cache_option = click.option(
     help="Keep the columns of a large trace beside it: the next analysis is faster.",
 )
 """Whether a cache is left beside a trace, where nobody may want a file."""
+
+cluster_option = click.option(
+    "--cluster",
+    metavar="WHERE",
+    callback=lambda _, __, value: value and _cluster_address(value),
+    help="Read each rank where a worker is: local, or a Dask scheduler such as tcp://HOST:8786.",
+)
+"""Where ranks are reduced; the command gets ``cluster: str | None``."""
+
+
+def _cluster_address(value: str) -> str:
+    from fsdp2prof.workflows.cluster import check_address
+
+    return check_address(value)
+
 
 _OPTIONS = (
     click.option(
@@ -72,6 +94,7 @@ WHOLE_ANALYSIS = (
     "--threshold",
     "--jobs",
     "--cache",
+    "--cluster",
 )
 """Flags of these options, but for ``--steps``."""
 
@@ -111,6 +134,17 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     return decorated
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--cluster`` to a command that has the options; it stands in ``options``, too."""
+
+    @wraps(command)
+    def with_cluster(*args: Any, options: TraceOptions, cluster: str | None, **rest: Any) -> None:
+        options["cluster"] = cluster
+        command(*args, options=options, **rest)
+
+    return cluster_option(with_cluster)
 
 
 def refuse_without_traces(job: JobFiles) -> None:

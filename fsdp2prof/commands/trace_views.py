@@ -10,7 +10,9 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, one_of, refuse_given
 from fsdp2prof.commands.output import Output
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import WHOLE_ANALYSIS
+from fsdp2prof.commands.view import VIEW_FLAGS
 from fsdp2prof.errors import UsageError
 
 __all__ = ["view_options", "write_view"]
@@ -27,15 +29,15 @@ _LOOKS_AT_A_STEP = ("critical-path", "diff")
 
 
 def view_options(command: _Command) -> _Command:
-    """Add the flags; the command gets ``view: str | None`` and ``diff: Path | None``."""
+    """Add the flags; the command gets ``hta_view: str | None`` and ``diff: Path | None``."""
     decorated = click.option(
         "--diff",
-        type=click.Path(path_type=Path),
+        type=InputPath(),
         metavar="OTHER",
         help="Instead: operators and kernels that changed from the trace OTHER to this one.",
     )(command)
     for name, text in reversed(_FLAGS.items()):
-        decorated = click.option(f"--{name}", "view", flag_value=name, default=None, help=text)(decorated)
+        decorated = click.option(f"--{name}", "hta_view", flag_value=name, default=None, help=text)(decorated)
     return decorated
 
 
@@ -57,7 +59,8 @@ def write_view(
     if view is not None and diff is not None:
         raise UsageError(f"--{view} and --diff exclude each other")
     name = view or "diff"
-    refuse_given(*WHOLE_ANALYSIS, "--fail-on", because=f"--{name} is of one rank's trace, read as it is")
+    reason = f"--{name} is of one rank's trace, read as it is"
+    refuse_given(*WHOLE_ANALYSIS, *VIEW_FLAGS, "--fail-on", because=reason)
     if name not in _LOOKS_AT_A_STEP:
         refuse_given("--steps", because=f"--{name} is of the whole trace")
     one_of(choice.ranks, f"--{name}", "rank")

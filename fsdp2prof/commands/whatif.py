@@ -8,13 +8,14 @@ import click
 
 from fsdp2prof.commands.options import JobChoice, job_options, numbers_option
 from fsdp2prof.commands.output import Output, output_options
+from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cache_option
 
 __all__ = ["whatif"]
 
 
 @click.command(short_help="What a change to a recorded run would gain.")
-@click.argument("path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("path", metavar="RUN", type=InputPath())
 @click.option(
     "--set",
     "settings",

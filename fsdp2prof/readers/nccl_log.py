@@ -1,24 +1,287 @@
-"""NCCL's log (``NCCL_DEBUG=INFO``): what it connects which ranks with."""
+"""NCCL's log (``NCCL_DEBUG=INFO``): communicators, what connects their ranks, and the calls they made.
+
+Lines are those of ``init.cc``, ``enqueue.cc``, ``transport`` and ``graph`` in github.com/NVIDIA/nccl (commit
+5067397, June 2026) and some of older releases. They may stand among a training's own output, of one process
+or of many. Calls need ``NCCL_DEBUG_SUBSYS=INIT,COLL``, algorithms ``TUNING``, paths between GPUs ``GRAPH``.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["read_transports"]
+from fsdp2prof.errors import InputError
+from fsdp2prof.readers.limits import MOST_RANKS
+from fsdp2prof.tables.nccl import Connection, LoggedCall, LoggedCommunicator, LoggedProcess, NcclLog
 
-_LINE = re.compile(
-    r"Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?: \[(?:send|receive)\])? via (\S+)"
+__all__ = ["looks_like_nccl_log", "read_nccl_logs", "read_transports"]
+
+_LONGEST_LINE = 1 << 14
+_LONGEST_SAYING = 1 << 12
+_BEGINNING = 1 << 20
+_MOST_KINDS = 1 << 16
+"""Different calls, connections or warnings of one communicator or process that are counted."""
+_MOST_COMMUNICATORS = 1 << 17
+_MOST_BYTES = 1 << 50
+
+_LINE = re.compile(r"(\S{1,255}):(\d{1,10}):(\d{1,10}) \[-?\d+\] (?:.{0,120} )?NCCL (INFO|WARN) (.*)")
+_COMMUNICATOR = re.compile(
+    r"comm (0x[0-9a-f]+) rank (\d{1,8}) n[rR]anks (\d{1,8})(?: nNodes (\d{1,8}))?"
+    r"(?:.*? commId (0x[0-9a-f]+))?"
+    r"(?:.*? parent (0x[0-9a-f]+)(?: childCount (\d+))?(?: splitCount (\d+))? color (-?\d+))?"
+    r"(?:.*?(Init START|Init COMPLETE))?"
 )
-_MOST_BYTES = 64 << 20
+_CHANNEL = re.compile(
+    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,8})\[[^\]]*\] -> (\d{1,8})\[[^\]]*\]"
+    r"(?: \[(?:send|receive)\])? via (\S+)"
+)
+_RING = re.compile(r"Channel 0+/\d+ :((?:\s+\d{1,8})+)\s*$")
+_TREES = re.compile(r"Trees((?: \[\d+\] \S+)+)")
+_CHANNELS = re.compile(r"(\d{1,6}) coll channels")
+_GRAPH = re.compile(r"Pattern \d+, .*? type (\w{1,8})/(\w{1,8})")
+_CALL = re.compile(
+    r"(\w+): opCount [0-9a-f]+ .*? count (\d{1,18}) datatype (\d{1,2}) .*? comm (0x[0-9a-f]+)"
+    r"(?: \[nranks=(\d{1,8})\])?"
+)
+_CHOSEN = re.compile(r"(\w+): (\d{1,18}) Bytes -> Algo (\w+) proto (\w+)", re.IGNORECASE)
+_VERSION = re.compile(r"NCCL version (\S{1,40})")
+_NETWORK = re.compile(r"Using network (\S{1,60})")
+_NICS = re.compile(r"NET/(\w+) : Using((?: \[\d+\]\S+)+)")
+_NO_DEVICE = re.compile(r"NET/(\w+) : No device found")
+_GDR = re.compile(r"NET/\w+ : GPU Direct RDMA Disabled for HCA")
+_SET = re.compile(r"(NCCL_\w{1,60}) set by environment to (\S{1,200})")
+_NO_P2P = re.compile(r"P2P is disabled between")
+
+_TYPE_BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
+"""``ncclDataType_t``."""
+_ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+_PROTOCOLS = ("LL", "LL128", "SIMPLE")
+"""By their numbers, which older versions write."""
+_OPS = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "send": "send_recv",
+    "recv": "send_recv",
+    "sendrecv": "send_recv",
+}
+
+_Thread = tuple[str, int, int]
+_Key = TypeVar("_Key")
 
 
-def read_transports(files: list[Path]) -> Counter[tuple[int, int, str]]:
+def looks_like_nccl_log(path: Path) -> bool:
+    """Whether NCCL wrote into a text file, by its beginning."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(_BEGINNING)
+    except OSError:
+        return False
+    return b"\0" not in beginning[:4096] and (b" NCCL INFO " in beginning or b" NCCL WARN " in beginning)
+
+
+def read_nccl_logs(files: Sequence[Path]) -> NcclLog:
+    """Read the logs of one job together. Raises ``InputError`` for a file that cannot be read."""
+    reader = _Reader()
+    for path in files:
+        for line in _lines(path):
+            reader.add(line)
+        reader.end_of_file()
+    return reader.log()
+
+
+def read_transports(files: Sequence[Path]) -> Counter[tuple[int, int, str]]:
     """Count the channels of every (rank, rank, transport) in some logs; both ends log a network's."""
     found: Counter[tuple[int, int, str]] = Counter()
-    for file in files:
-        with file.open("rb") as log:
-            text = log.read(_MOST_BYTES).decode(errors="replace")
-        found.update((int(one[1]), int(one[2]), one[3]) for one in _LINE.finditer(text))
+    for communicator in read_nccl_logs(files).communicators:
+        for one, count in communicator.connections.items():
+            found[one.source, one.target, one.via] += count
     return found
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST_LINE):
+                if b"NCCL" in line:
+                    yield line.decode(errors="replace").rstrip()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+class _Reader:
+    """Lines to what they say, communicator by communicator.
+
+    A line about connections names no communicator: it is that which its thread is making, else that of the
+    process's last call, else the only one of the process.
+    """
+
+    def __init__(self) -> None:
+        self._lines = 0
+        self._communicators: dict[tuple[str, int, str], LoggedCommunicator] = {}
+        self._processes: dict[tuple[str, int], LoggedProcess] = {}
+        self._making: dict[_Thread, LoggedCommunicator] = {}
+        self._unplaced: dict[_Thread, LoggedCommunicator] = {}
+        self._called: dict[tuple[str, int], LoggedCommunicator] = {}
+        self._done: list[LoggedCommunicator] = []
+
+    def add(self, line: str) -> None:
+        """Take one line of a log; others say nothing."""
+        found = _LINE.search(line)
+        if found is None:
+            if version := _VERSION.search(line):
+                for process in self._processes.values():
+                    process.version = process.version or version[1]
+            return
+        self._lines += 1
+        thread = (found[1], int(found[2]), int(found[3]))
+        process = self._process(thread)
+        said = found[5][:_LONGEST_SAYING]
+        if found[4] == "WARN":
+            _count(process.warnings, said[:200])
+        if (about := _COMMUNICATOR.search(said)) is not None:
+            self._communicator(thread, about)
+        elif (call := _CALL.search(said)) is not None:
+            self._call(thread, call)
+        elif not _of_process(process, said):
+            _of_communicator(lambda: self._current(thread), said)
+
+    def end_of_file(self) -> None:
+        """Place what is left of its threads."""
+        for thread, unplaced in self._unplaced.items():
+            own = [one for key, one in self._communicators.items() if key[:2] == thread[:2]]
+            if len(own) == 1:
+                _merge(own[0], unplaced)
+            else:
+                self._done.append(unplaced)
+        self._unplaced.clear()
+
+    def log(self) -> NcclLog:
+        """Everything that was said."""
+        return NcclLog(
+            communicators=[*self._communicators.values(), *self._done],
+            processes=list(self._processes.values()),
+            lines=self._lines,
+        )
+
+    def _process(self, thread: _Thread) -> LoggedProcess:
+        return self._processes.setdefault(thread[:2], LoggedProcess(host=thread[0], pid=thread[1]))
+
+    def _communicator(self, thread: _Thread, about: re.Match[str]) -> None:
+        key = (thread[0], thread[1], about[1])
+        rank, size = int(about[2]), int(about[3])
+        if max(rank, size) > MOST_RANKS or len(self._communicators) > _MOST_COMMUNICATORS:
+            return
+        made = self._communicators.get(key)
+        if made is None or (about[10] == "Init START" and (made.rank, made.size) != (rank, size)):
+            if made is not None:  # its address is used again
+                self._done.append(made)
+            made = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=rank, size=size)
+            self._communicators[key] = made
+        if about[4]:
+            made.nodes = int(about[4])
+        made.id = made.id or about[5] or self._split_id(thread, about)
+        self._making[thread] = made
+        if (unplaced := self._unplaced.pop(thread, None)) is not None:
+            _merge(made, unplaced)
+        if about[10] == "Init COMPLETE":
+            del self._making[thread]
+
+    def _split_id(self, thread: _Thread, about: re.Match[str]) -> str | None:
+        """A name that is equal on all ranks of a communicator that was split off another."""
+        if about[6] is None:
+            return None
+        parent = self._communicators.get((*thread[:2], about[6]))
+        if parent is None or parent.id is None:
+            return None
+        return f"{parent.id} child {about[7] or about[8]} color {about[9]}"
+
+    def _call(self, thread: _Thread, call: re.Match[str]) -> None:
+        key = (thread[0], thread[1], call[4])
+        made = self._communicators.get(key)
+        if made is None:
+            size = int(call[5]) if call[5] else None
+            made = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=None, size=size)
+            self._communicators[key] = made
+        self._called[thread[:2]] = made
+        kind = int(call[3])
+        width = _TYPE_BYTES[kind] if kind < len(_TYPE_BYTES) else 0
+        size_bytes = int(call[2]) * width
+        if 0 < size_bytes <= _MOST_BYTES:
+            _count(made.calls, LoggedCall(_op(call[1]), size_bytes))
+
+    def _current(self, thread: _Thread) -> LoggedCommunicator:
+        current = self._making.get(thread) or self._called.get(thread[:2])
+        if current is not None:
+            return current
+        nobody = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=None, size=None)
+        return self._unplaced.setdefault(thread, nobody)
+
+
+def _of_process(process: LoggedProcess, said: str) -> bool:
+    """Take what is true of the process; whether it was that."""
+    if network := _NETWORK.search(said):
+        process.networks.add(network[1])
+    elif nics := _NICS.search(said):
+        process.nics[nics[1]] = tuple(part.partition("]")[2] for part in nics[2].split())
+    elif missing := _NO_DEVICE.search(said):
+        process.no_device.add(missing[1])
+    elif variable := _SET.search(said):
+        if len(process.environment) < _MOST_KINDS:
+            process.environment[variable[1]] = variable[2].rstrip(".")
+    elif version := _VERSION.search(said):
+        process.version = version[1]
+    elif _GDR.search(said):
+        process.gdr_disabled += 1
+    elif _NO_P2P.search(said):
+        process.p2p_disabled += 1
+    else:
+        return False
+    return True
+
+
+def _of_communicator(current: Callable[[], LoggedCommunicator], said: str) -> None:
+    if channel := _CHANNEL.search(said):
+        _count(current().connections, Connection(int(channel[1]), int(channel[2]), channel[3][:200]))
+    elif ring := _RING.search(said):
+        current().ring = tuple(map(int, ring[1].split()))
+    elif trees := _TREES.search(said):
+        current().trees = trees[1].count("[")
+    elif channels := _CHANNELS.search(said):
+        current().channels = int(channels[1])
+    elif graph := _GRAPH.search(said):
+        current().path_types.add(graph[1])
+    elif "Connected NVLS tree" in said:
+        current().nvls = True
+    elif chosen := _CHOSEN.search(said):
+        size = min(int(chosen[2]), _MOST_BYTES)
+        names = (_named(_ALGORITHMS, chosen[3]), _named(_PROTOCOLS, chosen[4]))
+        _count(current().chosen, LoggedCall(_op(chosen[1]), size, *names))
+
+
+def _named(names: Sequence[str], written: str) -> str:
+    return names[int(written)] if written.isdigit() and int(written) < len(names) else written.upper()[:40]
+
+
+def _op(written: str) -> str:
+    return _OPS.get(written.lower().removeprefix("nccl"), "other")
+
+
+def _count(counter: Counter[_Key], key: _Key) -> None:
+    if key in counter or len(counter) < _MOST_KINDS:
+        counter[key] += 1
+
+
+def _merge(made: LoggedCommunicator, more: LoggedCommunicator) -> None:
+    made.connections.update(more.connections)
+    made.chosen.update(more.chosen)
+    made.path_types |= more.path_types
+    made.ring = made.ring or more.ring
+    made.trees = max(made.trees, more.trees)
+    made.nvls |= more.nvls
+    made.channels = made.channels or more.channels

@@ -29,6 +29,7 @@ from fsdp2prof.manifest import (
 )
 from fsdp2prof.readers.run_documents import UnreadableError, read_document
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
+from fsdp2prof.readers.unrecorded_ranks import say_unrecorded
 
 __all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
 
@@ -103,6 +104,8 @@ def open_run(path: str | Path) -> RunDirectory:
         messages.append(missing)
         if info.state == "complete":
             info.state = "partial"
+    if unrecorded := say_unrecorded(records):
+        messages.append(unrecorded)
     for record in records:  # the launcher has summed up what the ranks it saw said
         untold = [text for text in record.messages if not any(text in told for told in info.messages)]
         messages += [f"rank {record.rank}: {text}" for text in untold]

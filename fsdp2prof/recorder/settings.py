@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -104,10 +105,33 @@ def leader(ranks: str, world_size: int) -> int:
 
 
 def is_selected(ranks: str, rank: int, world_size: int) -> bool:
-    """Whether ``--ranks`` selects ``rank``; ``sample:K`` spreads K ranks evenly, rank 0 among them."""
+    """Whether ``--ranks`` selects ``rank``; ``sample:K`` is K of different mesh coordinates, rank 0 too."""
     if ranks == "all":
         return True
     if ranks.startswith("sample:"):
-        count = min(int(ranks.removeprefix("sample:")), world_size)
-        return rank in {index * world_size // count for index in range(count)}
+        return rank in _sample(min(int(ranks.removeprefix("sample:")), world_size), world_size)
     return rank in map(int, ranks.split(","))
+
+
+@lru_cache(maxsize=8)
+def _sample(count: int, world_size: int) -> frozenset[int]:
+    """Ranks that have as many different coordinates as ``count`` can, whatever the mesh.
+
+    A mesh dimension of size d and stride s has coordinate ``rank // s % d``, and both divide the world: of
+    all that may be there, up to d = ``count``, each further rank is the one with most new coordinates.
+    """
+    import numpy as np
+
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    dimensions = [(s, d) for s in divisors for d in divisors if 1 < d <= count and world_size % (s * d) == 0]
+    ranks = np.arange(world_size)
+    coordinates = [ranks // s % d for s, d in dimensions]
+    unseen = [np.arange(d) > 0 for _, d in dimensions]
+    chosen = {0}
+    while len(chosen) < count:
+        gain = sum((new[own] for new, own in zip(unseen, coordinates, strict=True)), np.zeros(world_size))
+        rank = int(np.argmax(gain)) if gain.any() else next(r for r in range(world_size) if r not in chosen)
+        chosen.add(rank)
+        for new, own in zip(unseen, coordinates, strict=True):
+            new[own[rank]] = False
+    return frozenset(chosen)

@@ -14,9 +14,11 @@ from typing import Any
 from fsdp2prof.results import MemoryAnalysis, RunAnalysis, TraceAnalysis, WatchedRank, WatchedRun
 from fsdp2prof.vocabulary import layer_name, printable
 
-__all__ = ["Metric", "metrics_of", "open_metrics", "scalars_of"]
+__all__ = ["Metric", "metrics_of", "open_metrics", "scalars_of", "tracker_scalars"]
 
 _NS = 1e9
+_OF_A_RANK = ("rank", "device", "source")
+"""Labels that tell one rank's value from another's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,22 @@ def scalars_of(result: Any) -> dict[str, float]:
     for metric in metrics_of(result):
         for labels, value in metric.samples:
             scalars["/".join([metric.name, *labels.values()])] = value
+    return scalars
+
+
+def tracker_scalars(result: Any) -> dict[str, float]:
+    """Return what stands for a run as a whole, for an experiment tracker: ``fsdp2prof/NAME/LABEL...``.
+
+    Of values a rank each the largest counts; layers are left out, whose names would fill a tracker.
+    """
+    scalars: dict[str, float] = {}
+    for metric in metrics_of(result):
+        for labels, value in metric.samples:
+            if "layer" in labels:
+                continue
+            rest = [text for label, text in labels.items() if label not in _OF_A_RANK]
+            name = "/".join(["fsdp2prof", metric.name.removeprefix("fsdp2prof_"), *rest])
+            scalars[name] = max(value, scalars.get(name, value))
     return scalars
 
 

@@ -13,6 +13,14 @@ from fsdp2prof.results.allocator import (
     Remedy,
     SegmentBytes,
 )
+from fsdp2prof.results.balance import (
+    BALANCE_SCHEMA,
+    BalanceCheck,
+    BalancedRank,
+    BalancedStep,
+    TokenBalance,
+)
+from fsdp2prof.results.baseline import BASELINE_SCHEMA, Baseline, BaselineCollectives, BaselinePeak
 from fsdp2prof.results.bench import (
     BENCH_SCHEMA,
     BenchCollective,
@@ -100,6 +108,7 @@ from fsdp2prof.results.estimate import (
     Unknown,
 )
 from fsdp2prof.results.finding import SEVERITIES, EvidenceValue, Finding, Scalar, Severity
+from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.hang import (
     HANG_SCHEMA,
     HangAnalysis,
@@ -141,6 +150,14 @@ from fsdp2prof.results.memory_comparison import (
     MemoryDelta,
 )
 from fsdp2prof.results.mesh import MESH_SCHEMA, MeshDimension, MeshGroup, MeshMap, MeshRank
+from fsdp2prof.results.nccl import (
+    NCCL_SCHEMA,
+    NcclAnalysis,
+    NcclCollective,
+    NcclCommunicator,
+    NcclRank,
+    NcclTransport,
+)
 from fsdp2prof.results.packing import PACKING_ESTIMATE_SCHEMA, PackingEstimate, PackingMethod
 from fsdp2prof.results.parity import PARITY_SCHEMA, ParityCheck, ParityRow, ParityStep
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
@@ -187,9 +204,11 @@ from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane,
 from fsdp2prof.results.trace import TRACE_SCHEMA, HostSyncPlace, HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.results.watch import WATCH_SCHEMA, WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.results.what_if import WHAT_IF_SCHEMA, WhatIf, WhatIfChange, WhatIfLayer
-from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = [
+    "BALANCE_SCHEMA",
+    "BASELINE_SCHEMA",
     "BENCH_SCHEMA",
     "CATEGORY_CATALOG_SCHEMA",
     "CHECKPOINT_ESTIMATE_SCHEMA",
@@ -208,6 +227,7 @@ __all__ = [
     "MEMORY_SCHEMA",
     "MESH_SCHEMA",
     "MODEL_CATALOG_SCHEMA",
+    "NCCL_SCHEMA",
     "PACKING_ESTIMATE_SCHEMA",
     "PARITY_SCHEMA",
     "PLAN_SCHEMA",
@@ -221,8 +241,14 @@ __all__ = [
     "WHAT_IF_SCHEMA",
     "AtPeak",
     "Attribution",
+    "BalanceCheck",
+    "BalancedRank",
+    "BalancedStep",
     "BandwidthFit",
     "BandwidthRow",
+    "Baseline",
+    "BaselineCollectives",
+    "BaselinePeak",
     "BenchCollective",
     "BenchFit",
     "BenchRate",
@@ -261,6 +287,7 @@ __all__ = [
     "FastPathError",
     "Finding",
     "Fit",
+    "Focus",
     "Fragmentation",
     "GroupRow",
     "HangAnalysis",
@@ -301,6 +328,12 @@ __all__ = [
     "MeshRank",
     "ModelCatalog",
     "NameChange",
+    "NcclAnalysis",
+    "NcclCollective",
+    "NcclCommunicator",
+    "NcclRank",
+    "NcclTransport",
+    "OperatorRow",
     "OtherPeak",
     "OutOfMemory",
     "OutsideAllocator",
@@ -365,6 +398,7 @@ __all__ = [
     "TimeChange",
     "TimelineLane",
     "TimelineStall",
+    "TokenBalance",
     "TraceAnalysis",
     "TraceDiff",
     "TraceTotals",

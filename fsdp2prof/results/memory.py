@@ -7,6 +7,7 @@ from typing import Literal
 
 from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, Remedy
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.results.shown import Shown
 
@@ -117,3 +118,5 @@ class MemoryAnalysis(Shown):
     """Of the fullest rank: how high its peak is, where it is and what fills it, what to try."""
     advice: list[str] = field(default_factory=list)
     """What to look at next."""
+    focus: Focus | None = None
+    """What is left of all that was analysed; null is all of it. Sums over layers stay those of all."""

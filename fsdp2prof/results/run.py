@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from fsdp2prof.results.finding import Finding, Scalar
 from fsdp2prof.results.memory import MemoryAnalysis
+from fsdp2prof.results.mesh import MeshMap
+from fsdp2prof.results.sharding import ShardingMap
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
@@ -146,3 +148,7 @@ class RunAnalysis(Shown):
     advice: list[str] = field(default_factory=list)
     """Of both: what to look at next."""
     warnings: list[str]
+    sharding: ShardingMap | None = None
+    """Who holds which rows of what; null without a recorder's manifests, or of parts that are not known."""
+    mesh: MeshMap | None = None
+    """Where the ranks stand, of a mesh over all of them; null where it is not known."""

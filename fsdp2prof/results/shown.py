@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
 
 __all__ = ["Shown"]
+
+_Part = TypeVar("_Part")
 
 
 class Shown:
@@ -25,13 +30,28 @@ class Shown:
 
         return to_pandas(self)
 
+    def frame(self, name: str) -> pd.DataFrame:
+        """Return one of the tables: ``frame("by_layer")``. Raises ``UsageError`` for another."""
+        return _named(self.to_pandas(), name, "table")
+
     def figures(self) -> dict[str, Figure]:
         """Return every chart by its name, as a plotly figure."""
         from fsdp2prof.reporters.notebook import to_figures
 
         return to_figures(self)
 
+    def figure(self, name: str) -> Figure:
+        """Return one of the charts: ``figure("timeline")``. Raises ``UsageError`` for another."""
+        return _named(self.figures(), name, "figure")
+
     def _repr_html_(self) -> str:
         from fsdp2prof.reporters.notebook import to_html
 
         return to_html(self)
+
+
+def _named(parts: Mapping[str, _Part], name: str, kind: str) -> _Part:
+    if name not in parts:
+        there = f"there are {', '.join(parts)}" if parts else "it has none"
+        raise UsageError(f"no {kind} {name!r} here: {there}")
+    return parts[name]

@@ -16,11 +16,12 @@ from fsdp2prof.results.communication import (
 )
 from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals, UnrecordedStep
 from fsdp2prof.results.timeline import StepTimeline
 from fsdp2prof.results.what_if import WhatIfChange
-from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait
+from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
 __all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
 
@@ -127,3 +128,11 @@ class TraceAnalysis(Shown):
     """By rank and layer."""
     bandwidth_fits: list[BandwidthFit] = field(default_factory=list)
     """Of collectives that ran in three sizes or more."""
+    operators: list[OperatorRow] = field(default_factory=list)
+    """The 60 products and attentions by shape that take longest; empty without recorded shapes."""
+    peak_memory_bytes_per_s: float | None = None
+    """Of one device, for ``operators``; null without ``--hardware``."""
+    peak_flops_per_s: dict[str, float] = field(default_factory=dict)
+    """The same by dtype; empty without ``--hardware``."""
+    focus: Focus | None = None
+    """What is left of all that was analysed; null is all of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["BandwidthFit", "KernelRow", "LayerWait"]
+__all__ = ["BandwidthFit", "KernelRow", "LayerWait", "OperatorRow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,38 @@ class KernelRow:
     """Of one of them."""
     step_frac: float | None
     """Of the step; several streams may run at once, so these need not sum to less than 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorRow:
+    """Matrix products or attention of the same inputs, and what they achieve.
+
+    Counts and times are means per rank and step.
+    """
+
+    name: str
+    """Operator: ``aten::mm``, ..."""
+    shapes: str
+    """Of its tensors: ``8192x4096 , 4096x14336``."""
+    dtype: str | None
+    """Null where its tensors differ or it is not recorded."""
+    count: float
+    total_ns: float
+    mean_ns: float
+    """Of one call: its kernels' on a device, on a host its own."""
+    flops: int
+    """Of one call; a multiply-add is two."""
+    bytes: int | None
+    """Least that one call moves: operands read and results written once; null where the results' dtype is not
+    known."""
+    flops_per_s: float
+    bytes_per_s: float | None
+    of_peak_flops_frac: float | None
+    """Null without ``--hardware``, or in a dtype that it has no peak of."""
+    of_peak_bytes_frac: float | None
+    roof_frac: float | None
+    """``flops_per_s`` over what the device could reach at this intensity: the least of its peak and of
+    ``flops / bytes`` times its memory's bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,12 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+import msgspec
+
 from fsdp2prof.analyzers.compare import memory_peaks, sides
+from fsdp2prof.analyzers.compare.baseline import baseline_of, compare_with_baseline
 from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.errors import InputError, SnapshotError, UsageError
+from fsdp2prof.files import replacing
 from fsdp2prof.manifest import COMMUNICATION_FILE
 from fsdp2prof.results import (
+    Baseline,
     CommEstimate,
     MemoryAnalysis,
     MemoryComparison,
@@ -23,14 +28,15 @@ from fsdp2prof.results import (
     RunComparison,
     TraceAnalysis,
 )
-from fsdp2prof.workflows.analyze import analyze_any, read_recordings
+from fsdp2prof.workflows.analyze import analyze_any
 from fsdp2prof.workflows.job_files import JobFiles, open_job
-from fsdp2prof.workflows.kept import Kept, cut, read_kept
+from fsdp2prof.workflows.kept import Kept, cut, read_baseline, read_kept
+from fsdp2prof.workflows.one_rank import read_recordings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Chosen", "compare", "compare_memory", "read_side"]
+__all__ = ["Chosen", "compare", "compare_memory", "read_side", "write_baseline"]
 
 
 class Chosen(TypedDict, total=False):
@@ -49,12 +55,31 @@ def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunCompariso
     Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
     ``UsageError`` for a choice that neither side has anything to choose from for.
     """
+    if (baseline := read_baseline(before)) is not None:
+        return compare_with_baseline(str(before), baseline, read_side(after, **chosen))
     pair = read_side(before, **chosen), read_side(after, **chosen)
     if chosen.get("steps") is not None and not any(side.trace for side in pair):
         raise UsageError(f"--steps would have no effect: neither {before} nor {after} has a trace")
     if chosen.get("ranks") is not None and all(side.kind == "estimate" for side in pair):
         raise UsageError("--ranks would have no effect: an estimate stands for all ranks")
     return sides.compare(*pair)
+
+
+def write_baseline(path: Path, run: Path, **chosen: Unpack[Chosen]) -> Baseline:
+    """Keep what is at ``run`` as a baseline at ``path``, in place of an older one.
+
+    Raises what :func:`compare` does, and ``InputError`` for a path that holds something else or cannot be
+    written.
+    """
+    if path.exists() and read_baseline(path) is None:
+        raise InputError(f"{path}: is there and is no baseline; choose another name")
+    baseline = baseline_of(read_side(run, **chosen))
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(baseline), indent=1) + b"\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from error
+    return baseline
 
 
 def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
@@ -70,7 +95,7 @@ def _prepared(job: JobFiles) -> PreparedRecording:
     if not job.recordings.files:
         raise SnapshotError(job.recordings.absent)
     first = job.recordings.files[0]
-    return prepare(read_recordings(first.path)[0], job.manifests.get(first.rank))
+    return prepare(read_recordings(first)[0], job.manifests.get(first.rank))
 
 
 def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:

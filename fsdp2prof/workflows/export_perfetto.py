@@ -25,6 +25,7 @@ from fsdp2prof.reporters.perfetto import (
 from fsdp2prof.results import RankMemory
 from fsdp2prof.workflows.analyze import TraceOptions, analyze_memory, analyze_ranks, read_tables
 from fsdp2prof.workflows.job_files import JobFiles
+from fsdp2prof.workflows.urls import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +69,12 @@ def export_perfetto(job: JobFiles, path: Path, **options: Unpack[TraceOptions]) 
         for position, memory in enumerate(_memory(job)):
             yield from memory_events(memory, position)
 
-    about = {"tool": f"fsdp2prof {__version__}", "verdict": analysis.verdict, "warnings": analysis.warnings}
+    warnings = shown(analysis.warnings)
+    about = {
+        "tool": f"fsdp2prof {__version__}",
+        "verdict": analysis.verdict,
+        "warnings": warnings,
+    }
     with replacing(path) as temporary:
         with _opened(temporary, compressed=path.suffix == ".gz") as file:
             count = _write(file, events(), about)
@@ -80,7 +86,7 @@ def export_perfetto(job: JobFiles, path: Path, **options: Unpack[TraceOptions]) 
         events=count,
         arrows=len(arrows),
         bytes=size,
-        warnings=analysis.warnings,
+        warnings=warnings,
     )
 
 

@@ -17,10 +17,12 @@ from fsdp2prof.readers.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.workflows.file_names import in_order, read_name
 from fsdp2prof.workflows.one_job import Candidate, Found, of_one_job
 
-__all__ = ["find_memory_files", "find_traces", "is_memory_name", "is_trace_name"]
+__all__ = ["files_below", "find_memory_files", "find_traces", "is_memory_name", "is_trace_name"]
 
 _MOST_FOLDERS_DEEP = 5
 """From an output folder to a trace: ``profiling/traces/iteration_10/replica_0/``."""
+_FEW_FOLDERS_DEEP = 2
+"""From a folder of logs or dumps to one of them."""
 _MOST_ENTRIES = 100_000
 """Where so much lies, looking further down takes minutes and finds a data set."""
 
@@ -62,6 +64,23 @@ def find_memory_files(root: Path, iteration: int | None = None) -> Found:
             return of_one_job(root, "memory recording", candidates, iteration, [])
     suffixes = ", ".join(f"*{suffix}" for suffix in _MEMORY_SUFFIXES)
     return Found(absent=f"{root}: no memory snapshots: no {suffixes} file in it")
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    """Yield the files of a folder and of its folders, two levels down; hidden ones are left out.
+
+    Raises ``InputError`` where there are more than anybody's logs.
+    """
+    level, seen = [root], 0
+    for _ in range(_FEW_FOLDERS_DEEP + 1):
+        entries = sorted((entry for folder in level for entry in folder.iterdir()), key=in_order)
+        seen += len(entries)
+        if seen > _MOST_ENTRIES:
+            raise InputError(
+                f"{root}: more than {_MOST_ENTRIES:,} files; give the folder of those that matter"
+            )
+        yield from (entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
+        level = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
 
 
 def _levels(root: Path) -> Iterator[list[Path]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fsdp2prof.analyzers.hang.analysis import analyze_hang as analyze
@@ -13,13 +13,12 @@ from fsdp2prof.readers.flight_recorder import looks_like_dump, read_dump
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.results import HangAnalysis
 from fsdp2prof.tables.flight_recorder import FlightDump
-from fsdp2prof.workflows.file_names import in_order, read_name
+from fsdp2prof.workflows.file_names import read_name
+from fsdp2prof.workflows.folders import files_below
 
 __all__ = ["analyze_hang"]
 
 _LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.(?:json|pickle|pkl|bin))?$")
-_MOST_FOLDERS_DEEP = 2
-_MOST_FILES = 100_000
 
 
 def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
@@ -41,7 +40,7 @@ def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
     if root.is_file():
         return [read_dump(root, _rank(root))], []
     found: dict[int, Path] = {}
-    for file in filter(looks_like_dump, _files(root)):
+    for file in filter(looks_like_dump, files_below(root)):
         rank = _rank(file)
         if rank in found:
             raise FlightRecorderError(
@@ -62,18 +61,6 @@ def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
         )
         raise FlightRecorderError(said)
     return dumps, warnings
-
-
-def _files(root: Path) -> Iterator[Path]:
-    """Files of a folder and of its folders, two levels down."""
-    level, seen = [root], 0
-    for _ in range(_MOST_FOLDERS_DEEP + 1):
-        entries = sorted((entry for folder in level for entry in folder.iterdir()), key=in_order)
-        seen += len(entries)
-        if seen > _MOST_FILES:
-            raise InputError(f"{root}: more than {_MOST_FILES:,} files; give the folder of the dumps")
-        yield from (entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
-        level = [entry for entry in entries if entry.is_dir() and not entry.is_symlink()]
 
 
 def _rank(file: Path) -> int:

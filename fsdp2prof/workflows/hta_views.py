@@ -9,10 +9,10 @@ from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
 from fsdp2prof.tables import Trace
 from fsdp2prof.workflows.job_files import JobFiles
+from fsdp2prof.workflows.one_rank import read_rank_trace
 
 __all__ = ["VIEWS", "diff_traces", "view_trace"]
 
@@ -45,5 +45,4 @@ def diff_traces(control: JobFiles, test: JobFiles, *, step: int | None = None) -
 def _read(job: JobFiles) -> Trace:
     if not job.traces.files:
         raise TraceError(job.traces.absent)
-    first = job.traces.files[0]
-    return read_trace(first.path, rank=first.rank)
+    return read_rank_trace(job.traces.files[0])

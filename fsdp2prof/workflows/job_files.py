@@ -15,6 +15,7 @@ from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, RankManifest, RunDirectory
 from fsdp2prof.readers.chrome_trace import peek_rank
 from fsdp2prof.readers.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
+from fsdp2prof.workflows.at_hand import located
 from fsdp2prof.workflows.choices import listed, require
 from fsdp2prof.workflows.file_names import read_name
 from fsdp2prof.workflows.folders import find_memory_files, find_traces, is_memory_name, is_trace_name
@@ -115,6 +116,7 @@ class JobFiles:
 
     def _chosen(self, found: Found) -> Found:
         """Keep the chosen ranks; one that left nothing of this kind in a run is a warning."""
+        found = replace(found, files=tuple(map(located, found.files)))
         if self._ranks is None or not found.files:
             return found
         recorded = {record.rank for record in self.run.ranks} if self.run is not None else set()

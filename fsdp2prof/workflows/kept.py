@@ -14,11 +14,13 @@ from fsdp2prof.analyzers.memory.analysis import summarise as summarise_memory
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.errors import InputError
 from fsdp2prof.results import (
+    BASELINE_SCHEMA,
     COMM_ESTIMATE_SCHEMA,
     MEMORY_ESTIMATE_SCHEMA,
     MEMORY_SCHEMA,
     RUN_ANALYSIS_SCHEMA,
     TRACE_SCHEMA,
+    Baseline,
     CommEstimate,
     MemoryAnalysis,
     MemoryEstimate,
@@ -28,7 +30,7 @@ from fsdp2prof.results import (
 from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.kept_checks import check_numbers, check_timeline
 
-__all__ = ["Kept", "cut", "read_kept"]
+__all__ = ["Kept", "cut", "read_baseline", "read_kept"]
 
 Kept: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
 """Results that can be compared."""
@@ -49,13 +51,9 @@ def read_kept(path: Path) -> Kept | None:
 
     Raises ``InputError`` for one that is damaged or of a kind that is not compared.
     """
-    if not path.is_file():
+    schema = _schema_of(path)
+    if schema is None:
         return None
-    with path.open("rb") as file:
-        head = _SCHEMA.match(file.read(_HEAD_BYTES))
-    if head is None:
-        return None
-    schema = head[1].decode()
     kind = _DOCUMENTS.get(schema)
     if kind is None:
         raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
@@ -68,6 +66,29 @@ def read_kept(path: Path) -> Kept | None:
         return result
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+
+
+def read_baseline(path: Path) -> Baseline | None:
+    """Decode a baseline; None for anything else. Raises ``InputError`` for a damaged one."""
+    if _schema_of(path) != BASELINE_SCHEMA:
+        return None
+    try:
+        content = path.read_bytes()
+        check_numbers(content)
+        baseline = msgspec.json.decode(content, type=Baseline)
+        if baseline.windows < 1 and (baseline.step_ns is not None or baseline.collectives is not None):
+            raise ValueError("sums over no steps")
+        return baseline
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"{path}: not a baseline ({error}); write it again with --write-baseline") from error
+
+
+def _schema_of(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = _SCHEMA.match(file.read(_HEAD_BYTES))
+    return None if head is None else head[1].decode()
 
 
 def cut(result: Kept, path: Path, ranks: Collection[int] | None, steps: Collection[int] | None) -> Kept:

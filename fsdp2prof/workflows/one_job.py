@@ -22,6 +22,9 @@ class RankFile:
 
     rank: int
     path: Path
+    """As results and messages call it."""
+    location: str | None = None
+    """Where it is read, if not there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ def references(
     return References(
         tokens_per_step=tokens_per_step,
         peak_flops_per_s=device.flops if device else {},
+        peak_memory_bytes_per_s=device.memory_bytes_per_s if device else None,
         peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
         thresholds=thresholds or FindingThresholds(),
     )

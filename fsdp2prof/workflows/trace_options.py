@@ -21,6 +21,8 @@ class TraceOptions(TypedDict, total=False):
     """Processes; by default what the files are worth."""
     cache: bool
     """A large trace leaves its columns beside it and is not decoded again; off by default."""
+    cluster: str | None
+    """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
     references: References
     what_if: bool
     """Also try, by replaying the recording, what would make a step faster; off by default."""

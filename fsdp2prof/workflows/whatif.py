@@ -10,13 +10,11 @@ from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import TraceError
 from fsdp2prof.estimators import whatif
 from fsdp2prof.estimators.whatif import RecordedRank, program_of
-from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import WhatIf
-from fsdp2prof.workflows.analyze import cut_short
 from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.job_files import JobFiles
 from fsdp2prof.workflows.one_job import RankFile
-from fsdp2prof.workflows.trace_cache import read_trace_cached
+from fsdp2prof.workflows.one_rank import cut_short, read_rank_trace
 
 __all__ = ["recorded_ranks", "what_if"]
 
@@ -61,9 +59,8 @@ def recorded_ranks(
 
 
 def _recorded(job: JobFiles, file: RankFile, steps: Collection[int] | None, *, cache: bool) -> RecordedRank:
-    read = read_trace_cached if cache else read_trace
     manifest = job.manifests.get(file.rank)
-    trace = read(file.path, rank=file.rank)
+    trace = read_rank_trace(file, cache=cache)
     if steps is None and (left_out := cut_short(trace, manifest)):
         steps = set(host_steps(trace.labels).step.tolist()) - set(left_out)
     tables = rank_tables(trace, manifest, "steps", steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.chromium import Page
@@ -17,7 +18,11 @@ from support.results import (
     run_analysis,
     trace_analysis,
 )
+from support.shards import sharding_table
 
+from fsdp2prof.analyzers.sharding.layout import lay_out_shards
+from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
+from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import MemoryAnalysis, MemoryComparison, RunAnalysis, TraceAnalysis
@@ -79,7 +84,7 @@ def test_a_trace_alone_has_its_own_sections(page: Page, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("result", "charts"), [("failed", 2), ("compared", 1)])
+@pytest.mark.parametrize(("result", "charts"), [("failed", 3), ("compared", 1)])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_memory_has_pages_of_its_own(
     page: Page, tmp_path: Path, result: str, charts: int, width: int
@@ -103,3 +108,76 @@ def test_memory_has_pages_of_its_own(
     assert len(heights) == charts
     assert all(height > 100 for height in heights)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def full_run() -> RunAnalysis:
+    """A run with every chart that the sample lacks: operators, shards and ranks on two nodes."""
+    rows = operator_rows(
+        [
+            [
+                OperatorSum("aten::mm", f"[[{size},4096],[4096,4096]]", '["float","float"]', 4, size * 1000)
+                for size in (64, 512, 8192)
+            ]
+        ],
+        1,
+        {"float32": 6e13},
+        3e12,
+    )
+    run = run_analysis()
+    assert run.trace is not None
+    trace = replace(
+        run.trace, operators=rows, peak_flops_per_s={"float32": 6e13}, peak_memory_bytes_per_s=3e12
+    )
+    mesh = map_mesh({"dp_replicate": 2, "dp_shard": 2}, gpus_per_node=2)
+    return replace(run, trace=trace, sharding=lay_out_shards(sharding_table(4, even=8, uneven=5)), mesh=mesh)
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1024, False), (1920, True)])
+def test_each_chart_draws_what_the_result_says(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
+    file = tmp_path / "full.html"
+    file.write_text(page_of(full_run(), "runs/first"), encoding="utf-8")
+    page.requests.clear()
+    page.messages.clear()
+    page.open(file, width=width, dark=dark)
+    assert page.messages == []
+    assert page.requests == [file.resolve().as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+    def drawn(chart: str, what: str) -> Any:
+        return page.evaluate(f"document.querySelector('[data-figure={chart}]').data{what}")
+
+    intensity = [2 * n * 4096**2 / (4 * (2 * n * 4096 + 4096**2)) for n in (8192, 512, 64)]
+    assert drawn("roofline_chart", ".map(one => one.name)") == ["products", "roof, fp32"]
+    assert drawn("roofline_chart", "[0].x") == pytest.approx(intensity)
+    assert max(drawn("roofline_chart", "[1].y")) == pytest.approx(60)
+    assert drawn("shards", "[0].z") == [[1, 1, 0.5, 0], [1, 1, 1, 1]]
+    assert drawn("nodes", "[1].text") == ["0", "1", "2", "3"]
+    cells = [value for row in drawn("memory_map", "[0].z") for value in row if value is not None]
+    assert sum(cells) == pytest.approx(100)
+    texts = "document.querySelector('[data-figure=memory_map] .heatmap-label text')"
+    assert page.evaluate(f"getComputedStyle({texts}).fill") == (
+        "rgb(228, 231, 235)" if dark else "rgb(31, 41, 51)"
+    )
+
+
+def test_a_chart_zooms_and_tells_what_is_under_the_pointer(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "full.html"
+    file.write_text(page_of(full_run(), "runs/first"), encoding="utf-8")
+    page.open(file)
+    chart = "document.querySelector('[data-figure=roofline_chart]')"
+    page.evaluate(f"{chart}.scrollIntoView({{behavior: 'instant', block: 'center'}})")
+    x, y = page.evaluate(
+        f"(() => {{ const box = {chart}.querySelector('.points path').getBoundingClientRect();"
+        " return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+    )
+    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    said = page.evaluate(
+        "new Promise(done => { const look = () => { const text = "
+        f"{chart}.querySelector('.hoverlayer')?.textContent; if (text) done(text);"
+        " else requestAnimationFrame(look); }; look(); })"
+    )
+    assert "aten::mm" in said
+    assert "TFLOP/s" in said
+    before = page.evaluate(f"{chart}.layout.xaxis.range")
+    page.evaluate(f"Plotly.relayout({chart}, {{'xaxis.range': [1, 2]}}).then(() => null)")
+    assert page.evaluate(f"{chart}.layout.xaxis.range") == [1, 2] != before

@@ -10,6 +10,8 @@ import pytest
 
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.workflows.balance import check_balance
+from fsdp2prof.workflows.job_files import open_job
 
 from .conftest import script_path, torchrun, training_environment
 
@@ -41,6 +43,11 @@ def test_parameters_are_the_same_bit_for_bit(compare):
     run = compare(torchrun(script_path("checksums"), 2), "--watch")
     assert run.info.state == "complete"
     assert [rank.manifest.memory_steps for rank in run.ranks] == [[5], [5]]
+    balance = check_balance(open_job(run.path))
+    assert (balance.measured_on, sorted(one.rank for one in balance.ranks)) == ("watched", [0, 1])
+    for step in balance.steps:  # what a rank does itself is a part of its step
+        assert 0 <= step.lost_ns <= step.max_busy_ns <= max(one.duration_ns for one in balance.steps) * 2
+    assert balance.lost_ns == pytest.approx(balance.constant_ns + balance.varying_ns)
 
 
 def test_compiled_code_stays_compiled(compare):

@@ -77,6 +77,14 @@ def test_wheel_holds_the_data_files(wheel):
         f"fsdp2prof/reporters/assets/{p.name}" for p in (REPOSITORY / "fsdp2prof/reporters/assets").iterdir()
     }
     assert assets <= names
+    pages = {f"fsdp2prof/agents/{name}.md" for name in ("SKILL", "units", "join-keys")}
+    assert pages <= names
+
+
+def test_wheel_registers_the_pytest_plugin(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        [points] = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+        assert "[pytest11]\nfsdp2prof = fsdp2prof.pytest_plugin\n" in archive.read(points).decode()
 
 
 def test_installed_wheel_starts(wheel, tmp_path):

@@ -110,7 +110,8 @@ class Page:
             if answer.get("method") == "Page.loadEventFired":
                 break
         if scripts:
-            self.evaluate("typeof ready === 'undefined' ? null : ready.then(() => null)")
+            finished = "ready.then(() => Promise.all(work)).then(() => null)"
+            self.evaluate(f"typeof ready === 'undefined' ? null : {finished}")
             self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def evaluate(self, expression: str) -> Any:

@@ -30,13 +30,15 @@ from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.recorder.recording_file import write_recording
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.workflows.check import check_run
-from fsdp2prof.workflows.compare import compare
+from fsdp2prof.workflows.compare import compare, write_baseline
 from fsdp2prof.workflows.hang import analyze_hang
 from fsdp2prof.workflows.inspect import inspect_checkpoint, inspect_run_sharding
 from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.nccl import analyze_nccl
 from support import flight_dumps
 from support.checkpoints import written_checkpoint
 from support.mutations import HOSTILE, mutated
+from support.nccl_files import inspector_lines, log_lines
 from support.results import HOSTILE as HOSTILE_NAME
 from support.run_checks import two_ranks
 from support.snapshots import SnapshotBuilder
@@ -242,6 +244,16 @@ def _database(document: Any) -> bytes:
         return Path(folder, "a").read_bytes()
 
 
+def _inspector(folder: Path) -> Any:
+    records = [("all_gather", number, 2000, 100) for number in range(4)]
+    return [json.loads(line) for line in inspector_lines(0, records, version="v4.3", name="dp")]
+
+
+def _json_lines(document: Any) -> bytes:
+    lines = document if isinstance(document, list) else [document]
+    return b"\n".join(map(_json, lines)) + b"\n"
+
+
 def _storable(value: Any) -> Any:
     fits = isinstance(value, float | str | None) or (isinstance(value, int) and abs(value) < 1 << 63)
     return value if fits else repr(value)
@@ -251,6 +263,13 @@ def _baseline(folder: Path) -> Any:
     trace = _trace(folder)
     (folder / "trace.json").write_text(json.dumps(trace))
     return json.loads(msgspec.json.encode(analyze_trace(open_job(folder / "trace.json"), cache=False)))
+
+
+def _sums(folder: Path) -> Any:
+    trace = _trace(folder)
+    (folder / "trace.json").write_text(json.dumps(trace))
+    kept = write_baseline(folder / "sums.json", folder / "trace.json")
+    return json.loads(msgspec.json.encode(kept))
 
 
 KINDS = {
@@ -273,6 +292,10 @@ KINDS = {
     "run": Kind("all.json", _run, _json, _use_run),
     "checkpoint": Kind(".metadata", _checkpoint, _bytes, lambda at: inspect_checkpoint(at, None)),
     "flight recorder": Kind("fr_0.json", _dump, _json, lambda at: analyze_hang(at)),
+    "nccl inspector": Kind("node.log", _inspector, _json_lines, lambda at: analyze_nccl(at)),
+    "nccl log": Kind(
+        "nccl.out", lambda at: "\n".join(log_lines(0, calls=3)).encode(), _bytes, lambda at: analyze_nccl(at)
+    ),
     "flight pickle": Kind("fr_0", _dump, _pickle, lambda at: analyze_hang(at)),
     "config": Kind(
         "config.yaml",
@@ -281,6 +304,7 @@ KINDS = {
         lambda at: make_spec(load_config(at / "config.yaml")).model.kind and None,
     ),
     "baseline": Kind("base.json", _baseline, _json, lambda at: compare(at / "base.json", at / "trace.json")),
+    "sums": Kind("sums.json", _sums, _json, lambda at: compare(at / "sums.json", at / "trace.json")),
 }
 """Name -> kind."""
 

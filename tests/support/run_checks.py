@@ -6,9 +6,6 @@ from pathlib import Path
 
 from fsdp2prof.analyzers.sharding.check import check_run
 from fsdp2prof.manifest import (
-    MeshInfo,
-    ParameterInfo,
-    ParamGroupInfo,
     ProcessGroupInfo,
     RankManifest,
     RankRecord,
@@ -17,6 +14,7 @@ from fsdp2prof.manifest import (
     UnshardedInfo,
 )
 from fsdp2prof.results import RunCheck
+from support.sharded_groups import sharded_group
 
 
 def run_check() -> RunCheck:
@@ -34,37 +32,7 @@ def two_ranks() -> RunDirectory:
 
 
 def _manifest(rank: int) -> RankManifest:
-    parameter = ParameterInfo(
-        fqn="weight",
-        global_shape=[5, 4],
-        local_shape=[3 - rank, 4],
-        padded_local_shape=[3, 4],
-        dtype="float32",
-        placement="Shard(0)",
-        requires_grad=True,
-    )
-    group = ParamGroupInfo(
-        root=0,
-        fqn="",
-        index=0,
-        group_count=1,
-        mesh=MeshInfo(device_type="cpu", shape=[2], dim_names=["dp_shard"], dim_groups=["1"]),
-        shard_group="1",
-        reduce_scatter_group="1",
-        all_reduce_group=None,
-        post_forward_group=None,
-        shard_world_size=2,
-        replicate_world_size=1,
-        param_dtype=None,
-        reduce_dtype=None,
-        output_dtype=None,
-        reshard_after_forward=True,
-        offload=False,
-        offload_pin_memory=False,
-        unshard_async_op=False,
-        requires_grad=True,
-        parameters=[parameter],
-    )
+    group = sharded_group("", [5, 4], ranks=2, rows=3 - rank, device_type="cpu", process_group="1")
     left_out = UnshardedInfo(
         kind="parameter", fqn="scale", root=0, shape=[4], dtype="float32", nbytes=16, requires_grad=True
     )

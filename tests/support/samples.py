@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fsdp2prof import results
+from fsdp2prof.analyzers.balance import RankStep, StepTokens, check_balance
+from fsdp2prof.analyzers.compare.baseline import baseline_of
+from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.analyzers.hta.critical_path import critical_path
 from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
+from fsdp2prof.analyzers.nccl.analysis import analyze_nccl
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
 from fsdp2prof.analyzers.sharding.environment import judge_environment
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
@@ -35,6 +41,7 @@ from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
+from support.nccl_files import inspected, logged, manifest
 from support.parity_measurements import doubled_gradient
 from support.plans import small_plan
 from support.probes import two_probes
@@ -51,6 +58,14 @@ from support.watched import watched_run
 
 MODEL, MESH = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=2)
 POLICY = PolicySpec(seq_len=16)
+
+
+def baseline() -> results.Baseline:
+    """The sums of a small run."""
+    analysis = run_analysis()
+    assert analysis.memory is not None
+    peaks = {rank.rank: rank.peak for rank in analysis.memory.ranks}
+    return baseline_of(Side(path="run", kind="run", trace=analysis.trace, peaks=peaks, run=analysis.run))
 
 
 def two_measured_ranks() -> Measured:
@@ -86,11 +101,31 @@ def what_if_sample() -> results.WhatIf:
     return what_if([RecordedRank(tables=tables, program=program, analysis=analysis)], "run")
 
 
+def nccl_analysis() -> results.NcclAnalysis:
+    """Four ranks on two nodes: a communicator that both the Inspector and the log know, and another."""
+    with tempfile.TemporaryDirectory() as folder:
+        gathers = [[("all_gather", n, 2000, 400 - 90 * rank) for n in range(4)] for rank in range(2)]
+        log = logged(Path(folder, "logs"), far="NET/Socket/0", calls=3)
+        manifests = {rank: manifest(rank) for rank in range(2)}
+        return analyze_nccl(inspected(Path(folder), gathers), log, manifests)
+
+
+def small_balance() -> results.BalanceCheck:
+    """Two ranks, one of which has 20 ns more to do, and the tokens of one step."""
+    measured = {
+        rank: {step: RankStep(duration_ns=100, busy_ns=60 + 20 * rank) for step in range(2)}
+        for rank in range(2)
+    }
+    tokens = {0: [StepTokens(tokens=3, computed=5), StepTokens(tokens=8, computed=8)]}
+    return check_balance(measured, path="run", measured_on="watched", tokens=tokens, documents=4)
+
+
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
     "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "nccl": (results.NcclAnalysis, "fsdp2prof.nccl/1", nccl_analysis),
     "check": (results.RunCheck, "fsdp2prof.check/1", run_check),
     "parity": (
         results.ParityCheck,
@@ -123,6 +158,7 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "models": (results.ModelCatalog, "fsdp2prof.inspect.models/1", list_models),
     "hardware": (results.HardwareCatalog, "fsdp2prof.inspect.hardware/1", list_hardware),
     "categories": (results.CategoryCatalog, "fsdp2prof.inspect.categories/1", list_categories),
+    "baseline": (results.Baseline, "fsdp2prof.baseline/1", baseline),
     "compare": (results.RunComparison, "fsdp2prof.compare/1", run_comparison),
     "run_analysis": (results.RunAnalysis, "fsdp2prof.run_analysis/1", run_analysis),
     "memory_estimate": (
@@ -144,6 +180,11 @@ SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
         results.PackingEstimate,
         "fsdp2prof.estimate.packing/1",
         lambda: estimate_packing([3, 5, 2, 9], seq_len=8, batch_size=2),
+    ),
+    "balance": (
+        results.BalanceCheck,
+        "fsdp2prof.check.balance/1",
+        small_balance,
     ),
     "plan": (results.Plan, "fsdp2prof.plan/1", small_plan),
     "checkpoint_estimate": (

@@ -472,7 +472,11 @@ def test_the_command_gates(tmp_path, capfd) -> None:
         (tmp_path / f"{name}.json").write_text(as_json(analysis))
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     passed = call(capfd, "compare", a, b, "--fail-on", "step_time_frac>0.05", "--format", "json")
-    assert (passed.code, passed.err) == (0, "")
+    assert passed.code == 0
+    assert passed.err.splitlines() == [
+        "passed: 1 condition tested, none holds",
+        "  step_time_frac>0.05: step_time_frac is 0.03",
+    ]
     assert present(msgspec.json.decode(passed.out, type=RunComparison).step).delta_ns == 1_500_000
     failed = call(capfd, "compare", a, b, "--fail-on", "step_time_frac>0.01", "-o", tmp_path / "out.csv")
     assert failed.code == 3

@@ -16,7 +16,7 @@ from synthetic import Schedule, record, transformer, write
 from synthetic.kineto import BASE_NS, EPOCH_NS
 
 from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
-from fsdp2prof.workflows import analyze, job_files, trace_cache
+from fsdp2prof.workflows import analyze, job_files, one_rank, trace_cache
 
 RANKS = (0, 1)
 
@@ -56,9 +56,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, name in (
         (job_files, "open_run"),
-        (analyze, "read_trace"),
+        (one_rank, "read_trace"),
         (trace_cache, "read_trace"),
-        (analyze, "read_memory"),
+        (one_rank, "read_memory"),
     ):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return seen

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from support.results import trace_analysis
+from support.sharded_groups import sharded_group
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.fail_on import METRICS
 from fsdp2prof.analyzers.findings import find as findings
 from fsdp2prof.analyzers.findings.find import FindingThresholds, find, parse_thresholds
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import CrossRank, Finding, LateRank, LateRanks, Straggler, TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
@@ -325,38 +326,7 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
 
 def manifest(rows: int, ranks: int) -> RankManifest:
     """One Linear(64, rows) sharded over ``ranks``: rows are padded up to a multiple."""
-    share = -(-rows // ranks)
-    parameter = ParameterInfo(
-        fqn="head.weight",
-        global_shape=[rows, 64],
-        local_shape=[share, 64],
-        padded_local_shape=[share, 64],
-        dtype="float32",
-        placement="Shard(dim=0)",
-        requires_grad=True,
-    )
-    group = ParamGroupInfo(
-        root=0,
-        fqn="head",
-        index=0,
-        group_count=1,
-        mesh=MeshInfo(device_type="cuda", shape=[ranks]),
-        shard_group="0",
-        reduce_scatter_group="0",
-        all_reduce_group=None,
-        post_forward_group=None,
-        shard_world_size=ranks,
-        replicate_world_size=1,
-        param_dtype=None,
-        reduce_dtype=None,
-        output_dtype=None,
-        reshard_after_forward=True,
-        offload=False,
-        offload_pin_memory=False,
-        unshard_async_op=False,
-        requires_grad=True,
-        parameters=[parameter],
-    )
+    group = sharded_group("head", [rows, 64], ranks=ranks, rows=-(-rows // ranks))
     return RankManifest(param_groups=[group])
 
 
@@ -406,6 +376,16 @@ def test_thresholds_are_options_with_names() -> None:
         parse_thresholds(["stragler_frac=0.5"])
     with pytest.raises(UsageError, match="not a number"):
         parse_thresholds(["straggler_frac=much"])
+
+
+def test_a_row_that_holds_only_the_end_of_another_steps_collective() -> None:
+    """It has time and no collective of its own: nothing is divided by their number."""
+    analysis = trace_analysis()
+    thresholds = parse_thresholds(["small_payload_bytes=1000000000000", "small_count=0", "knee_frac=1"])
+    over = [replace(row, count=0, payload_bytes=0) for row in analysis.groups]
+    for groups in (over, [*analysis.groups, *over]):
+        found = find(replace(analysis, groups=groups, findings=[]), thresholds=thresholds)
+        assert all(one.message for one in found)
 
 
 def test_nothing_is_found_in_nothing() -> None:

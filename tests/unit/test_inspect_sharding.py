@@ -87,3 +87,19 @@ def test_the_command_wants_a_run_or_a_model(capfd: pytest.CaptureFixture[str], t
     done = call(capfd, "inspect", "sharding", "--model", "gpt2", "--layers", "1", "--mesh", "dp_shard=5")
     assert done.code == 0
     assert "tok_embeddings.weight" in done.out
+
+
+def test_experts_have_a_mesh_of_their_own() -> None:
+    """Mixtral, 8 ranks, ep 2: a rank has 4 of 8 experts, and a shard one of them."""
+    sharding = lay_out_shards(
+        shard_model(ModelSpec(source="mixtral-8x7b", layers=1), MeshSpec(dp_shard=8, ep=2), PolicySpec())
+    )
+    assert [one.shard_dim for one in sharding.meshes] == ["dp_shard", "ep_shard"]
+    experts = [one for one in sharding.parameters if one.mesh == 1]
+    assert experts
+    for one in experts:
+        assert (one.global_shape[0], one.shape[0], one.shards, one.rows_per_shard) == (8, 4, 4, 1)
+        assert one.placements == ["_StridedShard(dim=0, sf=2)", "Shard(dim=0)"]
+    whole = sum(one.bytes for one in sharding.parameters if one.mesh == 0)
+    parts = sum(one.bytes for one in experts)
+    assert sum(one.bytes for one in sharding.ranks) == whole + 2 * parts

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 from support.documents import KERNEL, Said, document
 
+from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters import documents
 from fsdp2prof.results import Shown
 
@@ -36,6 +37,16 @@ def test_figures_are_plotly_figures_with_their_title() -> None:
     assert list(figures) == ["course"]
     assert figures["course"].layout.title.text == "Memory over time"
     assert list(figures["course"].data[0].x) == [1, 2]
+
+
+def test_one_table_and_one_figure_by_name() -> None:
+    result = Result()
+    assert result.frame("by_layer").equals(result.to_pandas()["by_layer"])
+    assert result.figure("course").layout.title.text == "Memory over time"
+    with pytest.raises(UsageError, match="no table 'layers' here: there are groups, by_layer"):
+        result.frame("layers")
+    with pytest.raises(UsageError, match="no figure 'by_layer' here: there are course"):
+        result.figure("by_layer")
 
 
 def test_html_of_a_notebook_has_no_script_and_escapes() -> None:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import click
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2prof.commands.record import record
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    ProcessGroupInfo,
+    RankManifest,
+    RecordOptions,
+    RunInfo,
+    rank_folder,
+)
+from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.recorder import Recorder
 from fsdp2prof.recorder.schedule import Schedule
 from fsdp2prof.recorder.settings import Settings, is_selected, validate
@@ -94,7 +107,8 @@ def test_only_what_was_put_off_comes_forward_and_not_a_traced_step():
         ("all", 3, {0, 1, 2}),
         ("0,3", 4, {0, 3}),
         ("sample:1", 8, {0}),
-        ("sample:3", 8, {0, 2, 5}),
+        ("sample:2", 8, {0, 7}),
+        ("sample:5", 6, {0, 1, 2, 3, 5}),
         ("sample:9", 4, {0, 1, 2, 3}),
     ],
 )
@@ -135,3 +149,44 @@ def test_the_command_and_the_recorder_take_every_recording_option() -> None:
     assert Recorder("unused", **made)._options == RecordOptions(**made)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no option 'activ'; there are wait, "):
         Recorder("unused", activ=3)
+
+
+def test_a_sample_has_every_coordinate_of_every_mesh_of_powers_of_two():
+    def meshes(world_size: int) -> Iterator[tuple[int, ...]]:
+        yield from ((),) if world_size == 1 else ()
+        for size in (2, 4, 8, 16, 32):
+            if world_size % size == 0:
+                yield from ((size, *rest) for rest in meshes(world_size // size))
+
+    for world_size in (4, 8, 32):
+        for count in range(2, world_size + 1):
+            chosen = [r for r in range(world_size) if is_selected(f"sample:{count}", r, world_size)]
+            assert len(chosen) == count
+            for mesh in (mesh for mesh in meshes(world_size) if max(mesh) <= count):
+                coordinates = np.array(np.unravel_index(chosen, mesh))
+                assert [len(set(row)) for row in coordinates.tolist()] == list(mesh)
+
+
+@pytest.mark.parametrize(
+    ("selected", "said"),
+    [
+        ({0, 3}, "1, 2; every coordinate of dp, tp has a recorded rank"),
+        ({0, 1}, "2, 3; no recorded rank has the mesh coordinates dp 1:"),
+    ],
+)
+def test_a_run_says_which_ranks_it_did_not_see(tmp_path, selected, said):
+    for rank in range(4):
+        first = rank // 2 * 2
+        members = {"dp": [rank % 2, rank % 2 + 2], "tp": [first, first + 1]}
+        groups = [
+            ProcessGroupInfo(name=dim, desc="", backend="gloo", ranks=ranks, mesh_dim=dim)
+            for dim, ranks in members.items()
+        ]
+        one = RankManifest(rank=rank, world_size=4, state="complete", selected=rank in selected)
+        one.process_groups = groups if rank in selected else []
+        folder = tmp_path / rank_folder(rank)
+        folder.mkdir()
+        (folder / MANIFEST_FILE).write_bytes(msgspec.json.encode(one))
+    (tmp_path / RUN_FILE).write_bytes(msgspec.json.encode(RunInfo(state="complete", world_size=4)))
+    said = f"2 of 4 ranks were not recorded (--ranks): {said}"
+    assert any(message.startswith(said) for message in open_run(tmp_path).messages)

@@ -16,16 +16,18 @@ function recoloured(value) {
   return Object.hasOwn(dark, value) ? dark[value] : value;
 }
 
-function draw() {
-  for (const place of document.querySelectorAll("[data-figure]")) {
-    if (place.closest("[data-timeline]")) continue;
-    const figure = figures[place.dataset.figure];
-    const { data, layout } = inTheDark.matches ? recoloured(figure) : structuredClone(figure);
-    if (place.clientWidth < 640) {
-      layout.height += 19 * data.length;  // the legend has one entry a line
-    }
-    Plotly.react(place, data, layout, config);
+function drawOne(place) {
+  const figure = figures[place.dataset.figure];
+  const { data, layout } = inTheDark.matches ? recoloured(figure) : structuredClone(figure);
+  if (place.clientWidth < 640) {
+    layout.height += 19 * data.length;  // the legend has one entry a line
   }
+  Plotly.react(place, data, layout, config);
+}
+
+function draw() {
+  const places = [...document.querySelectorAll("[data-figure]")].filter(place => !place.closest("[data-timeline]"));
+  work.push(oneByOne(places, drawOne));
 }
 
 draw();

@@ -6,6 +6,22 @@ async function unpacked(place) {
 }
 
 const details = {};
+const work = [];  // what goes on after the page is there: charts drawn and tables made to sort, one at a time
+const whenIdle = () => new Promise(done => { (window.requestIdleCallback ?? setTimeout)(done, { timeout: 100 }); });
+const nearestFirst = places => [...places].sort((a, b) => distance(a) - distance(b));
+
+function distance(place) {
+  const { top, bottom } = place.getBoundingClientRect();
+  return top > innerHeight ? top - innerHeight : Math.max(0, -bottom);
+}
+
+async function oneByOne(places, act) {
+  for (const place of nearestFirst(places)) {
+    await whenIdle();
+    act(place);
+  }
+}
+
 const ready = (async () => {
   for (const place of document.querySelectorAll("script[data-json]")) {
     Object.assign(details, JSON.parse(await unpacked(place)));

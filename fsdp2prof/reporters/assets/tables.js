@@ -49,11 +49,9 @@ function enliven(table) {
   table.closest(".scroll").before(bar);
 }
 
-for (const table of document.querySelectorAll("main table")) {
-  const fold = table.closest("details");
-  if (fold === null) enliven(table);
-  else fold.addEventListener("toggle", () => enliven(table), { once: true });
-}
+const tables = [...document.querySelectorAll("main table")];
+for (const table of tables) table.closest("details")?.addEventListener("toggle", () => enliven(table), { once: true });
+work.push(oneByOne(tables.filter(table => table.closest("details") === null), enliven));
 
 // The table of contents says where the reader is.
 const links = new Map([...document.querySelectorAll("nav a")].map(link => [link.hash.slice(1), link]));

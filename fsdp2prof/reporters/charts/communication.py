@@ -14,7 +14,8 @@ __all__ = ["bandwidth_chart", "prefetch_chart", "wait_chart"]
 _MS, _GB, _MIB = 1e6, 1e9, 1 << 20
 _LATE_ROWS = 40
 _POINTS = 60
-_RANK_HEIGHT = 18
+_RANK_HEIGHT, _MOST_HEIGHT = 18, 1152
+"""Of a rank's row in the map, and of all of them: beyond 64 ranks rows become thinner."""
 
 
 def prefetch_chart(rows: Sequence[LateRow]) -> Figure | None:
@@ -70,19 +71,21 @@ def wait_chart(rows: Sequence[LayerWait]) -> Figure | None:
         return None
     ranks = sorted({row.rank for row in rows})
     layers = list(dict.fromkeys(row.fqn for row in rows))
-    waited = {(row.rank, row.fqn): row.stall_ns / _MS for row in rows}
+    waited = {(row.rank, row.fqn): round(row.stall_ns / _MS, 6) for row in rows}
     data = {
         "type": "heatmap",
         "x": labels([layer_name(fqn) for fqn in layers]),
         "y": [f"rank {rank}" for rank in ranks],
         "z": [[waited.get((rank, fqn)) for fqn in layers] for rank in ranks],
+        "zmin": 0,
         "colorscale": [[0, "rgba(192,57,43,0.05)"], [1, "rgba(192,57,43,1)"]],
         "colorbar": {"title": {"text": "ms"}, "thickness": 12},
         "hovertemplate": "%{y}, %{x}: %{z:.3f} ms<extra></extra>",
         "xgap": 1,
-        "ygap": 1,
+        "ygap": 1 if len(ranks) * _RANK_HEIGHT <= _MOST_HEIGHT else 0,
     }
-    chart = figure([data], height=110 + _RANK_HEIGHT * max(3, len(ranks)), reverse=True)
+    height = min(_RANK_HEIGHT * max(3, len(ranks)), _MOST_HEIGHT)
+    chart = figure([data], height=110 + height, reverse=True)
     chart["layout"]["xaxis"] |= {"type": "category", "showgrid": False}
     return chart
 

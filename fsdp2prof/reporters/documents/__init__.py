@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp2prof.reporters.document import Document
+from fsdp2prof.reporters.documents.balance import balance_document
+from fsdp2prof.reporters.documents.baseline import baseline_document
 from fsdp2prof.reporters.documents.bench import bench_document
 from fsdp2prof.reporters.documents.catalogs import (
     category_catalog_document,
@@ -29,6 +31,7 @@ from fsdp2prof.reporters.documents.memory import memory_document
 from fsdp2prof.reporters.documents.memory_comparison import memory_comparison_document
 from fsdp2prof.reporters.documents.memory_estimate import memory_estimate_document
 from fsdp2prof.reporters.documents.mesh import mesh_document
+from fsdp2prof.reporters.documents.nccl import nccl_document
 from fsdp2prof.reporters.documents.packing_estimate import packing_estimate_document
 from fsdp2prof.reporters.documents.parity import parity_document
 from fsdp2prof.reporters.documents.plan import plan_document
@@ -39,6 +42,8 @@ from fsdp2prof.reporters.documents.trace import trace_document
 from fsdp2prof.reporters.documents.watch import watch_document
 from fsdp2prof.reporters.documents.what_if import what_if_document
 from fsdp2prof.results import (
+    BalanceCheck,
+    Baseline,
     BenchResult,
     CategoryCatalog,
     CheckpointEstimate,
@@ -55,6 +60,7 @@ from fsdp2prof.results import (
     MemoryEstimate,
     MeshMap,
     ModelCatalog,
+    NcclAnalysis,
     PackingEstimate,
     ParityCheck,
     Plan,
@@ -72,6 +78,7 @@ from fsdp2prof.results import (
 __all__ = ["BUILDERS", "build"]
 
 BUILDERS: dict[type, Callable[[Any], Document]] = {
+    Baseline: baseline_document,
     BenchResult: bench_document,
     CheckpointEstimate: checkpoint_estimate_document,
     CommEstimate: comm_estimate_document,
@@ -89,10 +96,12 @@ BUILDERS: dict[type, Callable[[Any], Document]] = {
     ModelCatalog: model_catalog_document,
     ShardingMap: sharding_document,
     MeshMap: mesh_document,
+    NcclAnalysis: nccl_document,
     ParityCheck: parity_document,
     EnvironmentCheck: environment_check_document,
     RunCheck: check_document,
     PackingEstimate: packing_estimate_document,
+    BalanceCheck: balance_document,
     RunAnalysis: run_document,
     RunComparison: comparison_document,
     StepEstimate: step_estimate_document,

@@ -40,8 +40,16 @@ def bench_document(result: BenchResult) -> Document:
 
 def _collectives(result: BenchResult) -> list[Block]:
     chart = bandwidth_chart(result.collectives)
-    figure = [] if chart is None else [Chart(name="bandwidth", title="Bandwidth by size", figure=chart)]
+    figure = [] if chart is None else [Chart(name="bandwidth", title=_best(result), figure=chart)]
     return [*figure, _fits(result), _sizes(result)]
+
+
+def _best(result: BenchResult) -> str:
+    best = max(result.collectives, key=lambda one: one.busbw_bytes_per_s)
+    return (
+        f"The fastest is {show_op(best.op)}: {show_gb_per_s(best.busbw_bytes_per_s)} GB/s "
+        f"at {show_bytes(best.payload_bytes)}"
+    )
 
 
 def _fits(result: BenchResult) -> Table:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from fsdp2prof.reporters.charts.figure import Figure
-from fsdp2prof.reporters.charts.memory import course_chart, course_marks, course_totals, memory_layer_chart
+from fsdp2prof.reporters.charts.memory import (
+    course_chart,
+    course_marks,
+    course_totals,
+    memory_layer_chart,
+    memory_map,
+)
 from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
 from fsdp2prof.reporters.documents import memory_tables as tables
 from fsdp2prof.reporters.documents.findings import findings_section
@@ -22,7 +28,8 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
     return Document(
         kind="memory",
         title=f"Memory of {plural(len({rank.rank for rank in analysis.ranks}), 'rank')}",
-        subtitle=", ".join(sorted({rank.device for rank in analysis.ranks})),
+        subtitle=", ".join(sorted({rank.device for rank in analysis.ranks}))
+        + (f"; only {analysis.focus}" if analysis.focus else ""),
         verdict=analysis.verdict,
         numbers=memory_numbers(analysis),
         sections=[*findings_section(_findings(analysis), analysis.advice), *memory_sections(analysis)],
@@ -94,8 +101,13 @@ def _peak_section(analysis: MemoryAnalysis) -> Section:
     blocks: list[Block] = [tables.peak_table(analysis), tables.category_table(rank)]
     if any(row.fqns != [None] for row in rank.peak.layers):
         table = tables.layer_memory_table(rank.peak)
-        figure = memory_layer_chart(rank.peak.layers)
-        blocks += [*_chart("memory_layers", "Alive at the peak, by layer", figure), table]
+        largest = rank.peak.layers[0]
+        title = f"{largest.name} holds most of the peak: {format_bytes(largest.bytes)}"
+        blocks += _chart("memory_layers", title, memory_layer_chart(rank.peak.layers))
+        blocks += _chart(
+            "memory_map", tables.largest_cell(rank.peak.layers_folded), memory_map(rank.peak.layers_folded)
+        )
+        blocks.append(table)
     if rank.peak.largest_blocks:
         blocks.append(tables.block_table(rank))
     if rank.remedies and rank.oom is None:
@@ -117,7 +129,13 @@ def _course_section(rank: RankMemory) -> list[Section]:
     blocks: list[Block] = []
     if figure is not None:
         blocks.append(
-            Chart(name="memory_course", title=title, note="allocated bytes", figure=figure, spark=spark)
+            Chart(
+                name="memory_course",
+                title=f"Memory peaks at {format_bytes(rank.peak.allocated_bytes)} in {rank.peak.phase}",
+                note="allocated bytes over time",
+                figure=figure,
+                spark=spark,
+            )
         )
     if any(row.fqn is not None for row in rank.layers):
         blocks.append(tables.layer_peak_table(rank))

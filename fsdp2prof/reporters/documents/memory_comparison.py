@@ -63,7 +63,10 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
 def comparison_charts(comparison: MemoryComparison) -> list[Chart]:
     """Return both peaks by category."""
     figure = peaks_chart({"before": comparison.before, "after": comparison.after})
-    title = "What fills both peaks"
+    before, after = comparison.before.allocated_bytes, comparison.after.allocated_bytes
+    title = f"The peak went from {format_bytes(before)} to {format_bytes(after)}"
+    if before == after:
+        title = f"Both peaks are {format_bytes(after)}"
     return [Chart(name="memory_peaks", title=title, figure=figure)] if figure is not None else []
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from fsdp2prof.reporters.charts.memory import memory_layer_chart
+from collections.abc import Sequence
+
+from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.memory import memory_layer_chart, memory_map
 from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
-from fsdp2prof.reporters.documents.memory_tables import layer_memory_table, remedy_table
+from fsdp2prof.reporters.documents.memory_tables import largest_cell, layer_memory_table, remedy_table
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
@@ -16,7 +19,7 @@ from fsdp2prof.reporters.formats import (
     show_frac,
     text_column,
 )
-from fsdp2prof.results import MemoryEstimate
+from fsdp2prof.results import LayerMemory, MemoryEstimate
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import FITS
 
@@ -28,6 +31,7 @@ _LAYER_ROWS = 12
 def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     """Lay out a memory estimate: the peak, whether it fits, what fills it, what would lower it."""
     figure = memory_layer_chart(estimate.peak.layers)
+    cells = memory_map(estimate.peak.layers_folded)
     return Document(
         kind="memory_estimate",
         title=f"Memory of one rank of {estimate.model.name}",
@@ -41,7 +45,18 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 lead="Categories and layers sum exactly to the bytes in use at the peak.",
                 blocks=[
                     _category_table(estimate),
-                    *([Chart(name="layers_at_peak", title="By layer", figure=figure)] if figure else []),
+                    *([_by_layer(figure, estimate.peak.layers[0])] if figure else []),
+                    *(
+                        [
+                            Chart(
+                                name="memory_map",
+                                title=largest_cell(estimate.peak.layers_folded),
+                                figure=cells,
+                            )
+                        ]
+                        if cells
+                        else []
+                    ),
                     layer_memory_table(estimate.peak),
                     _stream_table(estimate),
                 ],
@@ -60,6 +75,15 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
         ],
         result=estimate,
     )
+
+
+def _by_layer(figure: Figure, largest: LayerMemory) -> Chart:
+    title = f"{largest.name} holds most of the peak: {format_bytes(largest.bytes)}"
+    return Chart(name="layers_at_peak", title=title, figure=figure)
+
+
+def _by_cell(figure: Figure, layers: Sequence[LayerMemory]) -> Chart:
+    return Chart(name="memory_map", title=largest_cell(layers), figure=figure)
 
 
 def _tried(estimate: MemoryEstimate) -> Section:

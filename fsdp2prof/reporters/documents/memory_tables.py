@@ -34,12 +34,14 @@ from fsdp2prof.results import (
     RankMemory,
     Remedy,
 )
+from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import CATEGORIES, layer_name, remedy_label
 
 __all__ = [
     "block_table",
     "category_table",
     "fragmentation_table",
+    "largest_cell",
     "layer_memory_table",
     "layer_peak_table",
     "layer_rows_table",
@@ -183,6 +185,13 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
         totals=[totals],
         unabridged=every,
     )
+
+
+def largest_cell(layers: Sequence[LayerMemory]) -> str:
+    """Say which kind of which layer holds most."""
+    cells = [(size, row.name, name) for row in layers for name, size in row.categories.items()]
+    size, layer, category = max(cells, key=lambda cell: cell[0])
+    return f"Most at the peak: {show_category(category)} of {layer}, {format_bytes(size)}"
 
 
 def _sparse(scale: int, digits: int) -> Show:

@@ -16,16 +16,13 @@ from fsdp2prof.reporters.formats import (
 )
 from fsdp2prof.results import MeshDimension, MeshGroup, MeshMap, MeshRank
 
-__all__ = ["mesh_document"]
+__all__ = ["mesh_blocks", "mesh_document"]
 
 _ROWS = 16
 
 
 def mesh_document(mesh: MeshMap) -> Document:
     """Lay out a mesh."""
-    picture: list[Block] = []
-    if (figure := mesh_chart(mesh)) is not None:
-        picture = [Chart(name="nodes", title="Ranks by node", note="a colour a group", figure=figure)]
     return Document(
         kind="mesh",
         title=f"Mesh {mesh.mesh}",
@@ -35,13 +32,22 @@ def mesh_document(mesh: MeshMap) -> Document:
             KeyFigure(value=f"{mesh.nodes:,}", label="nodes"),
         ],
         sections=[
-            Section(anchor="dimensions", title="Dimensions", blocks=[_dimensions(mesh.dimensions), *picture]),
+            Section(anchor="dimensions", title="Dimensions", blocks=mesh_blocks(mesh)),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(mesh.ranks, mesh.dimensions)]),
             Section(anchor="groups", title="Process groups", blocks=[_groups(mesh.groups)]),
         ],
         warnings=mesh.warnings,
         result=mesh,
     )
+
+
+def mesh_blocks(mesh: MeshMap) -> list[Block]:
+    """Return the dimensions as a table, and the ranks by node as a picture."""
+    crossing = [one.name for one in mesh.dimensions if one.groups_across_nodes]
+    title = f"Groups of {', '.join(crossing)} cross nodes" if crossing else "No group crosses nodes"
+    figure, note = mesh_chart(mesh), "ranks by node, a colour a group"
+    picture = [] if figure is None else [Chart(name="nodes", title=title, note=note, figure=figure)]
+    return [_dimensions(mesh.dimensions), *picture]
 
 
 def _dimensions(dimensions: Sequence[MeshDimension]) -> Table:

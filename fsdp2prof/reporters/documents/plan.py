@@ -47,7 +47,7 @@ def plan_document(plan: Plan) -> Document:
                 title="Memory against speed",
                 lead="No other configuration is both faster and smaller.",
                 blocks=[
-                    *([Chart(name="pareto_front", title="Pareto front", figure=chart)] if chart else []),
+                    *([Chart(name="pareto_front", title=_fastest(plan), figure=chart)] if chart else []),
                     _point_table(plan, plan.pareto, "pareto", "Pareto front"),
                 ],
             ),
@@ -86,6 +86,13 @@ def _numbers(plan: Plan) -> list[KeyFigure]:
     if point.cost_per_billion_tokens is not None:
         figures.append(KeyFigure(value=f"{point.cost_per_billion_tokens:,.0f}", label="a billion tokens"))
     return figures
+
+
+def _fastest(plan: Plan) -> str:
+    if not plan.pareto:
+        return "Pareto front"
+    best = max(plan.pareto, key=lambda point: point.tokens_per_s)
+    return f"The fastest makes {best.tokens_per_s:,.0f} tokens/s with {format_bytes(best.total_bytes)} a GPU"
 
 
 def _losers(plan: Plan) -> list[PlanFamily]:

@@ -9,6 +9,8 @@ from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters.document import Block, Column, Document, Facts, Section, Table, Value
 from fsdp2prof.reporters.documents.findings import findings_section
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
+from fsdp2prof.reporters.documents.mesh import mesh_blocks
+from fsdp2prof.reporters.documents.sharding import rows_blocks
 from fsdp2prof.reporters.documents.trace import trace_data, trace_numbers, trace_sections
 from fsdp2prof.reporters.formats import (
     bytes_column,
@@ -28,6 +30,7 @@ __all__ = ["run_document"]
 
 _RANK_ROWS = 8
 _HOSTS_NAMED = 4
+_SHARD_ROWS = 8
 
 
 def run_document(analysis: RunAnalysis) -> Document:
@@ -44,12 +47,22 @@ def run_document(analysis: RunAnalysis) -> Document:
             *findings_section(analysis.findings, analysis.advice),
             *(trace_sections(trace) if trace else ()),
             *(memory_sections(memory) if memory else ()),
+            *_layout_sections(analysis),
             *_run_sections(run),
         ],
         warnings=[*run.messages, *analysis.warnings, *(line for part in parts for line in part.warnings)],
         result=analysis,
         data=[*(trace_data(trace) if trace else ()), *(memory_data(memory) if memory else ())],
     )
+
+
+def _layout_sections(analysis: RunAnalysis) -> list[Section]:
+    """Lay out where the ranks stand, and which rows each holds."""
+    blocks = [
+        *(mesh_blocks(analysis.mesh) if analysis.mesh else ()),
+        *(rows_blocks(analysis.sharding, _SHARD_ROWS) if analysis.sharding else ()),
+    ]
+    return [Section(anchor="layout", title="Who holds what", blocks=blocks)] if blocks else []
 
 
 def _state(run: RunSummary) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from fsdp2prof.reporters.document import Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.charts.sharding import sharding_chart
+from fsdp2prof.reporters.document import Block, Chart, Document, KeyFigure, Section, Table
 from fsdp2prof.reporters.formats import (
     bytes_column,
     cells,
@@ -19,7 +21,7 @@ from fsdp2prof.reporters.formats import (
 )
 from fsdp2prof.results import ParameterSharding, RankShare, Redistribution, ShardingMap, ShardPiece
 
-__all__ = ["sharding_document"]
+__all__ = ["rows_blocks", "sharding_document"]
 
 _ROWS = 24
 
@@ -37,7 +39,7 @@ def sharding_document(sharding: ShardingMap) -> Document:
         ],
         sections=[
             Section(anchor="parameters", title="Parameters", blocks=[_parameters(sharding.parameters)]),
-            Section(anchor="rows", title="Rows", blocks=[_rows(sharding)]),
+            Section(anchor="rows", title="Rows", blocks=rows_blocks(sharding)),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(sharding.ranks)]),
             Section(
                 anchor="redistribution",
@@ -48,6 +50,17 @@ def sharding_document(sharding: ShardingMap) -> Document:
         warnings=sharding.warnings,
         result=sharding,
     )
+
+
+def rows_blocks(sharding: ShardingMap, limit: int = _ROWS) -> list[Block]:
+    """Return who holds which rows, as a picture and as a table of ``limit`` lines at first."""
+    figure = sharding_chart(sharding)
+    padding = show_bytes(sharding.padding_bytes)
+    uneven = f" but for {padding} of padding" if sharding.padding_bytes else ""
+    title = f"Rows are cut evenly{uneven}"
+    note = "blue: a full shard; orange: a short one; red: nothing"
+    picture = [] if figure is None else [Chart(name="shards", title=title, note=note, figure=figure)]
+    return [*picture, replace(_rows(sharding), limit=limit)]
 
 
 def _parameters(parameters: Sequence[ParameterSharding]) -> Table:

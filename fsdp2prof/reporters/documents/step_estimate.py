@@ -22,7 +22,7 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         numbers=_numbers(estimate),
         sections=[
             Section(anchor="estimate", title="Estimate", blocks=[_facts(estimate), _kernels(estimate)]),
-            *trace_sections(estimate.trace),
+            *trace_sections(estimate.trace, predicted=True),
             Section(
                 anchor="assumptions",
                 title="Assumptions",

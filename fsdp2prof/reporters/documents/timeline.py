@@ -9,7 +9,7 @@ from fsdp2prof.reporters.document import Chart, Section, Spark, Table, Value
 from fsdp2prof.reporters.formats import layer_column, ms_column, number_column, show_op, text_column
 from fsdp2prof.results import StepTimeline
 from fsdp2prof.units import format_ns, plural
-from fsdp2prof.vocabulary import LATE_CAUSES, PHASES
+from fsdp2prof.vocabulary import LATE_CAUSES, PHASES, layer_name
 
 __all__ = ["timeline_section", "timelines_section"]
 
@@ -31,7 +31,7 @@ def _section(sides: Sequence[Side]) -> Section:
     title = "Timeline of one step" if len(sides) == 1 else "Timelines of one step each"
     chart = Chart(
         name="timeline",
-        title=title,
+        title=_worst(sides) or title,
         note="; ".join(_what(*side) for side in sides),
         figure=timeline_figure(sides),
         detail=timeline_detail(sides),
@@ -42,6 +42,22 @@ def _section(sides: Sequence[Side]) -> Section:
         "Pale: a collective waits for its last rank. Drag to move, Ctrl and the wheel to zoom."
     )
     return Section(anchor="timeline", title=title, lead=lead, blocks=[chart, *_stall_table(sides)])
+
+
+def _worst(sides: Sequence[Side]) -> str:
+    """Say the longest wait; nothing without one."""
+    waits = [
+        (stall.stall_ns, name, rank.rank, stall)
+        for name, timeline in sides
+        for rank in timeline.ranks
+        for stall in rank.stalls
+    ]
+    if not waits:
+        return ""
+    longest, name, rank, stall = max(waits, key=lambda wait: wait[0])
+    where = f"on rank {rank} {name}".strip()
+    what = f"{layer_name(stall.fqn)} {show_op(stall.lane)} in {stall.phase}"
+    return f"The longest wait is for {what} {where}: {format_ns(longest)}"
 
 
 def _what(name: str, timeline: StepTimeline) -> str:

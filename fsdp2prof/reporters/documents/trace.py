@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp2prof.reporters.charts.communication import bandwidth_chart, prefetch_chart, wait_chart
 from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.roofline import roofline_chart
 from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.document import (
     Block,
@@ -15,9 +16,11 @@ from fsdp2prof.reporters.document import (
     Table,
 )
 from fsdp2prof.reporters.documents import trace_tables as tables
+from fsdp2prof.reporters.documents import trace_titles as titles
 from fsdp2prof.reporters.documents.findings import findings_section
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
+from fsdp2prof.reporters.documents.work_tables import kernel_table, operator_table
 from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
@@ -28,6 +31,10 @@ _STATES_NAMED = 4
 
 _NO_COLLECTIVE = "No collective ran in the analysed window."
 _WAITING = "of the compute stream for collectives; mean per step"
+_NO_SHAPES = (
+    "The trace has no shapes of its operators: record with record_shapes=True (fsdp2prof record does) to see "
+    "what products and attention achieve."
+)
 _NO_STEP = "No step is in these traces; the warnings say why."
 
 
@@ -36,7 +43,7 @@ def trace_document(analysis: TraceAnalysis) -> Document:
     return Document(
         kind="trace",
         title=f"Trace of {_who(analysis)}",
-        subtitle=_what(analysis),
+        subtitle=_what(analysis) + (f"; only {analysis.focus}" if analysis.focus else ""),
         verdict=analysis.verdict,
         numbers=trace_numbers(analysis),
         sections=[*findings_section(analysis.findings, analysis.advice), *trace_sections(analysis)],
@@ -69,10 +76,13 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     ]
 
 
-def trace_sections(analysis: TraceAnalysis) -> list[Section]:
-    """Lay out the step, the communication and the ranks, each where there is something to show."""
+def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[Section]:
+    """Lay out the step, the communication and the ranks, each where there is something to show.
+
+    Of a ``predicted`` step nothing is said to be missing from its recording.
+    """
     return [
-        *_step_section(analysis),
+        *_step_section(analysis, predicted),
         *timeline_section(analysis.timeline),
         *what_if_section(analysis.what_if),
         _communication_section(analysis),
@@ -115,20 +125,35 @@ def _step_numbers(analysis: TraceAnalysis) -> str:
     return ("step " if len(numbers) == 1 else "steps ") + ", ".join(map(str, numbers))
 
 
-def _step_section(analysis: TraceAnalysis) -> list[Section]:
+def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
     if not analysis.totals.windows:
         return []
     table = tables.breakdown_table(analysis)
     blocks: list[Block] = [
-        *_chart("step_chart", table.title, step_chart(step_rows(analysis))),
+        *_chart("step_chart", titles.step(analysis), step_chart(step_rows(analysis)), "each step, ms"),
         table,
-        *([tables.kernel_table(analysis)] if analysis.kernels else []),
+        *([kernel_table(analysis)] if analysis.kernels else []),
+        *_roofline_blocks(analysis, predicted),
     ]
     lead = (
         f"{_who(analysis)}, {_what(analysis)}. The parts are disjoint and sum to the window exactly. "
         "Communication counts only where no compute or FSDP copy runs meanwhile."
     )
     return [Section(anchor="step", title=table.title, lead=lead, blocks=blocks)]
+
+
+def _roofline_blocks(analysis: TraceAnalysis, predicted: bool) -> list[Block]:
+    if not analysis.operators:
+        unknown = all(step.flops is None for rank in analysis.ranks for step in rank.steps)
+        if predicted or not unknown or not analysis.kernels:
+            return []
+        return [Sentences(title="What products and attention achieve", lines=[_NO_SHAPES])]
+    figure = roofline_chart(analysis.operators, analysis.peak_flops_per_s, analysis.peak_memory_bytes_per_s)
+    note = (
+        "larger: more time" if analysis.peak_flops_per_s else "larger: more time; --hardware draws the roof"
+    )
+    chart = _chart("roofline_chart", titles.operators(analysis), figure, note)
+    return [*chart, operator_table(analysis)]
 
 
 def _communication_section(analysis: TraceAnalysis) -> Section:
@@ -139,7 +164,9 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
         nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
         return Section(anchor="communication", title=title, blocks=[nothing, *blocks])
     note = "the bar is what is exposed, the tick all of the layer's communication"
-    chart = _chart("layer_chart", title, layer_chart(analysis.layers, analysis.by_layer), note)
+    chart = _chart(
+        "layer_chart", titles.layers(analysis), layer_chart(analysis.layers, analysis.by_layer), note
+    )
     table = tables.layer_table(analysis)
     return Section(anchor="communication", title=title, blocks=[*chart, table, *blocks])
 
@@ -147,9 +174,8 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
 def _late_blocks(analysis: TraceAnalysis) -> list[Block]:
     if not analysis.late_folded:
         return []
-    title = "From launch to end, against when it was needed"
-    note = "ms, medians; what reaches beyond 0 came late"
-    chart = _chart("prefetch_chart", title, prefetch_chart(analysis.arrivals), note)
+    note = "from launch to end against when it was needed, ms, medians; what reaches beyond 0 came late"
+    chart = _chart("prefetch_chart", titles.arrivals(analysis), prefetch_chart(analysis.arrivals), note)
     return [*chart, tables.late_table(analysis)]
 
 
@@ -159,7 +185,7 @@ def _bandwidth_blocks(analysis: TraceAnalysis) -> list[Block]:
     note = "dashed: latency plus bytes over a rate, fitted; open: waiting for absent ranks may be in it"
     chart = _chart(
         "bandwidth_chart",
-        "Bandwidth against size",
+        titles.bandwidth(analysis),
         bandwidth_chart(analysis.bandwidth, analysis.bandwidth_fits),
         note,
     )
@@ -169,7 +195,7 @@ def _bandwidth_blocks(analysis: TraceAnalysis) -> list[Block]:
 
 def _rank_section(analysis: TraceAnalysis) -> list[Section]:
     across, title = analysis.cross_rank, "Ranks against each other"
-    waits = _chart("wait_chart", "Waiting by rank and layer", wait_chart(analysis.layer_waits), _WAITING)
+    waits = _chart("wait_chart", titles.waits(analysis), wait_chart(analysis.layer_waits), _WAITING)
     if not across.summary and not waits:
         return []
     if not across.summary:

@@ -31,7 +31,7 @@ from fsdp2prof.reporters.formats import (
 from fsdp2prof.reporters.step_rows import StepRow, every_step, step_rows
 from fsdp2prof.results import BreakdownNs, GroupRow, LateRow, LayerRow, TraceAnalysis
 from fsdp2prof.units import format_flops, format_frac, format_ns, plural
-from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LANES, LATE_CAUSES
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LATE_CAUSES
 
 __all__ = [
     "bandwidth_table",
@@ -39,7 +39,6 @@ __all__ = [
     "fit_table",
     "group_table",
     "host_sync_table",
-    "kernel_table",
     "late_table",
     "layer_table",
     "layer_wait_table",
@@ -52,7 +51,6 @@ _LAYER_ROWS = 20
 _LATE_ROWS = 10
 _BANDWIDTH_ROWS = 12
 _SYNC_ROWS = 8
-_KERNEL_ROWS = 10
 _WAIT_ROWS = 6
 _RANK_ROWS = 8
 _STRAGGLER_ROWS = 5
@@ -224,29 +222,6 @@ def group_table(analysis: TraceAnalysis) -> Table:
 
 
 # Behind the breakdown.
-
-
-def kernel_table(analysis: TraceAnalysis) -> Table:
-    """Return the kernels that take longest, by name."""
-    rows = analysis.kernels
-    columns = [
-        name_column("name", "kernel", lambda name: "all others" if name is None else str(name)),
-        text_column("kind", "kind", lambda kind: LANES[kind].label),
-        ms_column("total_ns", "ms", [row.total_ns for row in rows]),
-        number_column("step_frac", "of the step", show_frac),
-        number_column("count", "n", mean_count),
-        number_column("mean_ns", "each", show_ns),
-    ]
-    on_device = any(rank.device_type != "cpu" for rank in analysis.ranks)
-    return Table(
-        name="kernels",
-        title="Kernels" if on_device else "Operators",
-        note="per rank and step, longest first; collectives stand by themselves",
-        columns=columns,
-        rows=cells(columns, rows),
-        limit=_KERNEL_ROWS,
-        noun="name",
-    )
 
 
 def layer_wait_table(analysis: TraceAnalysis) -> Table:

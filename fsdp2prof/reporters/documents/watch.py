@@ -44,7 +44,7 @@ def _chart(run: WatchedRun) -> Chart:
     durations = [float(one.duration_ns) for one in run.steps[-_COLUMNS:]]
     return Chart(
         name="steps",
-        title="Duration of the steps",
+        title=f"The newest step took {show_ns(durations[-1])}",
         note="median over ranks, the newest on the right",
         figure=steps_chart(run),
         spark=Spark(values=durations, full=show_ns(max(durations))),

@@ -95,11 +95,10 @@ def _key_figures(numbers: Sequence[KeyFigure], width: int) -> RenderableType:
 
 
 def _section(section: Section, options: RenderOptions) -> Iterator[RenderableType]:
-    blocks = [laid for block in section.blocks if (laid := _block(block, options)) is not None]
-    titles = [block.title for block in section.blocks]
-    if blocks and section.title not in titles[:1]:
-        blocks[0] = Group(_text(section.title, "bold underline"), "", blocks[0])
-    yield from blocks
+    laid = [(block.title, shown) for block in section.blocks if (shown := _block(block, options)) is not None]
+    if laid and laid[0][0] != section.title:
+        laid[0] = section.title, Group(_text(section.title, "bold underline"), "", laid[0][1])
+    yield from (shown for _, shown in laid)
 
 
 def _block(block: Block, options: RenderOptions) -> RenderableType | None:

@@ -1,0 +1,213 @@
+"""Why a communicator is slow: only what a line of NCCL's log says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp2prof.results import EvidenceValue, Finding, NcclCommunicator, Severity
+from fsdp2prof.tables.nccl import LoggedProcess
+from fsdp2prof.units import plural
+from fsdp2prof.vocabulary import printable
+
+__all__ = ["forced_settings", "logged_warnings", "reasons"]
+
+_FAR = {"PIX": "a PCI switch", "PXB": "PCI switches", "PHB": "the CPU's PCI bridge", "SYS": "CPU sockets"}
+"""How GPUs reach each other where no NVLink does (``topoPathTypeStr``)."""
+_FORCED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE")
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    id: str
+    severity: Severity
+    what: str
+    """The end of a sentence that begins with the communicator."""
+    change: str
+    evidence: dict[str, EvidenceValue]
+
+
+def reasons(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> list[Finding]:
+    """Return why a communicator is slow, the worst first. ``processes`` are its own."""
+    return [
+        Finding(
+            id=one.id,
+            severity=one.severity,
+            fqn=None,
+            message=f"{_named(communicator)} {one.what}. {one.change}",
+            change=one.change,
+            evidence={"communicator": communicator.name, **one.evidence},
+        )
+        for one in (
+            *_socket(communicator, processes),
+            *_no_p2p(communicator, processes),
+            *_no_gdr(communicator, processes),
+            *_one_nic(communicator, processes),
+            *_far_paths(communicator),
+        )
+    ]
+
+
+def forced_settings(processes: Sequence[LoggedProcess]) -> list[Finding]:
+    """Return what the environment took out of NCCL's hands."""
+    forced = {
+        name: value for process in processes for name, value in process.environment.items() if name in _FORCED
+    }
+    if not forced:
+        return []
+    change = "Unset them unless a measurement says otherwise."
+    said = ", ".join(f"{name}={printable(value)}" for name, value in sorted(forced.items()))
+    return [
+        Finding(
+            id="nccl-forced",
+            severity="low",
+            fqn=None,
+            message=f"The environment decides what NCCL would tune: {said}. {change}",
+            change=change,
+            evidence={"variables": forced},
+        )
+    ]
+
+
+def logged_warnings(processes: Sequence[LoggedProcess]) -> list[Finding]:
+    """Return NCCL's own warnings, the most frequent first."""
+    counted: dict[str, int] = {}
+    for process in processes:
+        for text, count in process.warnings.items():
+            counted[text] = counted.get(text, 0) + count
+    if not counted:
+        return []
+    most = sorted(counted, key=lambda text: (-counted[text], text))[:_SHOWN]
+    quoted = "; ".join(f"“{printable(text)}” ({counted[text]} times)" for text in most)
+    return [
+        Finding(
+            id="nccl-warnings",
+            severity="medium",
+            fqn=None,
+            message=f"NCCL warned {plural(sum(counted.values()), 'time')}: {quoted}.",
+            evidence={"warnings": {text: counted[text] for text in most}},
+        )
+    ]
+
+
+def _named(communicator: NcclCommunicator) -> str:
+    size = "" if communicator.size is None else f" ({plural(communicator.size, 'rank')})"
+    return f"Communicator {printable(communicator.name)}{size}"
+
+
+def _count(communicator: NcclCommunicator, begins: str, without: str | None = None) -> int:
+    return sum(
+        one.connections
+        for one in communicator.transports
+        if one.transport.startswith(begins) and (without is None or without not in one.transport)
+    )
+
+
+def _variables(processes: Sequence[LoggedProcess], *names: str) -> list[str]:
+    return sorted({f"{n}={one.environment[n]}" for one in processes for n in names if n in one.environment})
+
+
+def _socket(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> Iterator[_Reason]:
+    sockets = _count(communicator, "NET/Socket")
+    if not sockets:
+        return
+    set_so = _variables(processes, "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_IB_HCA")
+    none_found = any("IB" in one.no_device for one in processes)
+    if set_so:
+        because, change = f", with {', '.join(map(printable, set_so))}", "Look at these variables."
+    elif none_found:
+        because = " since NCCL found no InfiniBand or RoCE device"
+        change = "Look for the devices inside the container (`ibv_devinfo`), and at NCCL_IB_HCA."
+    else:
+        because, change = (
+            "",
+            "Look for `NET/IB` and `NET/Plugin` in the log: why was no faster network taken?",
+        )
+    yield _Reason(
+        "nccl-socket",
+        "high",
+        f"sends through TCP sockets on {plural(sockets, 'connection')}{because}",
+        change,
+        {"connections": sockets, "variables": set_so, "no_device": none_found},
+    )
+
+
+def _no_p2p(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> Iterator[_Reason]:
+    shared = _count(communicator, "SHM")
+    inside = sum(
+        one.connections - (one.across_nodes or 0)
+        for one in communicator.transports
+        if one.transport.startswith("NET") and one.across_nodes is not None
+    )
+    if not shared and not inside:
+        return
+    set_so = _variables(processes, "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
+    pairs = sum(one.p2p_disabled for one in processes)
+    through = "host memory" if shared else "the network"
+    because = f", with {', '.join(map(printable, set_so))}" if set_so else ""
+    if not because and pairs:
+        because = "; NCCL says that P2P is disabled between connected GPUs"
+    yield _Reason(
+        "nccl-no-p2p",
+        "high" if set_so or pairs else "medium",
+        f"goes from GPU to GPU of one node through {through} on {plural(shared or inside, 'connection')}"
+        f"{because}",
+        "Look at these variables."
+        if set_so
+        else "Look at `nvidia-smi topo -p2p r`, at ACS and IOMMU, and at which GPUs the container sees.",
+        {"connections": shared or inside, "variables": set_so, "pairs_disabled": pairs},
+    )
+
+
+def _no_gdr(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> Iterator[_Reason]:
+    through_host = _count(communicator, "NET/", without="GDRDMA") - _count(communicator, "NET/Socket")
+    if through_host <= 0:
+        return
+    set_so = _variables(processes, "NCCL_NET_GDR_LEVEL", "NCCL_NET_GDR_READ", "NCCL_IB_GDR_LEVEL")
+    disabled = sum(one.gdr_disabled for one in processes)
+    because = f", with {', '.join(map(printable, set_so))}" if set_so else ""
+    if not because and disabled:
+        because = f"; NCCL says that GPU Direct RDMA is disabled for {plural(disabled, 'device')}"
+    yield _Reason(
+        "nccl-no-gdr",
+        "medium",
+        f"copies through host memory for the network, without GPU Direct RDMA, on "
+        f"{plural(through_host, 'connection')}{because}",
+        "Look at these variables." if set_so else "Load nvidia_peermem, or a kernel with DMA-BUF.",
+        {"connections": through_host, "variables": set_so, "devices_disabled": disabled},
+    )
+
+
+def _one_nic(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) -> Iterator[_Reason]:
+    by_host: dict[str, int] = {}
+    for process in processes:
+        by_host[process.host] = by_host.get(process.host, 0) + 1
+    most = max(by_host.values(), default=0)
+    there = max((len(one.nics.get("IB", ())) for one in processes), default=0)
+    if len(communicator.nics) != 1 or most < 2 or communicator.nics[0].startswith("NET/Socket"):
+        return
+    said = f", of {there} that NCCL lists" if there > 1 else ""
+    yield _Reason(
+        "nccl-one-nic",
+        "medium",
+        f"shares one network device, {printable(communicator.nics[0])}, among {most} GPUs of a node{said}",
+        "Look at NCCL_IB_HCA and NCCL_CROSS_NIC."
+        if there > 1
+        else "If the node has more, NCCL does not see them.",
+        {"device": communicator.nics[0], "gpus": most, "devices_listed": there},
+    )
+
+
+def _far_paths(communicator: NcclCommunicator) -> Iterator[_Reason]:
+    far = [one for one in communicator.path_types if one in _FAR]
+    if not far or any(one.startswith(("NVL", "NVB", "C2C")) for one in communicator.path_types):
+        return
+    worst = max(far, key=list(_FAR).index)
+    yield _Reason(
+        "nccl-pci-path",
+        "medium",
+        f"reaches GPUs of a node through {_FAR[worst]} ({worst}), not NVLink",
+        "`nvidia-smi topo -m` shows which GPUs have NVLink; put groups that talk most on those.",
+        {"path_types": list(communicator.path_types)},
+    )

@@ -1,0 +1,29 @@
+"""``fsdp2prof mcp``: the verbs as tools for agents."""
+
+from __future__ import annotations
+
+import click
+
+from fsdp2prof.errors import InputError
+
+__all__ = ["mcp"]
+
+
+@click.command()
+@click.pass_context
+def mcp(context: click.Context) -> None:
+    """Serve analyze, compare, estimate, plan and whatif to an agent, by the Model Context Protocol on stdio.
+
+    Needs the SDK: pip install 'fsdp2prof[mcp]'. Tools read what they are pointed at and write nothing.
+    """
+    try:
+        from fsdp2prof.agents.server import serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("mcp", "pydantic"):
+            raise
+        raise InputError(
+            "`fsdp2prof mcp` needs the SDK, 2.0 or newer: pip install 'fsdp2prof[mcp]'"
+        ) from error
+    root = context.find_root().command
+    assert isinstance(root, click.Group)
+    serve(root)

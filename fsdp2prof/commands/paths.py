@@ -1,0 +1,60 @@
+"""Arguments that are a path or an fsspec URL; the command gets a local path for either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fsdp2prof.workflows.urls import is_url, local_path
+
+__all__ = ["InputPath", "OutputPath"]
+
+_SCRATCH = "fsdp2prof.scratch"
+
+
+class InputPath(click.Path):
+    """What is read. What is at a URL is copied here while the command runs, recordings when needed."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a local path. Raises ``InputError`` for a URL that cannot be read."""
+        if not isinstance(value, str) or not is_url(value):
+            return super().convert(value, param, ctx)
+        path = local_path(value)
+        if path is not None:
+            return path
+        from fsdp2prof.workflows.remote import open_url
+
+        return open_url(value, _scratch())
+
+
+class OutputPath(click.Path):
+    """What is written. For a URL it is a place here, from which the result goes there."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a local path. Raises ``InputError`` for a URL that names no file."""
+        if not isinstance(value, str) or not is_url(value):
+            return super().convert(value, param, ctx)
+        path = local_path(value)
+        if path is not None:
+            return path
+        from fsdp2prof.workflows.remote import stage
+
+        return stage(value, _scratch())
+
+
+def _scratch() -> Path:
+    """Return the command's folder for copies, which is removed when it ends."""
+    from fsdp2prof.workflows.remote import scratch_folder
+
+    root = click.get_current_context().find_root()
+    if _SCRATCH not in root.meta:
+        root.meta[_SCRATCH] = scratch_folder(root.call_on_close)
+    return root.meta[_SCRATCH]  # type: ignore[no-any-return]

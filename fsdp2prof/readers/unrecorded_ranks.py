@@ -1,0 +1,45 @@
+"""Which ranks of a run ``--ranks`` left out, and which coordinates of its meshes no recorded rank has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fsdp2prof.manifest import RankManifest, RankRecord
+
+__all__ = ["say_unrecorded"]
+
+_LISTED = 12
+
+
+def say_unrecorded(records: Sequence[RankRecord]) -> str | None:
+    """Return one sentence; None where every rank was to be recorded."""
+    told = [record.manifest for record in records if record.manifest is not None]
+    left_out = [manifest.rank for manifest in told if not manifest.selected]
+    recorded = [manifest for manifest in told if manifest.selected]
+    if not left_out:
+        return None
+    missing = {name: indices for name, indices in _unseen(recorded).items() if indices}
+    said = f"{len(left_out)} of {len(told)} ranks were not recorded (--ranks): {_listed(left_out)}"
+    if missing:
+        which = ", ".join(f"{name} {_listed(indices)}" for name, indices in sorted(missing.items()))
+        return f"{said}; no recorded rank has the mesh coordinates {which}: what only they do is not seen"
+    known = sorted(_unseen(recorded))
+    return f"{said}; every coordinate of {', '.join(known)} has a recorded rank" if known else said
+
+
+def _unseen(recorded: Sequence[RankManifest]) -> dict[str, list[int]]:
+    """By mesh dimension: the coordinates of no recorded rank."""
+    sizes: dict[str, int] = {}
+    seen: dict[str, set[int]] = defaultdict(set)
+    for manifest in recorded:
+        for group in manifest.process_groups:
+            if group.mesh_dim is not None and manifest.rank in group.ranks:
+                sizes[group.mesh_dim] = max(sizes.get(group.mesh_dim, 0), len(group.ranks))
+                seen[group.mesh_dim].add(sorted(group.ranks).index(manifest.rank))
+    return {name: sorted(set(range(size)) - seen[name]) for name, size in sizes.items()}
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_LISTED]))
+    return shown if len(numbers) <= _LISTED else f"{shown} and {len(numbers) - _LISTED} more"

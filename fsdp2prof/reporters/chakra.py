@@ -1,0 +1,155 @@
+"""A recorded rank as a Chakra execution trace: what ran, how long, and what it waited for.
+
+The schema is ``et_def.proto`` of MLCommons Chakra. What ASTRA-sim takes for the size of a collective is what
+a rank gives in: the shard of an all-gather, the whole of a reduce-scatter or all-reduce (its ``Ring.cc``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp2prof.errors import InputError
+from fsdp2prof.estimators.replay.program import Activity, RankProgram
+from fsdp2prof.estimators.replay.run import dependencies
+from fsdp2prof.vocabulary import layer_name, op_label, printable
+
+__all__ = ["COLLECTIVE", "COMPUTE", "ChakraNode", "chakra_nodes"]
+
+COMPUTE, COLLECTIVE = 4, 7
+"""``COMP_NODE`` and ``COMM_COLL_NODE`` of ``NodeType``."""
+
+_TYPES = {"all_reduce": 0, "all_gather": 2, "broadcast": 5, "all_to_all": 6, "reduce_scatter": 7}
+"""Numbers of ``CollectiveCommType``."""
+
+_NS_IN_US = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChakraNode:
+    """A node; times in whole microseconds, as the schema has them."""
+
+    id: int
+    name: str
+    type: int
+    waits_for: Sequence[int]
+    """Nodes, all of them earlier in the file."""
+    duration_us: int
+    start_us: int
+    on_host: bool
+    comm_type: int | None = None
+    comm_bytes: int | None = None
+    group: str | None = None
+    """Name of its process group; null for that of all ranks."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Whole microseconds of something that goes on: what rounding leaves is carried to the next."""
+
+    rest_ns: int = 0
+
+    def round(self, time_ns: int) -> int:
+        whole, self.rest_ns = divmod(self.rest_ns + time_ns, _NS_IN_US)
+        return whole
+
+
+@dataclass(slots=True)
+class _Writer:
+    program: RankProgram
+    groups: Mapping[tuple[int, str], str | None]
+    """(rank, process group) -> its name among all ranks' groups; null is all ranks."""
+    ids: dict[int, int] = field(default_factory=dict)
+    """Activity -> node."""
+    lanes: dict[int, _Lane] = field(default_factory=dict)
+    host: _Lane = field(default_factory=_Lane)
+    last_host: int | None = None
+    awaited: list[int] = field(default_factory=list)
+    nodes: int = 0
+
+    def write(self) -> Iterator[ChakraNode]:
+        work_ns, begin = 0, None
+        for point, causes in dependencies(self.program):
+            work_ns += point.work_ns
+            begin = point.begin if begin is None else begin
+            if point.awaits is None and point.launches is None:
+                continue
+            yield from self._host_work(work_ns, begin)
+            work_ns, begin = 0, None
+            if point.awaits is not None and point.awaits.index in self.ids:
+                self.awaited.append(self.ids[point.awaits.index])
+            if point.launches is not None:
+                yield self._activity(point.launches, causes)
+        yield from self._host_work(work_ns, begin or 0)
+
+    def _host_work(self, work_ns: int, begin: int) -> Iterator[ChakraNode]:
+        """Write the host's work, unless it is less than a microsecond and nothing was waited for before."""
+        duration = self.host.round(work_ns)
+        if not duration and not self.awaited:
+            return
+        before = [] if self.last_host is None else [self.last_host]
+        node = ChakraNode(
+            id=self._next(),
+            name="host",
+            type=COMPUTE,
+            waits_for=[*before, *self.awaited],
+            duration_us=duration,
+            start_us=(begin + self.program.shift_ns) // _NS_IN_US,
+            on_host=True,
+        )
+        self.last_host, self.awaited = node.id, []
+        yield node
+
+    def _activity(self, one: Activity, causes: Sequence[Activity]) -> ChakraNode:
+        given = [] if self.last_host is None else [self.last_host]
+        waits = [self.ids[cause.index] for cause in causes if cause.index in self.ids]
+        waits = list(dict.fromkeys([*given, *self.awaited, *waits]))
+        is_collective = one.kind == "collective"
+        lane = self.lanes.setdefault(-1 if is_collective else one.stream, _Lane())
+        node = ChakraNode(
+            id=self._next(),
+            name=self._name(one),
+            type=COLLECTIVE if is_collective else COMPUTE,
+            waits_for=waits,
+            duration_us=lane.round(max(0, one.transfer_ns if is_collective else one.duration)),
+            start_us=(one.start + self.program.shift_ns) // _NS_IN_US,
+            on_host=False,
+            comm_type=self._type(one) if is_collective else None,
+            comm_bytes=self._given_bytes(one) if is_collective else None,
+            group=self.groups[self.program.rank, one.group] if is_collective else None,
+        )
+        self.ids[one.index] = node.id
+        return node
+
+    def _next(self) -> int:
+        self.nodes += 1
+        return self.nodes - 1
+
+    def _name(self, one: Activity) -> str:
+        what = op_label(one.op) if one.kind == "collective" else one.kind
+        return printable(f"{what} {layer_name(one.fqn)} {one.phase}")
+
+    def _type(self, one: Activity) -> int:
+        if one.op not in _TYPES:
+            raise InputError(
+                f"rank {self.program.rank}: a trace does not say enough of {op_label(one.op)} ({one.phase}) "
+                "to write it: its peers, or what it is"
+            )
+        return _TYPES[one.op]
+
+    def _given_bytes(self, one: Activity) -> int:
+        if one.payload_bytes < 0:
+            raise InputError(
+                f"rank {self.program.rank}: the size of an {op_label(one.op)} of {layer_name(one.fqn)} is "
+                "not in the trace: record with --shapes"
+            )
+        gathers = one.op == "all_gather" and one.group_size > 0
+        return one.payload_bytes // one.group_size if gathers else one.payload_bytes
+
+
+def chakra_nodes(program: RankProgram, groups: Mapping[tuple[int, str], str | None]) -> Iterator[ChakraNode]:
+    """Return a prepared rank's nodes, each after those that it waits for.
+
+    Raises ``InputError`` for a collective that the schema or the trace does not say enough of.
+    """
+    yield from _Writer(program, groups).write()

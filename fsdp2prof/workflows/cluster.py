@@ -1,0 +1,183 @@
+"""A Dask cluster that reduces ranks: one on this machine, or one that a scheduler's address names.
+
+A function and one rank's work go to a worker, what it returns comes back; never more at a time than keeps
+every worker busy, so that neither the scheduler nor this process holds what nobody waits for. What a worker
+that died had not handed over is done again by another.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsdp2prof
+from fsdp2prof.errors import ClusterError, Fsdp2ProfError, UsageError
+from fsdp2prof.worker_processes import usable_cores
+
+__all__ = ["LOCAL", "Cluster", "LostError", "check_address", "open_cluster"]
+
+Item = TypeVar("Item")
+T = TypeVar("T")
+
+LOCAL = "local"
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s]+:\d+")
+_CONNECT_S = 15
+_WORKERS_S = 60
+_AHEAD = 3
+"""Pieces of work on the way for each thread of the workers: enough that none waits for the next."""
+
+
+class LostError(Fsdp2ProfError):
+    """One piece of work that ended every worker that took it."""
+
+
+def check_address(address: str) -> str:
+    """Return ``local`` or a scheduler's address as given. Raises ``UsageError`` for anything else."""
+    if address != LOCAL and _ADDRESS.fullmatch(address) is None:
+        raise UsageError(f"--cluster {address}: neither local nor a scheduler's address (tcp://HOST:8786)")
+    return address
+
+
+@contextmanager
+def open_cluster(address: str, workers: int | None = None) -> Iterator[Cluster]:
+    """Connect to a scheduler, or start ``workers`` processes here (``local``; by default one a core).
+
+    Raises ``ClusterError`` where Dask is not installed, nobody answers or no worker is there.
+    """
+    check_address(address)
+    try:
+        distributed: Any = import_module("distributed")
+    except ImportError:
+        raise ClusterError("--cluster needs Dask: pip install 'fsdp2prof[cluster]'") from None
+    if address != LOCAL and workers is not None:
+        raise UsageError("--jobs would have no effect: the cluster's own workers share the ranks")
+    local = None
+    try:
+        if address == LOCAL:
+            local = distributed.LocalCluster(
+                n_workers=workers or usable_cores(),
+                threads_per_worker=1,
+                host="127.0.0.1",
+                dashboard_address="127.0.0.1:0",
+                silence_logs=logging.CRITICAL,
+                security=_own_keys(),
+            )
+        client = distributed.Client(local or address, timeout=_CONNECT_S, set_as_default=False)
+    except (OSError, TimeoutError, RuntimeError, ValueError) as error:
+        if local is not None:
+            local.close()
+        raise ClusterError(f"--cluster {address}: cannot connect: {_first_line(error)}") from None
+    try:
+        yield Cluster(client, address)
+    finally:
+        client.close()
+        if local is not None:
+            local.close()
+
+
+class Cluster:
+    """Workers that have this package in this version."""
+
+    def __init__(self, client: Any, address: str) -> None:
+        self._client = client
+        self._address = address
+        try:
+            client.wait_for_workers(1, timeout=_WORKERS_S)
+        except TimeoutError:
+            raise ClusterError(f"--cluster {address}: it has no worker") from None
+        self._require_same_version()
+
+    def map(self, function: Callable[[Item], T], items: Sequence[Item]) -> Iterator[T | LostError]:
+        """Yield ``function(item)`` in the order of the items, or why an item could not be done.
+
+        Raises what the function raised of this package's errors, and ``ClusterError`` for any other.
+        """
+        from distributed import KilledWorker
+
+        rest = iter(items)
+        waiting = deque(self._submit(function, islice(rest, self._at_once())))
+        while waiting:
+            future = waiting.popleft()
+            try:
+                packed = future.result()
+            except KilledWorker:
+                packed = None
+            except Fsdp2ProfError:
+                raise
+            except Exception as error:
+                raise ClusterError(
+                    f"--cluster {self._address}: {type(error).__name__}: {_first_line(error)}"
+                ) from error
+            future.release()
+            if packed is None:
+                yield LostError("every worker that read it died, of too little memory perhaps")
+            else:
+                yield pickle.loads(zlib.decompress(packed))
+            waiting.extend(self._submit(function, islice(rest, max(0, self._at_once() - len(waiting)))))
+
+    def require_files(self, locations: Iterable[str]) -> None:
+        """Raise ``ClusterError`` unless every worker sees these files (those that are on a disk)."""
+        from functools import partial
+
+        for location in locations:
+            seen = self._client.run(partial(_is_file, location))
+            blind = sorted(worker for worker, there in seen.items() if not there)
+            if blind:
+                raise ClusterError(
+                    f"{location}: worker {blind[0]} does not see it: RUN must lie on a disk that all workers "
+                    "share, or at a URL"
+                )
+
+    def _submit(self, function: Callable[[Item], T], items: Iterable[Item]) -> list[Any]:
+        return [self._client.submit(_packed, function, item, pure=False) for item in items]
+
+    def _at_once(self) -> int:
+        return max(1, _AHEAD * sum(map(int, self._client.nthreads().values())))
+
+    def _require_same_version(self) -> None:
+        versions = self._client.run(_version, on_error="return")
+        for worker, version in sorted(versions.items()):
+            if isinstance(version, Exception):
+                raise ClusterError(
+                    f"worker {worker} cannot import fsdp2prof ({_first_line(version)}): "
+                    f"install fsdp2prof {fsdp2prof.__version__} there"
+                )
+            if version != fsdp2prof.__version__:
+                raise ClusterError(
+                    f"worker {worker} has fsdp2prof {version}, here it is {fsdp2prof.__version__}"
+                )
+
+
+def _packed(function: Callable[[Any], Any], item: Any) -> bytes:
+    """On a worker: what a function returns, as small as it travels."""
+    return zlib.compress(pickle.dumps(function(item), pickle.HIGHEST_PROTOCOL), 1)
+
+
+def _version() -> str:
+    return fsdp2prof.__version__
+
+
+def _is_file(location: str) -> bool:
+    return "://" in location or Path(location).is_file()
+
+
+def _own_keys() -> bool | None:
+    """Whether a local cluster can have keys of its own, so that nobody else on the machine speaks to it."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError:
+        return None
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,84 @@
+"""URLs that local folders stand for: what lies elsewhere is called by its URL, never by its copy's path.
+
+A URL is shown without what may be secret in it: user, password, query.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+__all__ = ["hide_secrets", "is_url", "local_path", "register", "shown", "url_of"]
+
+T = TypeVar("T")
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+_SECRET = re.compile(r"(?P<scheme>://)[^/@\s]*@|\?[^\s,]*")
+
+_COPIES: dict[str, str] = {}
+"""Path of a copy -> its URL."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a word of the command line names something elsewhere."""
+    return _URL.match(text) is not None
+
+
+def local_path(url: str) -> Path | None:
+    """Return the path of a ``file://`` URL on this machine; None for any other URL."""
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() != "file":
+        return None
+    host, slash, path = rest.partition("/")
+    return Path(unquote(slash + path)) if host in ("", "localhost") and path else None
+
+
+def register(copy: Path, url: str) -> None:
+    """Remember what a folder or file is a copy of, for as long as the process lives."""
+    _COPIES[str(copy)] = url.rstrip("/")
+
+
+def url_of(path: Path) -> str | None:
+    """Return the URL that a path stands for; None for one of this machine."""
+    for parent in (path, *path.parents):
+        url = _COPIES.get(str(parent))
+        if url is not None:
+            inside = path.relative_to(parent).as_posix()
+            return url if inside == "." else f"{url}/{inside}"
+    return None
+
+
+def shown(item: T) -> T:
+    """Return a text, a path or a result with URLs in place of the paths of copies."""
+    return _shown(item) if _COPIES else item
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without user, password and query of the URLs in it."""
+    return _SECRET.sub(lambda match: match["scheme"] or "", text)
+
+
+def _shown(item: Any) -> Any:
+    if isinstance(item, str):
+        for copy, url in _COPIES.items():
+            if copy in item:
+                item = item.replace(copy, hide_secrets(url))
+        return item
+    if isinstance(item, Path):
+        return _shown(str(item))
+    if isinstance(item, list):
+        return [_shown(one) for one in item]
+    if isinstance(item, tuple):
+        return tuple(map(_shown, item)) if type(item) is tuple else item
+    if isinstance(item, dict):
+        return {_shown(key): _shown(value) for key, value in item.items()}
+    if is_dataclass(item) and not isinstance(item, type):
+        values = {field.name: getattr(item, field.name) for field in fields(item) if field.init}
+        changed = {
+            name: new for name, old in values.items() if (new := _shown(old)) is not old and new != old
+        }
+        return replace(item, **changed) if changed else item
+    return item

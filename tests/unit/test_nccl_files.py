@@ -1,0 +1,246 @@
+"""What NCCL's own files say: bandwidth by hand, layers by number and size, causes where a line says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import call
+from support.nccl_files import COMM, inspected, inspector_lines, log_lines, logged, manifest, write_inspector
+
+from fsdp2prof.analyzers.nccl.analysis import analyze_nccl
+from fsdp2prof.errors import InputError
+from fsdp2prof.readers.nccl_inspector import read_inspector
+from fsdp2prof.readers.nccl_log import read_nccl_logs
+from fsdp2prof.results import NcclAnalysis
+from fsdp2prof.tables.nccl import Connection, LoggedCall, NcclLog
+from fsdp2prof.workflows.nccl import analyze_nccl as analyze_path
+
+NO_LOG = NcclLog(communicators=[], processes=[], lines=0)
+BF16, FP32 = 2, 4
+
+
+def a_step(number: int, us: int, late: int = 0) -> list[tuple[str, int, int, int]]:
+    """Root, layers.0 and layers.1 in forward, the layers again in backward; then all reduced in reverse."""
+    gathers = [3000, 1000, 1000, 1000, 1000]
+    reductions = [1000, 1000, 3000]
+    return [
+        *(("all_gather", 5 * number + i, BF16 * n, us + late) for i, n in enumerate(gathers)),
+        *(("reduce_scatter", 3 * number + i, FP32 * n, 2 * us + late) for i, n in enumerate(reductions)),
+    ]
+
+
+@pytest.mark.parametrize("version", ["v4.0", "v4.2", "v4.3"])
+def test_time_and_bandwidth_are_those_after_the_last_rank_came(tmp_path, version):
+    ranks = [[("all_gather", n, 1_000_000, 500 + 100 * n) for n in range(3)],
+             [("all_gather", n, 1_000_000, 100) for n in range(3)]]  # fmt: skip
+    found = analyze_nccl(inspected(tmp_path, ranks, version=version), NO_LOG, {})
+    (row,) = found.collectives
+    assert (row.op, row.message_bytes, row.payload_bytes, row.count) == (
+        "all_gather",
+        1_000_000,
+        2_000_000,
+        3,
+    )
+    assert row.mean_ns == 100_000  # rank 1 came last, and was in it for the transfer alone
+    assert row.waiting_ns == 500_000  # (400 + 500 + 600) / 3 us
+    assert row.bus_bytes_per_s == 1_000_000 * 10**9 // 100_000  # half of the payload a rank sends
+    assert [(one.rank, one.came_last, one.host, one.pid) for one in found.ranks] == [
+        (0, 0, "node0", 1000),
+        (1, 3, "node0", 1001),
+    ]
+    assert (found.communicators[0].name, found.communicators[0].size) == (COMM, 2)
+
+
+def test_bus_bandwidth_is_the_inspectors_own(tmp_path):
+    """The plugin: message x ranks / time x (n-1)/n for gathers and scatters, message / time x 2(n-1)/n."""
+    records = [
+        ("all_gather", 0, 3 << 20, 700),
+        ("reduce_scatter", 0, 3 << 20, 700),
+        ("all_reduce", 0, 3 << 20, 700),
+    ]
+    found = analyze_nccl(inspected(tmp_path, [records] * 4), NO_LOG, {})
+    message_per_s = (3 << 20) / 700e-6
+    expected = {
+        "all_gather": 3 * message_per_s,
+        "reduce_scatter": 3 * message_per_s,
+        "all_reduce": 1.5 * message_per_s,
+    }
+    assert {row.op: row.bus_bytes_per_s for row in found.collectives} == {
+        op: pytest.approx(value, rel=1e-6) for op, value in expected.items()
+    }
+
+
+def rows(found: NcclAnalysis) -> dict[tuple[Any, ...], int]:
+    return {(row.op, row.fqn, row.phase): row.count for row in found.collectives}
+
+
+@pytest.mark.parametrize("begins", [0, 7])
+def test_layers_follow_from_communicator_and_number(tmp_path, begins):
+    steps = [record for number in range(begins, begins + 3) for record in a_step(number, 50)][4:]
+    found = analyze_nccl(
+        inspected(tmp_path, [steps] * 2), NO_LOG, {rank: manifest(rank) for rank in range(2)}
+    )
+    assert rows(found) == {
+        ("all_gather", "", "forward"): 2,
+        ("all_gather", "layers.0", "forward"): 2,
+        ("all_gather", "layers.1", "forward"): 2,
+        ("all_gather", "layers.1", "backward"): 2,
+        ("all_gather", "layers.0", "backward"): 3,
+        ("reduce_scatter", "layers.1", "backward"): 3,
+        ("reduce_scatter", "layers.0", "backward"): 3,
+        ("reduce_scatter", "", "backward"): 3,
+    }
+    assert found.communicators[0].mesh_dim == "dp"
+
+
+def test_others_on_the_communicator_leave_what_size_alone_decides(tmp_path):
+    steps = [*a_step(0, 50), ("all_gather", 5, 64, 10), ("all_gather", 6, BF16 * 1000, 50)]
+    found = analyze_nccl(inspected(tmp_path, [steps] * 2), NO_LOG, {0: manifest(0), 1: manifest(1)})
+    assert {
+        (row.message_bytes, row.fqn, row.layer_known) for row in found.collectives if row.op == "all_gather"
+    } == {
+        (6000, "", True),
+        (2000, None, False),
+        (64, None, False),
+    }
+
+
+def test_what_the_ring_lost_and_what_is_cut_are_said(tmp_path):
+    path = write_inspector(tmp_path, 0, a_step(0, 50), dropped=12)
+    path.write_text(path.read_text()[:-40])
+    found = analyze_nccl([read_inspector(path)], NO_LOG, {})
+    assert sum(row.count for row in found.collectives) == 7
+    assert any("12 collectives had left NCCL Inspector's ring" in said for said in found.warnings)
+    assert any("1 line of" in said for said in found.warnings)
+    assert any("by one rank alone" in said for said in found.warnings)
+
+
+def test_a_log_gives_rings_transports_sizes_and_algorithms(tmp_path):
+    log = logged(tmp_path / "logs", calls=3)
+    assert len(log.communicators) == 4
+    first = log.communicators[0]
+    assert (first.rank, first.size, first.nodes, first.channels, first.ring, first.trees) == (
+        0,
+        4,
+        2,
+        2,
+        (0, 1, 2, 3),
+        2,
+    )
+    assert first.connections == {Connection(0, 1, "P2P/CUMEM"): 2}
+    assert first.calls == {LoggedCall("all_gather", 2048): 3}
+    found = analyze_nccl([], log, {})
+    (one,) = found.communicators
+    assert (one.size, one.nodes, one.ranks_seen, one.ring, one.nics) == (
+        4,
+        2,
+        4,
+        [0, 1, 2, 3],
+        ["NET/IB 1", "NET/IB 3"],
+    )
+    assert [(t.transport, t.connections, t.across_nodes) for t in one.transports] == [
+        ("P2P/CUMEM", 4, 0),
+        ("NET/IB/GDRDMA", 4, 4),
+    ]
+    (row,) = found.collectives
+    assert (row.message_bytes, row.payload_bytes, row.count, row.algorithm, row.protocol) == (
+        2048,
+        8192,
+        3,
+        "RING",
+        "LL",
+    )
+    assert (row.mean_ns, row.bus_bytes_per_s) == (None, None)
+    assert found.findings == []
+    assert "names no cause" in found.verdict[0]
+
+
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "nccl-socket": (
+        {"far": "NET/Socket/0", "said": ["NET/IB : No device found.", "Using network Socket"]},
+        "through TCP sockets on 4 connections since NCCL found no InfiniBand",
+    ),
+    "nccl-no-gdr": (
+        {"far": "NET/IB/{rank}", "said": ["NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"]},
+        "without GPU Direct RDMA, on 4 connections; NCCL says that GPU Direct RDMA is disabled for 4 devices",
+    ),
+    "nccl-one-nic": (
+        {
+            "far": "NET/IB/0/GDRDMA",
+            "said": ["NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB ; OOB eth0:10.0.0.1<0>"],
+        },
+        "shares one network device, NET/IB 0, among 2 GPUs of a node, of 2 that NCCL lists",
+    ),
+    "nccl-no-p2p": (
+        {"near": "SHM/direct/direct", "said": ["NCCL_P2P_DISABLE set by environment to 1"]},
+        "through host memory on 4 connections, with NCCL_P2P_DISABLE=1",
+    ),
+    "nccl-pci-path": ({"path_type": "SYS"}, "through CPU sockets (SYS), not NVLink"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_a_cause_is_named_where_a_line_says_it(tmp_path, cause):
+    options, said = CAUSES[cause]
+    found = analyze_nccl([], logged(tmp_path / "logs", **options), {})
+    assert [finding.id for finding in found.findings] == [cause]
+    assert said in found.findings[0].message
+    assert found.communicators[0].causes == [cause]
+    assert found.verdict[0] == found.findings[0].message
+
+
+def test_lines_of_many_ranks_and_other_output_may_be_mixed(tmp_path):
+    lines = [line for group in zip(*(log_lines(rank) for rank in (1, 2, 3)), strict=True) for line in group]
+    mixed = tmp_path / "slurm-1.out"
+    mixed.write_text("\n".join(f"[rank?]: {line}\nstep 3 loss 2.5" for line in lines))
+    log = read_nccl_logs([mixed])
+    assert {one.rank: one.connections for one in log.communicators} == {
+        1: {Connection(1, 2, "NET/IB/1/GDRDMA"): 2},
+        2: {Connection(2, 3, "P2P/CUMEM"): 2},
+        3: {Connection(3, 0, "NET/IB/3/GDRDMA"): 2},
+    }
+
+
+def test_forced_settings_and_warnings_are_findings(tmp_path):
+    said = ["NCCL_ALGO set by environment to Ring"]
+    path = tmp_path / "log"
+    warned = "node0:2000:2007 [0] misc/ibvwrap.cc:42 NCCL WARN Call to ibv_reg_mr failed"
+    path.write_text("\n".join([*log_lines(0, said=said), warned, warned]))
+    found = analyze_nccl([], read_nccl_logs([path]), {})
+    assert [(finding.id, finding.severity) for finding in found.findings] == [
+        ("nccl-warnings", "medium"),
+        ("nccl-forced", "low"),
+    ]
+    assert "(2 times)" in found.findings[0].message
+    assert "NCCL_ALGO=Ring" in found.findings[1].message
+
+
+def test_the_command_line_and_what_it_refuses(tmp_path, capfd):
+    ended = call(capfd, "analyze", "nccl", tmp_path)
+    assert ended.code == 1
+    assert "no file of NCCL" in ended.err
+    write_inspector(tmp_path, 0, a_step(0, 50))
+    write_inspector(tmp_path, 1, a_step(0, 90))
+    (tmp_path / "nccl.node0.2000").write_text("\n".join(log_lines(0, far="NET/Socket/0", size=2, per_node=1)))
+    ended = call(capfd, "analyze", "nccl", tmp_path)
+    assert ended.code == 0
+    assert "TCP sockets" in ended.out
+    assert "reduce-scatter" in ended.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"coll_perf":{"coll":"AllGather"}}',
+        '{"header":{"id":3},"coll_perf":null}',
+        inspector_lines(0, [("all_gather", 0, 1, 1)])[1].replace('"coll_sn":0', '"coll_sn":-1'),
+        inspector_lines(0, [("all_gather", 0, 1, 1)])[1].replace('"coll_sn":0', f'"coll_sn":{1 << 80}'),
+    ],
+)
+def test_a_file_without_one_good_record_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "inspector.log"
+    path.write_text(line + "\n")
+    with pytest.raises(InputError, match="no record of NCCL Inspector"):
+        analyze_path(path)
