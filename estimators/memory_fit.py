@@ -12,7 +12,7 @@ from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy, Unkn
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label
 
-__all__ = ["Room", "depends_on", "room_on", "verdict"]
+__all__ = ["Room", "deciding", "depends_on", "fit_sentence", "room_on", "verdict"]
 
 _WORDS = {
     "allocator": "the segments of the allocator",
@@ -55,17 +55,20 @@ def room_on(
     if hardware is None:
         return None
     left = hardware.memory_bytes - peak.reserved_bytes
-    deciding = [one for one in unknown if one.name != RECORD_STREAMS]
+    moving = [one for one in unknown if one.name != RECORD_STREAMS]
     return Room(
         device=hardware.name,
         total_bytes=hardware.memory_bytes,
-        least_bytes=left - outside.high - sum(one.high_bytes for one in deciding),
-        most_bytes=left - outside.low - sum(one.low_bytes for one in deciding),
-        depends_on=(
-            "what context and communicators take",
-            *(_WORDS.get(one.name, one.name) for one in deciding),
-        ),
+        least_bytes=left - outside.high - sum(one.high_bytes for one in moving),
+        most_bytes=left - outside.low - sum(one.low_bytes for one in moving),
+        depends_on=deciding(moving),
     )
+
+
+def deciding(unknown: Sequence[Unknown] = ()) -> tuple[str, ...]:
+    """What decides whether a peak fits, in words."""
+    names = [one.name for one in unknown if one.name != RECORD_STREAMS]
+    return ("what context and communicators take", *(_WORDS.get(name, name) for name in names))
 
 
 def depends_on(room: Room | None, outside: OutsideAllocator, unknown: Sequence[Unknown]) -> list[str]:
@@ -103,11 +106,11 @@ def verdict(
         f"{format_bytes(peak.active_bytes)} of it is in use {place}."
     ]
     if room is None or room.fit == "fits" or not options:
-        return [*lines, *([] if room is None else [_fit(room)]), _filling(peak)]
+        return [*lines, *([] if room is None else [fit_sentence(room)]), _filling(peak)]
     best = options[0]
     alone = "; no single change is enough" if all(one.enough is False for one in options) else ""
     least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
-    return [*lines, _fit(room), least]
+    return [*lines, fit_sentence(room), least]
 
 
 def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
@@ -120,7 +123,8 @@ def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
     return f" ({low} to {high}, by {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
 
 
-def _fit(room: Room) -> str:
+def fit_sentence(room: Room) -> str:
+    """Say whether a peak fits, does not, or depends, and by how much."""
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":

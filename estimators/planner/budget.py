@@ -1,15 +1,29 @@
-"""What a whole training takes of GPU-hours, and what a budget of them trains."""
+"""What a configuration leaves of a device, and what a training costs on it."""
 
 from __future__ import annotations
 
+from fsdp2prof.estimators.memory_fit import Room, deciding
 from fsdp2prof.estimators.planner.request import PlanRequest
+from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.results.plan import PlanAnswer, PlanPoint
 from fsdp2prof.units import format_count
 
-__all__ = ["budget_of"]
+__all__ = ["budget", "room"]
 
 
-def budget_of(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
+def room(one: Scored, request: PlanRequest) -> Room:
+    """The room that a configuration leaves of what it may take."""
+    hardware, free = request.cluster.hardware.name, request.reserve_frac
+    return Room(
+        device=f"{hardware} with {free:.0%} left free" if free else hardware,
+        total_bytes=request.limit_bytes,
+        least_bytes=request.limit_bytes - one.total_bytes,
+        most_bytes=request.limit_bytes - one.total_low_bytes,
+        depends_on=one.depends_on or deciding(),
+    )
+
+
+def budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
     """Say what a training of so many tokens takes, and whether a budget pays for it."""
     if point is None or (request.tokens is None and request.budget_gpu_hours is None):
         return None

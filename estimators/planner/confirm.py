@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.memory_fit import deciding
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.fast import Score
 from fsdp2prof.estimators.planner.request import Candidate
@@ -33,8 +34,12 @@ class EngineMemory:
     """The peak of a rank."""
 
     reserved_bytes: int
-    outside_bytes: int
-    """That no allocator counts, at the high end of its range."""
+    total_low_bytes: int
+    """With what no allocator counts, all that is not known at its low end."""
+    total_bytes: int
+    """The same at its high end."""
+    depends_on: tuple[str, ...]
+    """What decides where between the two."""
 
 
 def check_memory(check: Check) -> EngineMemory:
@@ -47,9 +52,15 @@ def check_memory(check: Check) -> EngineMemory:
     later = _not_executed(mesh, policy) if mesh.pp > 1 else 0
     executed = replace(policy, grad_accum=policy.grad_accum - later)
     made = estimate_memory(check.model, mesh, executed, hardware=check.cluster.hardware)
+    more = later * _received_bytes(check)
+    assert made.headroom_bytes is not None
+    assert made.headroom_high_bytes is not None
+    filled = check.cluster.hardware.memory_bytes + more
     return EngineMemory(
-        reserved_bytes=made.peak.reserved_bytes + later * _received_bytes(check),
-        outside_bytes=made.outside_allocator_bytes.high,
+        reserved_bytes=made.peak.reserved_bytes + more,
+        total_low_bytes=filled - made.headroom_high_bytes,
+        total_bytes=filled - made.headroom_bytes,
+        depends_on=deciding(made.unknowns),
     )
 
 
@@ -81,7 +92,9 @@ def confirmed(candidate: Candidate, fast: Score, memory: EngineMemory, step: Ste
         candidate=candidate,
         fast=fast,
         reserved_bytes=memory.reserved_bytes,
-        total_bytes=memory.reserved_bytes + memory.outside_bytes,
+        total_low_bytes=memory.total_low_bytes,
+        total_bytes=memory.total_bytes,
+        depends_on=memory.depends_on,
         step_ns=step.step_ns,
         exposed_ns=step.exposed_ns,
         bubble_ns=step.bubble_ns,

@@ -8,9 +8,10 @@ from typing import Any, Protocol, TypeAlias
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
+from fsdp2prof.estimators.memory_fit import fit_sentence
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import LayerPattern, Model
-from fsdp2prof.estimators.planner.budget import budget_of
+from fsdp2prof.estimators.planner.budget import budget, room
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.profile import measure, probes
@@ -32,7 +33,7 @@ from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 
 __all__ = ["Call", "Engine", "Planning", "in_this_process", "make_plan", "run_one"]
 
-_CONFIRMATIONS = 4
+_CONFIRMATIONS = 6
 """Configurations that the engine runs at most until one of them is the best."""
 _CHANGES = ("ac", "batch_size", "sync", "reshard", "pp_schedule", *REFINED)
 
@@ -151,16 +152,23 @@ class Planning:
         """Let the engine run the best until the best is one that it ran."""
         assert self.search is not None
         for _ in range(_CONFIRMATIONS):
-            best = self.winner(ranked(self.request, self.all()))
+            found = ranked(self.request, self.all())
+            best = self.winner(found) or self.perhaps(found)
             if best is None or best.confirmed:
                 return
             self.progress(f"confirming {name_of(best.candidate)}")
             self._confirm(best)
 
     def winner(self, found: Sequence[Scored]) -> Scored | None:
-        """Return the first of a ranking that fits."""
-        limit = self.request.limit_bytes
-        return next((one for one in found if one.total_bytes <= limit), None)
+        """Return the first of a ranking that surely fits."""
+        return self._first(found, lambda one: one.total_bytes)
+
+    def perhaps(self, found: Sequence[Scored]) -> Scored | None:
+        """Return the first that may fit, by what is not known."""
+        return self._first(found, lambda one: one.total_low_bytes)
+
+    def _first(self, found: Sequence[Scored], size: Callable[[Scored], int]) -> Scored | None:
+        return next((one for one in found if size(one) <= self.request.limit_bytes), None)
 
     def _confirm(self, one: Scored) -> None:
         assert self.search is not None
@@ -185,7 +193,7 @@ class Planning:
             raise ModelError("plan: interrupted before the first configuration was scored")
         request = self.request
         fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
-        winner = self.winner(found)
+        winner = self.winner(found) or self.perhaps(found)
         shown = [scored for scored, only_shown in self.refined if only_shown]
         model = self.model()
         parameters = sum(parameter.numel() for parameter in model.module.parameters())
@@ -198,7 +206,7 @@ class Planning:
             families=_families(found, winner, request),
             changes=[] if winner is None else _changes([*found, *shown], winner, request),
             pareto=[_point(one, request) for one in pareto_front(fitting)],
-            answer=budget_of(point, request),
+            answer=budget(point, request),
             recipes=[] if winner is None else recipes(request, winner.candidate),
             search=PlanSearch(
                 configurations=len(found),
@@ -209,7 +217,7 @@ class Planning:
             ),
             assumptions=_assumptions(request),
         )
-        return replace(plan, verdict=_verdict(plan, found[0], request))
+        return replace(plan, verdict=_verdict(plan, winner, found[0], request))
 
     def _error(self) -> FastPathError:
         known = list(self.correction.known.values())
@@ -275,8 +283,11 @@ def _point(one: Scored, request: PlanRequest) -> PlanPoint:
         policy=policy_as_given(policy),
         name=name_of(one.candidate),
         reserved_bytes=one.reserved_bytes,
+        total_low_bytes=one.total_low_bytes,
         total_bytes=one.total_bytes,
         headroom_bytes=request.limit_bytes - one.total_bytes,
+        fit=room(one, request).fit,
+        depends_on=list(one.depends_on) if room(one, request).fit == "depends" else [],
         step_ns=one.step_ns,
         exposed_ns=one.exposed_ns,
         exposed_frac=one.exposed_ns / one.step_ns,
@@ -360,9 +371,9 @@ def _given(request: PlanRequest) -> PlanGiven:
     )
 
 
-def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
+def _verdict(plan: Plan, winner: Scored | None, best: Scored, request: PlanRequest) -> list[str]:
     point = plan.winner
-    if point is None:
+    if point is None or winner is None:
         over = format_bytes(best.total_bytes - request.limit_bytes)
         return [
             f"Nothing fits: of {plan.search.configurations:,} configurations the smallest, "
@@ -371,8 +382,9 @@ def _verdict(plan: Plan, best: Scored, request: PlanRequest) -> list[str]:
     mfu = "" if point.mfu is None else f", MFU {format_frac(point.mfu)}"
     lines = [
         f"{point.name}: {point.tokens_per_s:,.0f} tokens/s, a step takes {format_ns(point.step_ns)}{mfu}.",
-        f"It takes {format_bytes(point.total_bytes)} of {format_bytes(plan.given.device_total_bytes)} on "
-        f"each GPU, and {format_frac(point.exposed_frac)} of its step is exposed communication.",
+        f"It takes {format_bytes(point.total_low_bytes)} to {format_bytes(point.total_bytes)} of "
+        f"{format_bytes(plan.given.device_total_bytes)} on each GPU, and {format_frac(point.exposed_frac)} "
+        f"of its step is exposed communication. {fit_sentence(room(winner, request))}",
     ]
     others = [family for family in plan.families if family.best.name != point.name]
     if others:
@@ -386,8 +398,9 @@ def _assumptions(request: PlanRequest) -> list[str]:
     return [
         "the search scores every configuration from shallow executions of the engine; the winner is "
         "confirmed by the engine itself, and what it says corrects the configurations most like it",
-        f"a configuration fits if its reserved peak, with what no allocator counts at the high end of its "
-        f"range, leaves {request.reserve_frac:.0%} of the device free",
+        f"a configuration fits if its reserved peak, with all that is not known at the high end of its range "
+        f"(what no allocator counts; the allocator, unless it is said), leaves {request.reserve_frac:.0%} of "
+        "the device free; one that may not is chosen only where none surely does",
         "meshes keep tensor parallelism inside a node unless it is fixed; replicas are whole nodes or a "
         "part of one",
         *request.cluster.hardware.assumed(),

@@ -14,10 +14,13 @@ _ALIKE = 0.005
 
 def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str:
     """Say by how much memory it misses, or what it spends more time on than the winner."""
+    if winner is not None and one.candidate == winner.candidate:
+        return "the winner"
     over = one.total_bytes - request.limit_bytes
     if over > 0:
-        return f"{format_bytes(over)} over"
-    if winner is None or one.candidate == winner.candidate:
+        most = "up to " if one.total_low_bytes <= request.limit_bytes else ""
+        return f"{most}{format_bytes(over)} over"
+    if winner is None:
         return "the winner"
     if request.objective == "memory":
         return f"{format_bytes(one.total_bytes - winner.total_bytes)} more memory"

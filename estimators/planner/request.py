@@ -32,6 +32,7 @@ _SEARCHED = (
     "compile",
     "float8",
     "pp_schedule",
+    "allocator",
 )
 _DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

@@ -22,11 +22,23 @@ class Scored:
     fast: Score
     """As the fast path has it, uncorrected."""
     reserved_bytes: int
+    total_low_bytes: int
+    """With what no allocator counts, all that is not known at its low end."""
     total_bytes: int
+    """The same at its high end."""
     step_ns: int
     exposed_ns: int
     bubble_ns: int
     confirmed: bool = False
+    depends_on: tuple[str, ...] = ()
+    """What decides where between the two ends."""
+
+    @property
+    def range_fracs(self) -> tuple[float, float]:
+        """How far the ends of the range are below and above the peak, as parts of it."""
+        outside = self.fast.outside_bytes
+        ends = self.total_low_bytes - outside, self.total_bytes - outside
+        return 1 - ends[0] / self.reserved_bytes, ends[1] / self.reserved_bytes - 1
 
     @property
     def family(self) -> str:
@@ -53,23 +65,26 @@ class Correction:
         confirmed = self.known.get(candidate)
         if confirmed is not None:
             return confirmed
-        step, memory = self._ratios(candidate)
+        best = self._most_like(candidate)
+        step = 1.0 if best is None else best.step_ns / best.fast.step_ns
+        memory = 1.0 if best is None else best.reserved_bytes / best.fast.reserved_bytes
         reserved = round(fast.reserved_bytes * memory)
+        below, above = (0.0, 0.0) if best is None else best.range_fracs
         return Scored(
             candidate=candidate,
             fast=fast,
             reserved_bytes=reserved,
-            total_bytes=reserved + fast.outside_bytes,
+            total_low_bytes=reserved - round(below * reserved) + fast.outside_bytes,
+            total_bytes=reserved + round(above * reserved) + fast.outside_bytes,
+            depends_on=() if best is None else best.depends_on,
             step_ns=round(fast.step_ns * step),
             exposed_ns=round(fast.exposed_ns * step),
             bubble_ns=round(fast.bubble_ns * step),
         )
 
-    def _ratios(self, candidate: Candidate) -> tuple[float, float]:
+    def _most_like(self, candidate: Candidate) -> Scored | None:
         best = max(self.known.values(), key=lambda one: _likeness(one.candidate, candidate), default=None)
-        if best is None or not _likeness(best.candidate, candidate):
-            return 1.0, 1.0
-        return best.step_ns / best.fast.step_ns, best.reserved_bytes / best.fast.reserved_bytes
+        return best if best is not None and _likeness(best.candidate, candidate) else None
 
 
 def _likeness(one: Candidate, other: Candidate) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp2prof.results.estimate import EstimatedMesh, EstimatedModel, EstimatedPolicy
+from fsdp2prof.results.estimate import EstimatedMesh, EstimatedModel, EstimatedPolicy, Fit
 from fsdp2prof.results.shown import Shown
 
 __all__ = [
@@ -60,10 +60,16 @@ class PlanPoint:
     """In short: ``dp_shard=256, batch 1 x 4, ac=op``."""
     reserved_bytes: int
     """Peak of the caching allocator."""
+    total_low_bytes: int
+    """With what no allocator counts, all that is not known at the low end of its range."""
     total_bytes: int
-    """With what no allocator counts, at the high end of its range."""
+    """The same at the high end."""
     headroom_bytes: int
-    """Below the limit; negative: over it."""
+    """Below the limit at the high end; negative: over it."""
+    fit: Fit
+    """Whether it leaves the headroom asked for: ``fits``, ``does_not_fit``, or ``depends``."""
+    depends_on: list[str]
+    """What decides, where it depends."""
     step_ns: int
     exposed_ns: int
     """Communication that nothing hides."""

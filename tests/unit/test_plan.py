@@ -16,13 +16,15 @@ from support.plans import ENGINE, NODE, SMALL, small_plan, small_planning
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators import memory as memory_estimates
 from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.memory_fit import fit_sentence, room_on
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
+from fsdp2prof.estimators.planner.budget import room
 from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.plan import Call, Planning
 from fsdp2prof.estimators.planner.profile import measure
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
-from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front
+from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front, ranked
 from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
@@ -33,6 +35,7 @@ from fsdp2prof.estimators.step import estimate_step, step_figures
 from fsdp2prof.results import Plan
 from fsdp2prof.workflows import plan as workflow
 
+MIB = 1 << 20
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
 BIG = PlanRequest(
     model=ModelSpec(source="llama3-70b"),
@@ -66,9 +69,40 @@ def test_the_winner_put_back_into_the_estimates_gives_the_same_numbers(
     memory = estimate_memory(SMALL.model, one.mesh, one.policy, hardware=NODE.hardware)
     step = estimate_step(SMALL.model, one.mesh, one.policy, NODE)
     assert plan.winner.reserved_bytes == memory.peak.reserved_bytes
-    assert plan.winner.total_bytes == memory.peak.reserved_bytes + memory.outside_allocator_bytes.high
+    outside = memory.outside_allocator_bytes
+    assert memory.reserved_low_bytes is not None
+    assert memory.reserved_high_bytes is not None
+    assert plan.winner.total_low_bytes == memory.reserved_low_bytes + outside.low
+    assert plan.winner.total_bytes == memory.reserved_high_bytes + outside.high
+    # Held against what a plan may take, the estimate says the same in the same words.
+    left = room_on(
+        HardwareSpec(name=f"{NODE.hardware.name} with 10% left free", memory_mib=SMALL.limit_bytes / MIB),
+        memory.peak,
+        outside,
+        memory.unknowns,
+    )
+    assert left is not None
+    assert plan.winner.fit == left.fit == "fits"
+    assert plan.verdict[1].endswith(fit_sentence(left))
     assert plan.winner.step_ns == step.step_ns
     assert plan.winner.tokens_per_s_per_gpu == pytest.approx(step.tokens_per_s_per_gpu)
+
+
+def test_what_may_not_fit_wins_only_where_nothing_surely_does(planning: Planning, plan: Plan) -> None:
+    assert plan.winner is not None
+    limit, sure = SMALL.limit_bytes, winner_of(planning)
+    depends = replace(sure, total_low_bytes=limit, total_bytes=limit + 1, step_ns=sure.step_ns // 2)
+    never = replace(depends, total_low_bytes=limit + 1)
+    assert planning.winner(ranked(SMALL, [never, depends, sure])) is sure
+    assert planning.winner(ranked(SMALL, [never, depends])) is None
+    assert planning.perhaps(ranked(SMALL, [never, depends])) is depends
+    assert planning.perhaps([never]) is None
+    assert (room(sure, SMALL).fit, room(depends, SMALL).fit, room(never, SMALL).fit) == (
+        "fits",
+        "depends",
+        "does_not_fit",
+    )
+    assert fit_sentence(room(depends, SMALL)).startswith(f"Whether it fits on {NODE.hardware.name} with 10%")
 
 
 def test_the_commands_to_paste_are_the_winner(plan: Plan, capfd: pytest.CaptureFixture[str]) -> None:

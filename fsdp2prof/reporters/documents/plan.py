@@ -79,7 +79,7 @@ def _numbers(plan: Plan) -> list[KeyFigure]:
     figures = [
         KeyFigure(value=f"{point.tokens_per_s_per_gpu:,.0f}", label="tokens/s per GPU"),
         KeyFigure(value=format_ns(point.step_ns), label="a step"),
-        KeyFigure(value=format_bytes(point.total_bytes), label="on each GPU"),
+        KeyFigure(value=format_bytes(point.total_bytes), label="on each GPU at most"),
     ]
     if point.mfu is not None:
         figures.append(KeyFigure(value=format_frac(point.mfu), label="MFU"))
@@ -106,7 +106,7 @@ def _why(family: PlanFamily) -> str:
 
 def _number_columns(plan: Plan, points: Sequence[PlanPoint]) -> list[Column]:
     columns = [
-        bytes_column("total_bytes", "memory", [point.total_bytes for point in points]),
+        bytes_column("total_bytes", "memory\nat most", [point.total_bytes for point in points]),
         number_column("step_ns", "step", show_ns),
         number_column("exposed_frac", "exposed", show_frac),
         number_column("mfu", "MFU", show_frac),
