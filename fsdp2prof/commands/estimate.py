@@ -205,7 +205,7 @@ def comm(described: Described, weight_sync: str | None, output: Output) -> None:
 )
 @click.option(
     "--execution-trace",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path),
     metavar="FILE",
     help="Instead of --model: the operators of a PyTorch execution trace of one rank under FSDP2.",
 )
