@@ -103,6 +103,7 @@ class EstimatedPolicy:
     separate_reduce_scatter_group: bool | None = None
     reduce_scatter_buffers: int | None = None
     compile: bool | None = None
+    async_tp: bool | None = None
     float8: str | None = None
     fp8_all_gather: bool | None = None
     torch: str | None = None
@@ -115,7 +116,6 @@ class EstimatedPolicy:
     imbalance: float | None = None
     pp_stage: int | None = None
     pp_schedule: str | None = None
-    async_tp: bool | None = None
     extra_model: str | None = None
 
 

@@ -15,6 +15,8 @@ from fsdp2prof.workflows.hang import analyze_hang
 from .conftest import script_path, torchrun, training_environment
 
 WORLD = 3
+_ABORTED, _AGAIN = ("shape", "reorder"), 3
+"""gloo aborts a rank as soon as sizes differ, on a busy machine at times before it has dumped: once more."""
 
 
 def hang(folder: Path, how: str, *arguments: str, nproc: int = WORLD, recorded: bool = False) -> Path:
@@ -33,7 +35,12 @@ def hang(folder: Path, how: str, *arguments: str, nproc: int = WORLD, recorded: 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HangAnalysis]:
     def analyze(how: str) -> HangAnalysis:
-        return analyze_hang(hang(tmp_path_factory.mktemp(how), how))
+        found = analyze_hang(hang(tmp_path_factory.mktemp(how), how))
+        for _ in range(_AGAIN):
+            if how not in _ABORTED or found.mismatches:
+                break
+            found = analyze_hang(hang(tmp_path_factory.mktemp(how), how))
+        return found
 
     return analyze
 

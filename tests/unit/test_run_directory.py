@@ -69,7 +69,9 @@ def test_what_the_launcher_summed_up_is_told_once(run):
 def test_a_rank_left_out_on_purpose_misses_nothing(run):
     make_rank(run, 0, selected=False, files=())
     make_rank(run, 1, files=("memory.pickle",), traced_steps=[2])
-    assert open_run(run).messages == ("rank 1: complete, but trace.json.gz is missing",)
+    left_out, missing = open_run(run).messages
+    assert left_out == "1 of 2 ranks were not recorded (--ranks): 0"
+    assert missing == "rank 1: complete, but trace.json.gz is missing"
     assert present(present(open_run(run).rank(1)).memory).name == "memory.pickle"
 
 
