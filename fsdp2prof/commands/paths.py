@@ -14,40 +14,42 @@ __all__ = ["InputPath", "OutputPath"]
 _SCRATCH = "fsdp2prof.scratch"
 
 
-class InputPath(click.Path):
+class _PathOrUrl(click.Path):
+    """A local path as it is; for a URL what :meth:`here` makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a local path. Raises ``InputError`` for a URL that cannot be used."""
+        if not isinstance(value, str) or not is_url(value):
+            return super().convert(value, param, ctx)
+        path = local_path(value)
+        return self.here(value) if path is None else path
+
+    def here(self, url: str) -> Path:
+        """Return the place on this machine that stands for a URL."""
+        raise AssertionError(url)
+
+
+class InputPath(_PathOrUrl):
     """What is read. What is at a URL is copied here while the command runs, recordings when needed."""
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a local path. Raises ``InputError`` for a URL that cannot be read."""
-        if not isinstance(value, str) or not is_url(value):
-            return super().convert(value, param, ctx)
-        path = local_path(value)
-        if path is not None:
-            return path
+    def here(self, url: str) -> Path:
+        """Copy what is at the URL."""
         from fsdp2prof.workflows.remote import open_url
 
-        return open_url(value, _scratch())
+        return open_url(url, _scratch())
 
 
-class OutputPath(click.Path):
+class OutputPath(_PathOrUrl):
     """What is written. For a URL it is a place here, from which the result goes there."""
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a local path. Raises ``InputError`` for a URL that names no file."""
-        if not isinstance(value, str) or not is_url(value):
-            return super().convert(value, param, ctx)
-        path = local_path(value)
-        if path is not None:
-            return path
+    def here(self, url: str) -> Path:
+        """Name a place whose content is sent to the URL."""
         from fsdp2prof.workflows.remote import stage
 
-        return stage(value, _scratch())
+        return stage(url, _scratch())
 
 
 def _scratch() -> Path:
