@@ -13,11 +13,11 @@ from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.workflows.trackers import TRACKERS, Tracker, tracking
 from fsdp2prof.workflows.urls import shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.trackers import Tracker
 
 __all__ = ["export"]
 
@@ -127,7 +127,7 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
 @click.option(
     "--log",
     "tracker",
-    type=click.Choice(["wandb", "mlflow", "tensorboard"]),
+    type=click.Choice(TRACKERS),
     help="Log what stands for the whole run to a tracker instead; tensorboard's folder is -o.",
 )
 @destination_options("Write to this file instead of stdout.")
@@ -152,15 +152,15 @@ def metrics(
 
 def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     from fsdp2prof.reporters.open_metrics import tracker_scalars
-    from fsdp2prof.workflows.trackers import log_scalars
 
     if tracker == "tensorboard" and output.path is None:
         raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
     if tracker != "tensorboard":
         refuse_given("--output", because=f"{tracker} is told by its environment variables where to log")
     scalars = tracker_scalars(_analysis(path, choice, options, output))
-    where = log_scalars(tracker, scalars, name=path.name, folder=output.path)
-    output.tell(f"logged {plural(len(scalars), 'number')} to {where}")
+    with tracking(tracker, name=path.name, folder=output.path) as log:
+        log(scalars)
+        output.tell(f"logged {plural(len(scalars), 'number')} to {log.where}")
 
 
 def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> Any:
