@@ -179,7 +179,6 @@ class _Scalars:
 
 
 def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
-
     if tracker == "tensorboard" and output.path is None:
         raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
     if tracker != "tensorboard":

@@ -148,7 +148,7 @@ def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path:
 
 def test_only_ranks_that_are_known_to_be_slow_are_tried_away(tmp_path: Path) -> None:
     """Two steps are too few to tell a slow rank of two from chance; five are not."""
-    quick, slow = transformer(3), transformer(3, late_ns=700_003)
+    quick, slow = transformer(3), transformer(3, late_ns=3_000_003)
     for steps, named in ((2, []), (5, ["without straggler:1"])):
         run = traces(tmp_path / str(steps), schedule(quick, steps=steps), schedule(slow, steps=steps))
         rows = tried(run).tried

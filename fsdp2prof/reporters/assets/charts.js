@@ -27,7 +27,7 @@ function drawOne(place) {
     layout.height += 19 * data.length;  // the legend has one entry a line
   }
   if (printing) layout.width = PAPER_WIDTH;
-  Plotly.react(place, data, layout, config);
+  return Plotly.react(place, data, layout, config);
 }
 
 const places = [...document.querySelectorAll("[data-figure]")].filter(place => !place.closest("[data-timeline]"));
@@ -43,5 +43,5 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => {
   printing = false;
-  draw();
+  work.push(oneByOne(places, place => drawOne(place).then(() => Plotly.Plots.resize(place))));
 });

@@ -429,7 +429,10 @@ class Timeline {
     }, { passive: false });
     inTheDark.addEventListener("change", () => this.draw());
     addEventListener("beforeprint", () => this.draw());
-    addEventListener("afterprint", () => this.draw());
+    addEventListener("afterprint", () => {
+      this.draw();
+      this.drawn = this.drawn.then(() => Plotly.Plots.resize(this.place));
+    });
     let waiting = 0;
     new ResizeObserver(() => {
       cancelAnimationFrame(waiting);
