@@ -3,7 +3,9 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
@@ -23,6 +25,8 @@ from fsdp2prof.workflows.trace_file import write_trace
 MODEL = ModelSpec(source="llama3-8b", layers=3)
 POLICY = PolicySpec(seq_len=256)
 H100 = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
+
+_UNKNOWN_PEAKS: dict[str, Any] = {"of_peak_flops_frac": None, "of_peak_bytes_frac": None, "roof_frac": None}
 
 POLICIES = {
     "default": (MeshSpec(dp_shard=8), POLICY),
@@ -158,13 +162,76 @@ def test_a_predicted_trace_written_and_read_again_says_the_same(program: Program
     assert again.groups == made.estimate.trace.groups
     assert again.prefetch == made.estimate.trace.prefetch
     assert again.by_layer == made.estimate.by_layer
+    assert [replace(row, **_UNKNOWN_PEAKS) for row in made.estimate.trace.operators] == again.operators
 
 
-def test_a_power_limit_slows_by_the_cube_root_of_what_it_leaves_above_idling() -> None:
+def test_products_and_attention_have_a_roofline(program: Program) -> None:
+    """Every product of the program, with the operations of its shapes, below the peak of an H100."""
+    made = simulate_program(program, MODEL, MeshSpec(dp_shard=8), POLICY, H100).estimate
+    rows = made.trace.operators
+    products = [
+        c.work for c in program.commands if isinstance(c, Kernel) and c.work and c.work.kind == "matmul"
+    ]
+    found = [row for row in rows if row.name == "aten::mm"]
+    assert sum(row.count for row in found) == len(products)
+    assert sum(row.flops * row.count for row in found) == sum(work.flops for work in products)
+    head = next(row for row in found if row.shapes == "256x4096, 4096x128256")
+    assert (head.flops, head.dtype) == (2 * 256 * 4096 * 128_256, "bfloat16")
+    assert head.bytes == 2 * (256 * 4096 + 4096 * 128_256 + 256 * 128_256)
+    assert all(row.roof_frac is not None and 0 < row.roof_frac <= 1 for row in found)
+    attention = [row for row in rows if "attention" in row.name]
+    assert {row.name.rpartition("::")[2] for row in attention} == {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    }
+    assert {row.count for row in attention} == {3}
+
+
+def test_a_power_limit_slows_by_the_square_root_of_what_it_leaves_above_idling() -> None:
     limited, whole = HardwareSpec.parse("h100-sxm-96gb"), HardwareSpec.parse("h100-sxm")
-    share = ((500 - 88) / (700 - 88)) ** (1 / 3)
-    assert limited.achieved_flops("bfloat16") == pytest.approx(share * whole.achieved_flops("bfloat16"))
+    left = (500 - 88) / (700 - 88)
+    assert limited.achieved_flops("bfloat16") == pytest.approx(left**0.5 * whole.achieved_flops("bfloat16"))
     assert whole.power_frac == 1
+    (slow, fast), (slower, faster) = whole.compute_range, limited.compute_range
+    assert slower == pytest.approx(slow * left / left**0.5)
+    assert faster == pytest.approx(fast * left ** (1 / 3) / left**0.5)
+
+
+def test_attention_runs_at_the_rate_of_its_kernel() -> None:
+    part = HardwareSpec.parse("b200")
+    flash = part.attention_flops("bfloat16", 128, 16384)
+    assert flash == pytest.approx(361e12)
+    assert part.with_attention("efficient").attention_flops("bfloat16", 128, 16384) == flash
+    cudnn = part.with_attention("cudnn")
+    assert cudnn.attention_flops("bfloat16", 64, 8192) == pytest.approx(1071e12, rel=0.02)
+    assert cudnn.attention_flops("bfloat16", 128, 16384, backward=True) == pytest.approx(0.79 * 1220e12)
+
+
+def test_the_estimate_lies_in_its_range_and_measured_figures_are_not_varied(program: Program) -> None:
+    mesh = MeshSpec(dp_shard=8)
+    wide = simulate_program(program, MODEL, mesh, POLICY, H100).estimate
+    assert wide.range.low_ns < wide.step_ns < wide.range.high_ns
+    measured = msgspec.structs.replace(H100.hardware, host_operator_ns=5000, overlap_slowdown_frac=0.19)
+    narrow = simulate_program(program, MODEL, mesh, POLICY, replace(H100, hardware=measured)).estimate
+    assert narrow.step_ns == wide.step_ns
+    assert wide.range.low_ns <= narrow.range.low_ns < narrow.range.high_ns < wide.range.high_ns
+    assert len(narrow.range.unknown) == len(wide.range.unknown) - 2
+
+
+def test_compiled_blocks_move_what_their_own_graphs_do() -> None:
+    """Products stay; kernels get fewer, and move less."""
+    mesh = MeshSpec(dp_shard=8)
+    eager, fused = (program_of(MODEL, mesh, replace(POLICY, compile=on)) for on in (False, True))
+    assert fused.guessed_fusion is None
+    assert fused.model_flops == eager.model_flops
+    sums = []
+    for made in (eager, fused):
+        kernels = [c for c in made.commands if isinstance(c, Kernel) and c.stream == 0 and c.work is not None]
+        other = [c.work.bytes for c in kernels if c.work is not None and c.work.kind in ("pointwise", "copy")]
+        sums.append((len(other), sum(other)))
+    assert sums[1][0] < sums[0][0]
+    assert sums[1][1] < sums[0][1]
+    assert any(isinstance(c, Kernel) and c.op == "fused" for c in fused.commands)
 
 
 def test_the_measured_products_come_out_at_the_measured_rate() -> None:
