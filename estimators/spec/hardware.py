@@ -106,6 +106,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Power limit at which the achieved rates were measured, if not the same: see :attr:`power_frac`."""
     peak_tflops: dict[str, float] = {}
     achieved_tflops: dict[str, float] = {}
+    lowest_compute_frac: float = 1.0
+    """Lowest rate of products that was published, over the achieved ones: other libraries, other shapes."""
     attention_tflops: float | dict[str, float] | None = None
     """Of flash attention, or by kernel (``flash``, ``cudnn``)."""
     attention_backward_frac: float | dict[str, float] = 0.87
@@ -236,7 +238,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ends = (1.0, 1.0)
         if not self.achieved_tflops:
             ends = (_ACHIEVED_MATMUL_ENDS[0] / _ACHIEVED_MATMUL, _ACHIEVED_MATMUL_ENDS[1] / _ACHIEVED_MATMUL)
-        return _PARTS_DIFFER * ends[0] * low / middle, _BEST_SHAPE * ends[1] * high / middle
+        slow = _PARTS_DIFFER * self.lowest_compute_frac * ends[0] * low / middle
+        return slow, _BEST_SHAPE * ends[1] * high / middle
 
     @property
     def memory_range(self) -> tuple[float, float]:
