@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.partition import compiled
 from fsdp2prof.estimators.compiler.recompute import Recompute
+from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
 
 __all__ = ["compile_blocks"]
 
@@ -83,7 +84,8 @@ def _apart(inputs: Any) -> Iterator[None]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_float8 if isinstance(local, GatheredFloat8) else local
 
 
 def _like(item: Any) -> Any:
@@ -99,6 +101,8 @@ def _like(item: Any) -> Any:
             shape=item.shape,
             stride=item.stride(),
         ).detach()
+    elif isinstance(item, GatheredFloat8):
+        fresh = GatheredFloat8(_like(item.data_float8), _like(item.scale), item.dtype)
     else:
         fresh = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
     return fresh.requires_grad_(item.requires_grad)
@@ -113,7 +117,7 @@ def _shapes(inputs: Any) -> Any:
             item.stride(),
             item.dtype,
             item.requires_grad,
-            str(item.placements) if isinstance(item, DTensor) else None,
+            str(item.placements) if isinstance(item, DTensor) else isinstance(item, GatheredFloat8),
         )
         if isinstance(item, Tensor)
         else item

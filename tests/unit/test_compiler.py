@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from support.torch_versions import COMPILED_BLOCKS_REPEAT
 from torch import Tensor, nn
 
+from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
 from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.models.llama import TransformerBlock
@@ -187,3 +189,21 @@ def test_what_cannot_be_traced_is_guessed_and_says_so() -> None:
     (note,) = [line for line in estimate.assumptions if line.startswith("compile, guessed")]
     assert "layers.0 holds modules that fully_shard wraps on their own" in note
     assert [unknown.name for unknown in estimate.unknowns] == ["compile"]
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "op"])
+def test_tensor_parallel_blocks_are_partitioned_under_every_checkpointing(ac: CheckpointingMode) -> None:
+    """Two ranks: fully checkpointed, a block leaves its result alone, this rank's half of the tokens.
+
+    Else it leaves the gathered tokens, too, which the first products of attention and feed-forward read.
+    """
+    llama, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, tp=2)
+    recording = execute(llama, mesh, replace(POLICY, ac=ac), graphs={}).recording
+    attributed = attribute(recording, recording.steps)
+    allocations = attributed.allocations
+    rows = allocations.fqn.equals("layers.0") & allocations.activity.equals("compute")
+    rows &= allocations.phase.equals("forward") & (allocations.step == 2) & ~attributed.recomputed
+    rows &= attributed.alloc_row != attributed.free_row
+    kept = int(allocations.size[rows].sum())
+    half = 128 // 2 * 4096 * 2
+    assert (half <= kept < half + 1024) if ac == "full" else (kept > 3 * half)
