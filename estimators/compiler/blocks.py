@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.autograd.profiler import record_function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
@@ -79,8 +80,20 @@ def _apart(inputs: Any) -> Iterator[None]:
     with _disable_current_modes():
         if mode is None:
             raise CannotCompile("the tensors are real")
-        with mode:
+        with mode, _without_labels():
             yield
+
+
+@contextmanager
+def _without_labels() -> Iterator[None]:
+    """Let nobody see ``record_function`` ranges: AOTAutograd up to torch 2.10 puts some around its work."""
+    ours = record_function.__enter__, record_function.__exit__
+    record_function.__enter__ = lambda label: label  # type: ignore[method-assign]
+    record_function.__exit__ = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        record_function.__enter__, record_function.__exit__ = ours  # type: ignore[method-assign]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.torch_versions import COMPILED_BLOCKS_REPEAT
 from torch import Tensor, nn
 
 from fsdp2prof.analyzers.memory.attribution import attribute
@@ -174,10 +173,7 @@ POLICY = PolicySpec(seq_len=128, compile=True, allocator="expandable")
 
 def test_a_compiled_estimate_says_how_and_repeats_its_blocks() -> None:
     estimate = predict_memory(GPT, MeshSpec(dp_shard=4), POLICY).estimate
-    if COMPILED_BLOCKS_REPEAT:
-        assert (
-            estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
-        )
+    assert estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
     assert estimate.assumptions[1].startswith("compile: each block's graph traced whole")
     assert not estimate.unknowns
 
