@@ -8,6 +8,7 @@ from dataclasses import replace
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.optimizers import OptimizerFactory
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes
@@ -52,8 +53,10 @@ def expert_padding(groups: Sequence[ParameterGroup], policy: PolicySpec) -> Reme
         if parameter.is_expert and not parameter.dim and parameter.shape[1] % parameter.shards == 0
     ]
     spare = [(one, one.padded_shard_numel - one.numel // one.shards) for one in padded]
+    kept = not isinstance(policy.optimizer_kind, OptimizerFactory)  # whose state is known by running it
     saved = sum(
-        2 * elements * dtype_bytes(one.dtype) + optimizer_state_bytes(policy, (elements,), one.dtype)
+        2 * elements * dtype_bytes(one.dtype)
+        + (optimizer_state_bytes(policy, (elements,), one.dtype) if kept else 0)
         for one, elements in spare
     )
     if saved <= 0:

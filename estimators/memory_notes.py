@@ -9,7 +9,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
 from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes
 
@@ -47,6 +47,11 @@ _ATTENTION = {
     "what else its closed kernels take is not known",
     "math": "attention runs as separate operators and keeps its probabilities (B, H, S, S)",
 }
+_FLOAT8 = (
+    "float8: linear layers inside blocks run as torchao's Float8Linear, whose sizes are multiples of 16",
+    "mxfp8: linear layers inside blocks run as torchao's MXFP8Linear with its CUDA kernels, whose sizes are "
+    "multiples of 32",
+)
 _NORM = {
     "composed": "as separate operators in fp32",
     "fused": "as one kernel, which keeps its input and one number a row",
@@ -55,10 +60,10 @@ _NORM = {
 
 def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` for what cannot be executed."""
-    if policy.float8 is not None and not policy.compile:
-        raise ModelError(
-            "float8 without compile: the casts that eager float8 keeps are not modelled; add compile"
-        )
+    if policy.float8 == "mxfp8" and mesh.tp > 1:
+        raise ModelError("float8: mxfp8 under tensor parallelism is not modelled: leave tp=1")
+    if policy.fp8_all_gather and any(isinstance(value, int) for value in values_of(policy.reshard)):
+        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
 
 
 def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:
@@ -128,9 +133,17 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             else "the root stays gathered whatever it is told, as torch keeps it before 2.8"
         )
     if policy.float8 is not None:
-        notes.append(
-            "float8: memory as of the same compiled bf16 run; published pairs differ by less than 1%"
-        )
+        notes.append(_FLOAT8[policy.float8 == "mxfp8"])
+        if mesh.tp > 1:
+            notes.append(
+                "float8 under tensor parallelism: activations are gathered first and cast then, where "
+                "torchao's Float8ColwiseParallel casts first and gathers bytes"
+            )
+        if policy.fp8_all_gather:
+            notes.append(
+                "float8 all-gather: shards cast before it, with scales computed for all weights after the "
+                "optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
+            )
     if policy.loss == "fused":
         notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
     if mesh.ep > 1:

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["fake_tensors"]
 
-_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
-"""Loggers whose warnings are for people who train."""
-
-
-_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+_ADVISERS = (
+    "torch.distributed.tensor._collective_utils",
+    "torch.distributed.tensor._redistribute",
+    "transformers",
+)
 """Loggers whose warnings are for people who train."""
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "Float8",
     "Interleaved",
     "Loss",
+    "Norm",
     "PolicySpec",
     "Reshard",
     "Sync",
@@ -74,7 +75,7 @@ Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
 Norm = Literal["composed", "fused"]
-Float8 = Literal["tensorwise", "rowwise"]
+Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ class PolicySpec:
     float8: Float8 | None = option(
         None,
         Words(words=get_args(Float8), none=True),
-        "float8 training of the linear layers inside blocks.",
+        "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
     )
     fp8_all_gather: bool = option(
         False, Flag(), "Gather the weights of linear layers inside blocks as float8."
