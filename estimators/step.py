@@ -101,9 +101,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = capture_stitched(model, mesh, local, built)
-    if mesh.cp > 1 and built.config is not None:
-        kv_heads = built.config.kv_heads // mesh.tp
-        elements = 2 * policy.sequences * policy.seq_len * kv_heads * built.config.head_dim
+    if mesh.cp > 1:
+        elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         program = in_float8(program, built.blocks)

@@ -27,7 +27,7 @@ from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
 from fsdp2prof.estimators.timeline.deepen import CannotCutError, Part, parts_of
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results import MemoryEstimate
 
 __all__ = [

@@ -46,7 +46,7 @@ def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
                 continue
             if replicas > 1 and not _fills_nodes(shards * cp * tp, node):
                 continue
-            for ep in _expert_ranks(request, model, shards * cp):
+            for ep in _expert_ranks(request, model, shards * cp * tp):
                 mesh = MeshSpec(pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp, ep=ep)
                 if _divides(request, model, mesh):
                     yield mesh

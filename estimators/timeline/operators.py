@@ -35,6 +35,9 @@ _ON_HOST = frozenset(
 _MATMULS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 """Matrix product -> positions of its factors."""
 
+_GROUPED = frozenset({"aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_grouped_mm"})
+"""Products of rows that lie group by group with a matrix a group, or the gradients of these matrices."""
+
 _GATHERS = frozenset(
     f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 )
@@ -137,6 +140,8 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return None
     if name in _MATMULS:
         return _matmul(name, args, inputs, outputs)
+    if name in _GROUPED:
+        return _grouped(args, inputs, outputs)
     if "attention" in name and "scaled_dot_product" in name:
         return _attention(name, args, inputs, outputs)
     if name == "fsdp::all_gather_copy_in":
@@ -169,6 +174,24 @@ def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: lis
         2 * batch * m * n * k,
         (batch, m, n, k),
     )
+
+
+def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    """A product a group, each of the mean number of rows.
+
+    (R, K) x (X, K, N) are X products of R / X rows, (M, R) x (R, N) to (X, M, N) sum over R / X each.
+    """
+    left, right = args[0], args[1]
+    groups, n = outputs[0].shape[0] if outputs[0].dim() == 3 else right.shape[0], right.shape[-1]
+    m, k = left.shape[-2], left.shape[-1]
+    if left.dim() == right.dim() == 2:
+        k = -(-k // groups)
+    elif left.dim() == 2:
+        m = -(-m // groups)
+    elif right.dim() == 2:
+        groups, n = left.shape[0], -(-n // left.shape[0])
+    flops = 2 * left.numel() * right.shape[-1] if left.dim() == 2 else 2 * groups * m * n * k
+    return Work("matmul", _dtype(left), sum(map(_bytes, [*inputs, *outputs])), flops, (groups, m, n, k))
 
 
 def _attention(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:

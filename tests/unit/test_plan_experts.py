@@ -22,7 +22,7 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
 MIXTRAL = PlanRequest(
@@ -52,7 +52,7 @@ def test_experts_are_divided_inside_a_node_unless_it_is_fixed() -> None:
     found = list(meshes(MIXTRAL, model))
     assert len(set(found)) == len(found)
     assert {mesh.ep for mesh in found} == {1, 2, 4, 8}
-    assert all(mesh.fsdp_size % mesh.ep == 0 and mesh.world_size == 16 for mesh in found)
+    assert all(mesh.fsdp_size * mesh.tp % mesh.ep == 0 and mesh.world_size == 16 for mesh in found)
     assert {family_of(mesh) for mesh in found} >= {"FSDP", "FSDP + EP", "HSDP + EP"}
     fixed, _ = parse_fixed("ep=4")
     assert {mesh.ep for mesh in meshes(replace(MIXTRAL, fixed_mesh=fixed), model)} == {4}

@@ -29,7 +29,7 @@ from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfi
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import stage_of
+from fsdp2prof.estimators.traffic.parts import stage_of
 from fsdp2prof.storage_tracker import StorageTracker
 
 SEQ_LEN, VOCAB, STEPS = 256, 1000, 3
