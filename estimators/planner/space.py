@@ -46,7 +46,7 @@ def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
                 continue
             if replicas > 1 and not _fills_nodes(shards * cp * tp, node):
                 continue
-            for ep in _expert_ranks(request, model, shards * cp * tp):
+            for ep in _expert_ranks(request, model, shards * cp * tp, tp):
                 mesh = MeshSpec(pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp, ep=ep)
                 if _divides(request, model, mesh):
                     yield mesh
@@ -109,14 +109,16 @@ def _units(request: PlanRequest, model: Model, mesh: MeshSpec) -> list[tuple[tup
     return found
 
 
-def _expert_ranks(request: PlanRequest, model: Model, shards: int) -> list[int]:
-    """Numbers of ranks that experts can be divided among."""
+def _expert_ranks(request: PlanRequest, model: Model, ranks: int, tp: int) -> list[int]:
+    """Numbers of ranks that experts can be divided among; beside tensor parallelism the most, or one."""
     fixed = request.fixed_mesh.get("ep")
     if fixed is not None:
         return [fixed]
     count = _experts(model)
-    node = request.cluster.gpus_per_node
-    return [ep for ep in _divisors(min(count, node)) if count % ep == 0 and shards % ep == 0] or [1]
+    found = [ep for ep in _divisors(min(count, request.cluster.gpus_per_node)) if count % ep == 0]
+    if tp > 1:
+        found = sorted({1, found[-1]})
+    return [ep for ep in found if ranks % ep == 0]
 
 
 def _experts(model: Model) -> int:

@@ -33,6 +33,7 @@ from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
 from fsdp2prof.estimators.timeline.simulate import simulate
 from fsdp2prof.estimators.traffic.pipeline_order import (
     InFlight,
+    Kind,
     StageWork,
     in_flight,
     neighbours_of,
@@ -76,7 +77,7 @@ def test_every_stage_does_each_micro_batch_once_and_in_order(
         assert {work.stage for work in order} == {
             stage for stage in range(ranks * stages) if rank_of_stage(schedule, ranks, stage) == rank
         }
-        kinds = ("F", "I", "W") if schedule_rule(schedule).splits_backward else ("F", "B")
+        kinds: tuple[Kind, ...] = ("F", "I", "W") if schedule_rule(schedule).splits_backward else ("F", "B")
         assert len(order) == len(set(order)) == len(kinds) * stages * micro_batches
         for before, after in pairwise(kinds):
             for work in order:
@@ -98,7 +99,7 @@ def test_a_zero_bubble_waits_for_what_its_weights_do_not_fill() -> None:
     Rank 0 in the first: its first stage makes its whole backward when the weights' part is due.
     """
     for ranks in (2, 4):
-        equal = {"F": 100, "B": 200, "I": 100, "W": 100}
+        equal: dict[Kind, int] = {"F": 100, "B": 200, "I": 100, "W": 100}
         orders = order_of("zb1p", ranks, 4 * ranks)
         assert [waiting_ns(orders, rank, equal) for rank in range(ranks)] == [(ranks - 1) * 100] * ranks
         whole = order_of("1f1b", ranks, 4 * ranks)

@@ -50,7 +50,7 @@ SMALL = TransformerConfig(
 BUILTIN_MODELS[SMALL.name] = SMALL
 
 
-def policy(stage: int, micro_batches: int, schedule: str = "1f1b") -> PolicySpec:
+def policy(stage: int, micro_batches: int, schedule: Any = "1f1b") -> PolicySpec:
     return PolicySpec(
         pp_schedule=schedule,
         seq_len=SEQ_LEN,
