@@ -158,11 +158,7 @@ class FastModel:
                 sums.exposed += weight * max(0.0, bare - busy)
                 sums.sent += weight * exchanged
                 sums.host += weight * (max(bare, host_ns) - bare)
-            again = cost.backward - base.backward
-            if policy.splits_backward and mode != "none":  # recomputed for the weights' part, too
-                again += cost.forward
-                sums.compute += count * policy.grad_accum * cost.forward
-            sums.recompute += count * policy.grad_accum * max(0, again)
+            sums.recompute += count * policy.grad_accum * max(0, cost.backward - base.backward)
 
     def _add_ends(
         self, sums: _Sums, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes

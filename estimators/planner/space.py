@@ -77,6 +77,8 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
         rest = {name: value for name, value in fixed.items() if name not in choices}
         for (wrap, reshard), *values in product(units, *choices.values()):
             chosen = {**dict(zip(choices, values, strict=True)), "wrap": wrap, "reshard": reshard}
+            if schedule_rule(chosen["pp_schedule"]).splits_backward and chosen["ac"] != "none":
+                continue  # recomputed for the input's part and again for every group of weights
             options = {**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}
             yield Candidate(mesh, _policy(request.policy, tuple(options.items())))
 

@@ -63,6 +63,11 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     stages = policy.stages_per_rank
     if policy.pp_schedule != "1f1b" and mesh.pp == 1:
         raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+    if policy.splits_backward and policy.ac == "op":
+        raise ModelError(
+            f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and torch's selective "
+            "checkpointing allows one backward: use ac=none (or full, recomputed for each part)"
+        )
     if policy.splits_backward and policy.compile:
         raise ModelError(
             f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and compiled blocks have one: "

@@ -128,6 +128,7 @@ def test_a_vs_first_rank_has_both_ends_and_its_last_rank_sends_itself_nothing() 
         ("pp=2,dp_shard=2", {"pp_schedule": "interleaved:3", "reshard": "never"}, "do not divide"),
         ("dp_shard=2", {"pp_schedule": "zb1p"}, "no pipeline"),
         ("pp=2,dp_shard=2", {"pp_schedule": "zbv", "reshard": "never", "compile": True}, "leave compile out"),
+        ("pp=2,dp_shard=2", {"pp_schedule": "zb1p", "reshard": "never", "ac": "op"}, "allows one backward"),
         ("dp_shard=2", {"async_tp": True, "compile": True}, "no tensor parallelism"),
     ],
 )
@@ -188,6 +189,19 @@ def test_where_a_backward_is_split_the_first_stage_estimates_what_the_others_mea
     assert second["B"] == pytest.approx(second["I"] + second["W"], abs=2)
     for kind in ("I", "W"):
         assert first[kind] / first["F"] == pytest.approx(second[kind] / second["F"], rel=0.2)
+
+
+def test_a_checkpointed_block_is_recomputed_for_the_input_and_for_every_group_of_weights() -> None:
+    """A GPT-2 block has six: two norms' and four projections', of which autograd is asked one by one."""
+    mesh, model = MeshSpec(pp=2, dp_shard=2), ModelSpec(source="gpt2", layers=2)
+    plain = PolicySpec(seq_len=64, grad_accum=1, reshard="never", pp_stage=1, ac="full")
+
+    def forwards(policy: PolicySpec) -> int:
+        commands = program_of(model, mesh, policy).commands
+        return sum(isinstance(c, Kernel) and c.op == "aten::gelu" for c in commands)
+
+    assert forwards(plain) == 1 + 1
+    assert forwards(replace(plain, pp_schedule="zb1p")) == 1 + 1 + 6
 
 
 @pytest.mark.slow
