@@ -19,7 +19,8 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        out: torch.Tensor = self.head(x)
+        return out
 
 
 def main() -> None:
@@ -32,13 +33,15 @@ def main() -> None:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
         optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in (critic, generator)]
+        ones = torch.ones(BATCH, 1, device=device)
         for _ in range(args.steps):
             noise, real = (torch.randn(BATCH, DIM, device=device) for _ in range(2))
-            loss = nn.functional.softplus(critic(generator(noise).detach()) - critic(real)).mean()
-            loss.backward()
+            told_apart = nn.functional.mse_loss(critic(generator(noise).detach()) - critic(real), ones)
+            told_apart.backward()
             optimizers[0].step()
             optimizers[0].zero_grad()
-            nn.functional.softplus(-critic(generator(noise))).mean().backward()
+            taken_for_real = nn.functional.mse_loss(critic(generator(noise)), ones)
+            taken_for_real.backward()
             optimizers[1].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
