@@ -14,7 +14,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import EightBitOptimizer, OptimizerFactory
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results import CheckpointEstimate
 from fsdp2prof.units import format_bytes, plural
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight, micro_batches_under_way
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
 from fsdp2prof.results import OutsideAllocator, OutsidePart
-from fsdp2prof.units import format_bytes
+from fsdp2prof.units import format_bytes, plural
 
 __all__ = [
     "EXECUTED_MICRO_BATCHES",
@@ -160,7 +161,7 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append("asynchronous tensor parallelism: memory as without it, its symmetric buffers left out")
     if mesh.pp > 1:
         notes.append(
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(policy)}: "
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
             f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
             "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
             "torch.distributed.pipelining does; what was sent last is kept till the next; "
@@ -197,6 +198,10 @@ def extra_model_notes(policy: PolicySpec) -> list[str]:
     return notes
 
 
-def _schedule(policy: PolicySpec) -> str:
-    stages = policy.stages_per_rank
-    return "1F1B" if stages == 1 else f"interleaved 1F1B, {stages} stages a rank run as one"
+def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:
+    rule, stages = schedule_rule(policy.pp_schedule), policy.stages_per_rank
+    made = rule.title if stages == 1 else f"{rule.title}, {stages} stages a rank run as one"
+    if not rule.splits_backward:
+        return made
+    later = micro_batches_under_way(mesh, policy).weights
+    return f"{made}, the weights' part of {plural(later, 'backward')} deferred at most"

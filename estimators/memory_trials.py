@@ -23,6 +23,8 @@ _WANTED = 2
 _TRIALS = 6
 _PAIRS = 3
 _CHUNKS = 8
+_WIDER = (2, 4, 8, 16)
+"""How many times more ranks are tried."""
 
 
 def with_tried_changes(
@@ -39,7 +41,7 @@ def with_tried_changes(
     tried: list[TriedChange] = []
     saved = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
     missing = max(0, -(estimate.headroom_high_bytes or 0))
-    for chosen in _combined(mesh, policy):
+    for chosen in _combined(mesh, policy, saved.get("wider_sharding", 0), missing):
         names = [change.name for change in chosen]
         if len(tried) == _TRIALS or sum(one.fits for one in tried) == _WANTED:
             break
@@ -88,15 +90,22 @@ class _Change:
         return self.times * saved.get(self.remedy, 0) if self.remedy in saved else float("inf")
 
 
-def _combined(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[_Change, ...]]:
-    """Yield changes alone, then in pairs, then all that are cheap, then these with each that is not."""
-    singles = list(_changes(mesh, policy))
+def _combined(
+    mesh: MeshSpec, policy: PolicySpec, by_twice: int, missing: int
+) -> Iterator[tuple[_Change, ...]]:
+    """Yield changes alone, then in pairs, then all that are cheap, then these with each that is not, then
+    everything.
+
+    Twice the ranks take ``by_twice`` bytes off; as many more are tried as may take off what is ``missing``.
+    """
+    singles = [*_changes(mesh, policy), *_wider(mesh, by_twice, missing), *_on_host(policy)]
     cheap = tuple(change for change in singles if change.is_cheap)
     sets: list[tuple[_Change, ...]] = [(change,) for change in singles]
     sets += list(combinations(cheap, 2))[:_PAIRS]
     if len(cheap) > 2:
         sets.append(cheap)
     sets += [(*cheap, change) for change in singles if not change.is_cheap and cheap]
+    sets.append(tuple(singles))
     yield from sets
 
 
@@ -114,8 +123,23 @@ def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
         yield _Change("reshard=default", policy={"reshard": "default"}, remedy="reshard_after_forward")
     if policy.grad_accum > 1 and policy.batch_size == 1 and policy.sync == "last" and alone:
         yield _Change("sync=each", policy={"sync": "each"})
-    wider = {"dp_shard": 2 * mesh.dp_shard}
-    yield _Change(f"dp_shard={wider['dp_shard']}", mesh=wider, is_cheap=False, remedy="wider_sharding")
+
+
+def _wider(mesh: MeshSpec, by_twice: int, missing: int) -> Iterator[_Change]:
+    """Yield the sharding over fewest ranks that may be enough: K times as many leave a K-th of it."""
+    times = {more: 2 - 2 / more for more in _WIDER}
+    enough = next((more for more in _WIDER if times[more] * by_twice >= missing or not by_twice), _WIDER[-1])
+    shards = enough * mesh.dp_shard
+    yield _Change(
+        f"dp_shard={shards}",
+        mesh={"dp_shard": shards},
+        is_cheap=False,
+        remedy="wider_sharding",
+        times=times[enough],
+    )
+
+
+def _on_host(policy: PolicySpec) -> Iterator[_Change]:
     if not policy.offload:
         yield _Change("offload", policy={"offload": True}, is_cheap=False, remedy="cpu_offload")
 

@@ -48,7 +48,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
@@ -167,7 +167,7 @@ def _sharded(
         experts = expert_mesh(mesh)
         meshes = fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts
         shard(model, policy, *meshes, graphs=graphs)
-        exchange_tokens(model, policy, experts)
+        exchange_tokens(model, policy, experts, tensor_parallel_mesh(device_mesh))
     return model
 
 

@@ -59,12 +59,12 @@ def shard(
     installed torch cannot do.
     """
     units = wrap_units(model, policy)
-    placement = expert_placement(model, policy, mesh, experts)
     freeze(model, policy)
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
         model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
+    placement = expert_placement(model, policy, mesh, experts)
     if graphs is not None:
         from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.engine import second_models, sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
+from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
@@ -80,7 +80,7 @@ def capture_step(
         with naming_the_culprit(spec):
             loop.forward_backward()
             loop.update()
-            with Capture(_mesh_dims(device_mesh)) as capture:
+            with Capture(_mesh_dims(device_mesh, expert_mesh(mesh))) as capture:
                 loop.forward_backward()
                 loop.update()
         parameters = elements_of(model.module)
@@ -94,9 +94,14 @@ def capture_step(
     )
 
 
-def _mesh_dims(mesh: DeviceMesh) -> dict[str, str]:
-    assert mesh.mesh_dim_names is not None
-    return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+def _mesh_dims(*meshes: DeviceMesh | None) -> dict[str, str]:
+    """Name of a process group -> the mesh dimension it belongs to."""
+    names: dict[str, str] = {}
+    for mesh in meshes:
+        if mesh is not None:
+            assert mesh.mesh_dim_names is not None
+            names |= {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+    return names
 
 
 def _forward_flops(commands: list[Command]) -> tuple[int, int]:
