@@ -40,7 +40,7 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate_apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return propagate(propagator, op_schema)
 
     with ExitStack() as stack:
