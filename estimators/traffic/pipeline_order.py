@@ -83,7 +83,7 @@ def order_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tupl
 def enough_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> int:
     """Return as few micro-batches as wait for each other, and are under way, as the given ones are.
 
-    After :data:`_ROUNDS` whole rounds a schedule repeats itself. Not for schedules that run all forwards first.
+    After :data:`_ROUNDS` whole rounds a schedule repeats itself; not one that runs all forwards first.
     """
     rest = micro_batches % ranks
     if schedule in ("1f1b", "zbv") or not rest:
