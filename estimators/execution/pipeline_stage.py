@@ -27,9 +27,16 @@ from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.models.losses import logits_loss
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.pipeline import has_ends
+from fsdp2prof.estimators.spec.pipeline import has_ends, schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.pipeline_order import InFlight, Kind, in_flight, neighbours_of, order_of
+from fsdp2prof.estimators.traffic.pipeline_order import (
+    InFlight,
+    Kind,
+    enough_micro_batches,
+    in_flight,
+    neighbours_of,
+    order_of,
+)
 from fsdp2prof.labels import PIPELINE_ACTION
 
 __all__ = ["PipelineStage", "micro_batches_in_flight", "micro_batches_under_way"]
@@ -45,8 +52,11 @@ def micro_batches_under_way(mesh: MeshSpec, policy: PolicySpec) -> InFlight:
 
     Several stages of a rank count as parts of one, rounded up to whole micro-batches.
     """
-    most = in_flight(order_of(policy.pp_schedule, mesh.pp, policy.grad_accum)[policy.pp_stage])
-    stages, micro_batches = policy.stages_per_rank, policy.grad_accum
+    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.grad_accum
+    if schedule_rule(schedule).forwards_first:
+        return InFlight(micro_batches, 0, micro_batches)
+    enough = enough_micro_batches(schedule, mesh.pp, micro_batches)
+    most = in_flight(order_of(schedule, mesh.pp, enough)[policy.pp_stage])
     return InFlight(*(min(-(-count // stages), micro_batches) for count in astuple(most)))
 
 

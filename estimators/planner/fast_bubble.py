@@ -7,14 +7,12 @@ from functools import lru_cache
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import PipelineSchedule
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.pipeline_order import order_of, waiting_ns
+from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, order_of, waiting_ns
 
 __all__ = ["bubble_ns"]
 
 _UNIT = 100_000
 """One stage's work on one micro-batch."""
-_ROUNDS = 4
-"""Whole rounds of micro-batches from which on more of them wait no longer."""
 
 
 def bubble_ns(mesh: MeshSpec, policy: PolicySpec, each_ns: float, split: tuple[float, float]) -> float:
@@ -25,9 +23,7 @@ def bubble_ns(mesh: MeshSpec, policy: PolicySpec, each_ns: float, split: tuple[f
     if mesh.pp == 1:
         return 0.0
     forward, weights = (round(share, 2) for share in split)
-    micro_batches = policy.grad_accum
-    if micro_batches % mesh.pp == 0:
-        micro_batches = min(micro_batches, _ROUNDS * mesh.pp)
+    micro_batches = enough_micro_batches(policy.pp_schedule, mesh.pp, policy.grad_accum)
     waits = _waits(policy.pp_schedule, mesh.pp, micro_batches, policy.pp_stage, forward, weights)
     return waits / _UNIT * each_ns / policy.stages_per_rank
 

@@ -56,6 +56,8 @@ class ScheduleRule:
     """Of a rank, unless they are counted."""
     splits_backward: bool = False
     """Gradients of a stage's input come first, and those of its weights later."""
+    forwards_first: bool = False
+    """All micro-batches of a stage run forward before any runs backward."""
     is_v: bool = False
     """Stages go up the ranks and down again: the first rank has the first and the last."""
 
@@ -67,9 +69,9 @@ class ScheduleRule:
 
 SCHEDULES: dict[str, ScheduleRule] = {
     "1f1b": ScheduleRule(title="1F1B", torch_class="Schedule1F1B"),
-    "gpipe": ScheduleRule(title="GPipe", torch_class="ScheduleGPipe"),
+    "gpipe": ScheduleRule(title="GPipe", torch_class="ScheduleGPipe", forwards_first=True),
     "interleaved": ScheduleRule(title="interleaved 1F1B", torch_class="ScheduleInterleaved1F1B"),
-    "bfs": ScheduleRule(title="looped BFS", torch_class="ScheduleLoopedBFS"),
+    "bfs": ScheduleRule(title="looped BFS", torch_class="ScheduleLoopedBFS", forwards_first=True),
     "zb1p": ScheduleRule(
         title="zero-bubble ZB1P", torch_class="ScheduleInterleavedZeroBubble", splits_backward=True
     ),

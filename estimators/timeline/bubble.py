@@ -10,7 +10,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.commands import Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.simulate import Timeline
-from fsdp2prof.estimators.traffic.pipeline_order import Kind, order_of, waiting_ns
+from fsdp2prof.estimators.traffic.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
 from fsdp2prof.labels import AUTOGRAD_NODE, PIPELINE_ACTION
 from fsdp2prof.tables import IntArray
 
@@ -36,7 +36,8 @@ def bubble_ns_of(
     if whole.pp_schedule in ("1f1b", "gpipe"):
         return (mesh.pp - 1) * each
     of_stage = each // whole.stages_per_rank
-    orders = order_of(whole.pp_schedule, mesh.pp, whole.grad_accum)
+    enough = enough_micro_batches(whole.pp_schedule, mesh.pp, whole.grad_accum)
+    orders = order_of(whole.pp_schedule, mesh.pp, enough)
     return waiting_ns(orders, whole.pp_stage, stage_durations(program, timeline, of_stage, whole))
 
 

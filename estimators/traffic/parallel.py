@@ -21,7 +21,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 from fsdp2prof.estimators.traffic.parts import expert_count
-from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of, order_of
+from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, neighbours_of, order_of
 
 __all__ = ["add_parallel_traffic", "check_parallelism", "counted_by_execution"]
 
@@ -79,7 +79,11 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             f"layers of {model.name}"
         )
     if mesh.pp > 1:
-        order_of(policy.pp_schedule, mesh.pp, policy.grad_accum)
+        order_of(
+            policy.pp_schedule,
+            mesh.pp,
+            enough_micro_batches(policy.pp_schedule, mesh.pp, policy.grad_accum),
+        )
 
 
 def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "Order",
     "StageWork",
+    "enough_micro_batches",
     "in_flight",
     "neighbours_of",
     "order_of",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+_ROUNDS = 4
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 """A forward, a whole backward, the gradients of a stage's input, those of its weights."""
@@ -75,6 +78,17 @@ def order_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tupl
             for rank in range(ranks)
         )
     return _by_torch(schedule_rule(schedule), stages_of(schedule), ranks, micro_batches)
+
+
+def enough_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> int:
+    """Return as few micro-batches as wait for each other, and are under way, as the given ones are.
+
+    After :data:`_ROUNDS` whole rounds a schedule repeats itself; not one that runs all forwards first.
+    """
+    rest = micro_batches % ranks
+    if schedule in ("1f1b", "zbv") or not rest:
+        return min(micro_batches, _ROUNDS * ranks + rest)
+    return micro_batches
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Order:

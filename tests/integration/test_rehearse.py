@@ -122,7 +122,6 @@ def key_of(rows: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
                 ("int_reshard", 4, 3),
                 ("two_models", 2, 0),
                 ("adapters", 2, 1),
-                ("tensor_parallel", 4, 2),
                 ("gan", 2, 1),
             )
         ),

@@ -35,6 +35,7 @@ from fsdp2prof.estimators.traffic.pipeline_order import (
     InFlight,
     Kind,
     StageWork,
+    enough_micro_batches,
     in_flight,
     neighbours_of,
     order_of,
@@ -105,6 +106,18 @@ def test_a_zero_bubble_waits_for_what_its_weights_do_not_fill() -> None:
         whole = order_of("1f1b", ranks, 4 * ranks)
         assert waiting_ns(whole, 0, {"F": 100, "B": 200}) == (ranks - 1) * 300
     assert in_flight(order_of("zb1p", 4, 16)[0]).alive == in_flight(order_of("1f1b", 4, 16)[0]).alive == 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_more_rounds_wait_no_longer_and_keep_no_more(schedule: PipelineSchedule) -> None:
+    durations: dict[Kind, int] = {"F": 90, "B": 210, "I": 130, "W": 80}
+    for ranks, micro_batches in ((2, 14), (4, 24)):
+        many = order_of(schedule, ranks, micro_batches)
+        few = order_of(schedule, ranks, enough_micro_batches(schedule, ranks, micro_batches))
+        for rank in range(ranks):
+            assert waiting_ns(few, rank, durations) == waiting_ns(many, rank, durations)
+            if not schedule_rule(schedule).forwards_first:
+                assert in_flight(few[rank]) == in_flight(many[rank])
 
 
 def test_a_gpipe_rank_holds_all_micro_batches_and_a_1f1b_rank_those_ahead() -> None:

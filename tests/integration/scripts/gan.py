@@ -37,11 +37,11 @@ def main() -> None:
         for _ in range(args.steps):
             noise, real = (torch.randn(BATCH, DIM, device=device) for _ in range(2))
             told_apart = nn.functional.mse_loss(critic(generator(noise).detach()) - critic(real), ones)
-            told_apart.backward()
+            told_apart.backward()  # type: ignore[no-untyped-call]
             optimizers[0].step()
             optimizers[0].zero_grad()
             taken_for_real = nn.functional.mse_loss(critic(generator(noise)), ones)
-            taken_for_real.backward()
+            taken_for_real.backward()  # type: ignore[no-untyped-call]
             optimizers[1].step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
