@@ -127,7 +127,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, of_expert: Tensor) -> Tensor:
         up, down = self.up[of_expert], self.down[of_expert]
-        return torch.bmm(down, torch.relu(torch.bmm(up, rows.unsqueeze(2)))).squeeze(2)
+        hidden = torch.relu(torch.einsum("rhd,rd->rh", up, rows))
+        return torch.einsum("rdh,rh->rd", down, hidden).clone()
 
 
 class Mixture(nn.Module):
@@ -193,6 +194,7 @@ def deal_out(module: Any, experts: DeviceMesh, divide_factor: float | None) -> N
             layer.experts.register_parameter(name, nn.Parameter(own))
         fully_shard(layer.experts, mesh=experts["efsdp"])
         if divide_factor is not None:
+            layer.experts.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
             layer.experts.set_gradient_divide_factor(divide_factor)  # type: ignore[attr-defined]
 
 
