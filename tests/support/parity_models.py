@@ -189,13 +189,14 @@ def deal_out(module: Any, experts: DeviceMesh, divide_factor: float | None) -> N
         if not isinstance(layer, Mixture):
             continue
         layer.group, local = group, EXPERTS // group.size()
-        for name, whole in list(layer.experts.named_parameters()):
+        held: Any = layer.experts
+        for name, whole in list(held.named_parameters()):
             own = whole.detach()[group.rank() * local : (group.rank() + 1) * local].clone()
-            layer.experts.register_parameter(name, nn.Parameter(own))
-        fully_shard(layer.experts, mesh=experts["efsdp"])
+            held.register_parameter(name, nn.Parameter(own))
+        fully_shard(held, mesh=experts["efsdp"])
         if divide_factor is not None:
-            layer.experts.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
-            layer.experts.set_gradient_divide_factor(divide_factor)  # type: ignore[attr-defined]
+            held.set_force_sum_reduction_for_comms(True)
+            held.set_gradient_divide_factor(divide_factor)
 
 
 def that_fails(module: Any, mesh: DeviceMesh) -> None:
