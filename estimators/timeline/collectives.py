@@ -75,6 +75,6 @@ def _by_fsdp(program: Program) -> tuple[frozenset[int], int]:
             name = labels.pop()
             if name.startswith((_FSDP, AUTOGRAD_NODE)):
                 last = at
-        elif isinstance(command, Collective) and command.mesh_dim not in ("tp", "ep"):
+        elif isinstance(command, Collective) and command.mesh_dim != "tp":
             inside.update([at] if any(name.startswith(_FSDP) for name in labels) else [])
     return frozenset(inside), last

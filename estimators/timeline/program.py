@@ -95,12 +95,15 @@ def capture_step(
 
 
 def _mesh_dims(*meshes: DeviceMesh | None) -> dict[str, str]:
-    """Name of a process group -> the mesh dimension it belongs to."""
+    """Name of a process group -> the mesh dimension it belongs to, the first that has it.
+
+    A dimension over the whole world shares its group with every other such.
+    """
     names: dict[str, str] = {}
     for mesh in meshes:
         if mesh is not None:
             assert mesh.mesh_dim_names is not None
-            names |= {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+            names = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names} | names
     return names
 
 

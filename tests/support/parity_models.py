@@ -127,7 +127,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, of_expert: Tensor) -> Tensor:
         up, down = self.up[of_expert], self.down[of_expert]
-        return torch.bmm(down, torch.relu(torch.bmm(up, rows.unsqueeze(2)))).squeeze(2)
+        hidden = torch.relu(torch.einsum("rhd,rd->rh", up, rows))
+        return torch.einsum("rdh,rh->rd", down, hidden).clone()
 
 
 class Mixture(nn.Module):
@@ -188,12 +189,14 @@ def deal_out(module: Any, experts: DeviceMesh, divide_factor: float | None) -> N
         if not isinstance(layer, Mixture):
             continue
         layer.group, local = group, EXPERTS // group.size()
-        for name, whole in list(layer.experts.named_parameters()):
+        held: Any = layer.experts
+        for name, whole in list(held.named_parameters()):
             own = whole.detach()[group.rank() * local : (group.rank() + 1) * local].clone()
-            layer.experts.register_parameter(name, nn.Parameter(own))
-        fully_shard(layer.experts, mesh=experts["efsdp"])
+            held.register_parameter(name, nn.Parameter(own))
+        fully_shard(held, mesh=experts["efsdp"])
         if divide_factor is not None:
-            layer.experts.set_gradient_divide_factor(divide_factor)  # type: ignore[operator]
+            held.set_force_sum_reduction_for_comms(True)
+            held.set_gradient_divide_factor(divide_factor)
 
 
 def that_fails(module: Any, mesh: DeviceMesh) -> None:

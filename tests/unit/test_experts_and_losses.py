@@ -126,8 +126,10 @@ def test_padded_experts_are_found_with_what_avoids_it() -> None:
     assert "4 experts on 16 ranks are padded to 4 times their size" in finding.how
     assert "expert_shards=hidden" in finding.how
     # Of w1, w2 and w3 in two layers a rank holds one expert of 512 numbers, not 4 x 512 / 16 = 128:
-    # parameter, gradient and two moments in fp32.
-    assert finding.saves_bytes == 2 * 3 * (512 - 128) * 4 * 4
+    # parameter, gradient and two moments in fp32. Of a block's 3 x 4 x 512 numbers four times as many are
+    # gathered, in bf16, three copies at once, and reduced in fp32, from two inputs.
+    states, buffers = 2 * 3 * (512 - 128) * 4 * 4, 3 * 3 * 4 * 512 * (3 * 2 + 2 * 4)
+    assert finding.saves_bytes == states + buffers
     hidden = replace(policy, expert_shards="hidden")
     assert expert_padding(parameter_groups(model, mesh, hidden), hidden) is None
 
