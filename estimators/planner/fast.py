@@ -78,7 +78,7 @@ class FastModel:
     def __init__(
         self, request: PlanRequest, profiles: Mapping[tuple[int, str], BlockProfile], model: Model
     ) -> None:
-        self._cluster = request.cluster
+        self._cluster = request.cluster.with_attention(request.policy.attention)
         self._profiles = profiles
         self._blocks = len(model.blocks)
         self._width = 0 if model.config is None else model.config.dim
