@@ -133,8 +133,7 @@ def simulate_program(
     calibration: Calibration | None = None,
 ) -> StepPrediction:
     """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
-    cluster = replace(cluster, hardware=cluster.hardware.with_attention(policy.attention))
-    program, costs = _costed(program, mesh, cluster, calibration)
+    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = analysis.ranks[0].steps[0]
@@ -193,8 +192,7 @@ def _figures(
 ) -> StepFigures:
     policy = replace(whole, grad_accum=micro_batches)
     program = program_of(model, mesh, policy)
-    cluster = replace(cluster, hardware=cluster.hardware.with_attention(policy.attention))
-    program, costs = _costed(program, mesh, cluster, None)
+    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)
     step = analysis.ranks[0].steps[0]
     parts = step.breakdown_ns

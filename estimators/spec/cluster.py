@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from fsdp2prof.errors import ModelError
@@ -46,6 +46,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
             raise ModelError("gpus_per_node and nics_per_node must be at least 1")
+
+    def with_attention(self, kernel: str) -> Cluster:
+        """Return the same cluster with one kernel's attention."""
+        return replace(self, hardware=self.hardware.with_attention(kernel))
 
     @property
     def node_link(self) -> str:

@@ -241,6 +241,22 @@ def test_attention_runs_at_the_rate_of_its_kernel() -> None:
     assert cudnn.attention_flops("bfloat16", 128, 16384, backward=True) == pytest.approx(0.79 * 1220e12)
 
 
+def test_a_faster_attention_kernel_makes_the_step_faster() -> None:
+    """Twice the rate: half the time of attention, whose bytes at this length take less."""
+    mesh, long = MeshSpec(dp_shard=8), replace(POLICY, seq_len=4096)
+    model = replace(MODEL, layers=1)
+    program = program_of(model, mesh, long)
+    flash, cudnn = (
+        simulate_program(program, model, mesh, replace(long, attention=kernel), H100).estimate.trace.operators
+        for kernel in ("flash", "cudnn")
+    )
+    spent = [sum(row.total_ns for row in rows if "attention" in row.name) for rows in (flash, cudnn)]
+    floors = 2 * H100.hardware.kernel_floor_ns
+    assert spent[0] - floors == pytest.approx(
+        2 * (spent[1] - floors), rel=0.2
+    )  # a collective slows some of it
+
+
 def test_the_estimate_lies_in_its_range_and_measured_figures_are_not_varied(program: Program) -> None:
     mesh = MeshSpec(dp_shard=8)
     wide = simulate_program(program, MODEL, mesh, POLICY, H100).estimate
