@@ -8,6 +8,7 @@ from dataclasses import replace
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
 from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.optimizers import OptimizerFactory
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes
@@ -51,8 +52,10 @@ def expert_padding(groups: Sequence[ParameterGroup], policy: PolicySpec) -> Reme
     padded = {group: _padded_experts(group) for group in groups}
     every = [one for parameters in padded.values() for one in parameters]
     spare = [(one, one.padded_shard_numel - one.numel // one.shards) for one in every]
+    kept = not isinstance(policy.optimizer_kind, OptimizerFactory)  # whose state is known by running it
     saved = sum(
-        2 * elements * dtype_bytes(one.dtype) + optimizer_state_bytes(policy, (elements,), one.dtype)
+        2 * elements * dtype_bytes(one.dtype)
+        + (optimizer_state_bytes(policy, (elements,), one.dtype) if kept else 0)
         for one, elements in spare
     )
     if saved <= 0:

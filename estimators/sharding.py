@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.low_precision import is_in_float8
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -214,9 +215,9 @@ def _sharded(
     dtype = str(parameter.dtype).removeprefix("torch.")
     is_float8 = (
         policy.fp8_all_gather
-        and isinstance(module, nn.Linear)
-        and parameter.ndim == 2
-        and any(fqn.startswith(f"{block}.") for block in model.blocks)
+        and type(module) is nn.Linear
+        and parameter is module.weight
+        and is_in_float8(fqn.rpartition(".")[0], whole, model.blocks, "tensorwise")
     )
     cast_to = unit.param_dtype if parameter.is_floating_point() else None
     is_expert = fqn.rpartition(".")[0] in model.experts

@@ -58,12 +58,31 @@ def _cause(
     for one in standings:
         if one.no_dump:
             return "no_dump", one.no_dump, one
+    stuck = _followed(standings, hang)
+    if stuck is not None:
+        alone = not stuck.ranks_known and len(stuck.ranks) == 1  # nobody waits for itself
+        return "not_come" if alone else "inside", [], stuck
     for one in standings:
         if one.not_come:
             return "order", sorted({rank for other in standings for rank in other.not_come}), one
-    if standings:
-        return "inside", [], standings[0]
     return ("no_dump", gone, None) if (gone := hang.without_dump()) else ("none", [], None)
+
+
+def _followed(standings: Sequence[HangStanding], hang: _Hang) -> HangStanding | None:
+    """Where the rest waits for, in the end: no rank known to belong to it is missing. None: in a circle."""
+    waiting = [one for one in standings if one.not_come] or standings
+    one = waiting[0] if waiting else None
+    seen: list[HangStanding] = []
+    while one is not None and one not in seen:
+        if not one.not_come:
+            return one
+        seen.append(one)
+        rank = one.not_come[0]
+        call = hang.unfinished(rank)
+        one = next(
+            (s for s in standings if call is not None and s.call.group == call.group and rank in s.came), None
+        )
+    return None
 
 
 class _Hang:
@@ -114,6 +133,7 @@ class _Hang:
             came=came,
             not_come=sorted(set(group.calls) - set(came)),
             no_dump=group.no_dump,
+            ranks_known=group.ranks_known,
         )
 
     def _mismatch(self, one: Mismatch) -> HangMismatch:

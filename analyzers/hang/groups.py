@@ -25,6 +25,8 @@ class GroupCalls:
 
     name: str
     ranks: Sequence[int]
+    ranks_known: bool
+    """Whether a dump or a manifest names them, or it is the default group."""
     calls: Mapping[int, Mapping[int, Sequence[Issued]]]
     """By rank and sequence number; several calls of one number are a coalesced one."""
 
@@ -54,18 +56,21 @@ def group_calls(dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifes
     for dump in dumps:
         for name in {one.group for one in dump.issued}:
             used[name].append(dump.rank)
-    found: dict[tuple[str, tuple[int, ...]], None] = {}
+    found: dict[tuple[str, tuple[int, ...]], bool] = {}
     for dump in dumps:
         for one in dump.issued:
-            found.setdefault((one.group, _members(dump, one, manifests, world, used[one.group])))
+            named = _members(dump, one, manifests, world)
+            members = tuple(used[one.group]) if named is None else named
+            found[one.group, members] = found.get((one.group, members), False) or named is not None
     by_rank = {dump.rank: dump for dump in dumps}
     return [
         GroupCalls(
             name=name,
             ranks=members,
+            ranks_known=known,
             calls={rank: _by_seq(by_rank[rank], name) for rank in members if rank in by_rank},
         )
-        for name, members in found
+        for (name, members), known in found.items()
     ]
 
 
@@ -93,15 +98,14 @@ def _members(
     one: Issued,
     manifests: Mapping[int, RankManifest],
     world: tuple[int, ...],
-    used: Sequence[int],
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | None:
     if one.group in dump.groups:
         return tuple(dump.groups[one.group])
     manifest = manifests.get(dump.rank)
     for group in manifest.process_groups if manifest is not None else ():
         if group.name == one.group:
             return tuple(sorted(group.ranks))
-    return world if one.group_desc == "default_pg" else tuple(used)
+    return world if one.group_desc == "default_pg" else None
 
 
 def _by_seq(dump: FlightDump, group: str) -> dict[int, list[Issued]]:

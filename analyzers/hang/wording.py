@@ -38,7 +38,7 @@ def verdict(hang: HangAnalysis) -> list[str]:
         left = f"{_ranks(hang.culprits).capitalize()} left no dump: gone, or not asked for one"
         sentences = [f"{left}; the other ranks stand in no collective: theirs have finished, or failed."]
     else:
-        sentences = [_first(hang, stand)]
+        sentences = [_first(hang, stand), *_for_these(hang, stand)]
     return [*sentences, _ADVICE[hang.cause]]
 
 
@@ -66,6 +66,10 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
     if hang.cause == "inside":
         return f"All of {_ranks(stand.ranks)} came to {_call(stand.call)}, and it has not finished."
     waits = f"{_ranks(stand.came).capitalize()} {_verb(stand.came, 'waits', 'wait')} in {_call(stand.call)}"
+    if hang.cause == "not_come" and not hang.culprits:
+        return (
+            f"{waits}, which no other rank with a dump has issued; who belongs to that group, no dump says."
+        )
     if hang.cause == "not_come":
         who = hang.culprits
         last = next((one.last for one in hang.ranks if one.rank == who[0]), None)
@@ -81,6 +85,18 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
     others = [one for one in hang.standings if one is not stand]
     also = "".join(f", and {_ranks(one.came)} in {_call(one.call)}" for one in others[:1])
     return f"{waits}{also}: they wait for each other in different process groups."
+
+
+def _for_these(hang: HangAnalysis, stand: HangStanding) -> list[str]:
+    """Who waits elsewhere for ranks that stand in a collective to which all came that are known."""
+    if stand.not_come or stand.no_dump:
+        return []
+    others = [one for one in hang.standings if set(one.not_come) & set(stand.came)]
+    return [
+        f"{_ranks(one.came).capitalize()} {_verb(one.came, 'waits', 'wait')} for {_ranks(one.not_come)} in "
+        f"{_call(one.call)}."
+        for one in others[:1]
+    ]
 
 
 def _stands(stand: HangStanding) -> str:

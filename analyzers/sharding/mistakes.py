@@ -77,10 +77,12 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
     groups: dict[int, list[ParamGroupInfo]] = defaultdict(list)
     for group in evidence.first.param_groups:
         groups[group.root].append(group)
-    for members in groups.values():
+    blocks = _blocks_without_root(evidence)
+    for root, members in groups.items():
         only = members[0]
         if (
-            len(members) > 1
+            root in blocks
+            or len(members) > 1
             or only.fqn
             or only.shard_world_size < 2
             or len(only.parameters) < _FEW_PARAMETERS
@@ -96,6 +98,17 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
         yield finding("root_only", severity, problem, change, fqn="", gathered_bytes=whole)
 
 
+def _blocks_without_root(evidence: RunEvidence) -> set[int]:
+    """Roots that are alike, beside trained parameters of no group: blocks of one model, not models."""
+    if not any(one.kind == "optimizer" and one.has_gradient for one in evidence.first.unsharded or ()):
+        return set()
+    alike: dict[tuple[tuple[str, tuple[int, ...]], ...], set[int]] = defaultdict(set)
+    for group in evidence.first.param_groups:
+        shapes = tuple((one.fqn, tuple(one.global_shape)) for one in group.parameters)
+        alike[shapes].add(group.root)
+    return {root for roots in alike.values() if len(roots) > 1 for root in roots}
+
+
 def _outside(evidence: RunEvidence) -> Iterator[Finding]:
     """Parameters of no group: whole on every rank, their gradients never reduced."""
     told = [one for one in evidence.first.unsharded or () if one.kind == "parameter"]
@@ -105,11 +118,11 @@ def _outside(evidence: RunEvidence) -> Iterator[Finding]:
         size = sum(one.nbytes for one in trained)
         problem = (
             f"{plural(len(trained), 'trainable parameter')} ({format_bytes(size)}) are in no group: "
-            f"{listed([one.fqn for one in trained])}. Every rank holds them whole and nobody reduces their "
-            "gradients: ranks drift apart, unless the script reduces them itself."
+            f"{listed([one.fqn for one in trained])}. Every rank holds them whole and FSDP does not reduce "
+            f"their gradients: ranks drift apart, unless {_other_reducer(evidence)} reduces them."
         )
         change = "Take them out of ignored_params, or all-reduce their gradients before the optimizer."
-        yield finding("unreduced_parameters", "high", problem, change, bytes=size)
+        yield finding("unreduced_parameters", _unreduced(evidence), problem, change, bytes=size)
     if frozen:
         size = sum(one.nbytes for one in frozen)
         problem = (
@@ -147,11 +160,20 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
         size = sum(one.nbytes for one in alive)
         problem = (
             f"An optimizer updates {plural(len(alive), 'parameter')} ({format_bytes(size)}) outside every "
-            f"module that fully_shard wrapped: {listed([one.fqn for one in alive])}. Nobody reduces their "
-            "gradients."
+            f"module that fully_shard wrapped: {listed([one.fqn for one in alive])}. FSDP does not reduce "
+            f"their gradients: ranks drift apart, unless {_other_reducer(evidence)} reduces them."
         )
         change = "Call fully_shard on the module around all of them, last."
-        yield finding("unreduced_parameters", "high", problem, change, bytes=size)
+        yield finding("unreduced_parameters", _unreduced(evidence), problem, change, bytes=size)
+
+
+def _other_reducer(evidence: RunEvidence) -> str:
+    """Who else may reduce gradients: a wrapper that was seen beside ``fully_shard``, or the script."""
+    return listed(evidence.info.wrappers) if evidence.info.wrappers else "the script itself"
+
+
+def _unreduced(evidence: RunEvidence) -> Severity:
+    return "medium" if evidence.info.wrappers else "high"
 
 
 def _half_states(evidence: RunEvidence) -> Iterator[Finding]:

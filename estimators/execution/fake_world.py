@@ -27,8 +27,8 @@ __all__ = [
 
 
 @contextmanager
-def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
-    """Be rank 0 of ``mesh`` (pipeline stages left out) and give its device mesh: dp_replicate, fsdp, tp.
+def fake_process_group(mesh: MeshSpec, *, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Be a rank of ``mesh`` (pipeline stages left out) and give its device mesh: dp_replicate, fsdp, tp.
 
     Collectives return at once and move nothing. Raises ``ModelError`` if a real process group exists.
     """
@@ -38,7 +38,7 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
         )
     shape = (mesh.dp_replicate, mesh.fsdp_size, mesh.tp)
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with _events(), _labels_outside_of_checkpointing():
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))

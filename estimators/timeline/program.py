@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -56,6 +57,7 @@ def capture_step(
     With ``graphs`` blocks run as compiled ones do, and keep their graphs there. Raises ``ModelError`` for a
     model, mesh or policy that cannot be run.
     """
+    policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())

@@ -16,11 +16,12 @@ from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 from fsdp2prof.estimators.traffic.parts import expert_count
-from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order
+from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, neighbours_of, order_of
 
 __all__ = ["add_parallel_traffic", "check_parallelism", "counted_by_execution"]
 
@@ -60,15 +61,29 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
     stages = policy.stages_per_rank
-    if stages > 1 and mesh.pp == 1:
+    if policy.pp_schedule != "1f1b" and mesh.pp == 1:
         raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+    if policy.splits_backward and policy.ac == "op":
+        raise ModelError(
+            f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and torch's selective "
+            "checkpointing allows one backward: use ac=none (or full, recomputed for each part)"
+        )
+    if policy.splits_backward and policy.compile:
+        raise ModelError(
+            f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and compiled blocks have one: "
+            "torch refuses it; leave compile out"
+        )
     if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
         raise ModelError(
             f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
             f"layers of {model.name}"
         )
-    if stages > 1:
-        interleaved_order(mesh.pp, stages, policy.grad_accum)
+    if mesh.pp > 1:
+        order_of(
+            policy.pp_schedule,
+            mesh.pp,
+            enough_micro_batches(policy.pp_schedule, mesh.pp, policy.grad_accum),
+        )
 
 
 def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
@@ -206,11 +221,12 @@ def _add_ends(
     """The embedding scatters its partial sums; the head gathers the sequence; the loss joins the logits."""
     add = _activation_adder(ledger, mesh, policy)
     tokens = _tokens(mesh, policy)
-    if policy.pp_stage == 0:
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    if is_first:
         embedding = owner_of.get("tok_embeddings", "")
         add(embedding, "forward", "reduce_scatter", 1, tokens * config.dim)
         add(embedding, "backward", "all_gather", 1, tokens * config.dim)
-    if policy.pp_stage == mesh.pp - 1:
+    if is_last:
         head = owner_of.get("output", "")
         add(head, "forward", "all_gather", 1, tokens * config.dim)
         add(head, "backward", "reduce_scatter", 1, tokens * config.dim)
@@ -357,11 +373,8 @@ def _add_context_parallel(
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
     local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
-    stages = policy.stages_per_rank
-    sends = {
-        "forward": stages - (policy.pp_stage == mesh.pp - 1),
-        "backward": stages - (policy.pp_stage == 0),
-    }
+    before, after = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    sends = {"forward": after, "backward": before}
     for phase, of_stages in sends.items():
         ledger.add(
             root=0,

@@ -11,6 +11,7 @@ from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import packed_parameters_refusal
 
@@ -72,11 +73,12 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
     layers = dict(module.layers.named_children())  # type: ignore[union-attr]
     module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
     absent: set[str] = set()
-    if policy.pp_stage > 0:
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    if not is_first:
         absent.add("tok_embeddings")
         if model.config.family == "gpt":
             module.pos_embeddings = None  # type: ignore[assignment]
-    if policy.pp_stage < mesh.pp - 1:
+    if not is_last:
         absent |= {"norm", "output"}
     for name in absent:
         module.register_module(name, nn.Identity())

@@ -51,6 +51,8 @@ class HangStanding:
     not_come: list[int]
     no_dump: list[int]
     """Ranks of the group that left no dump: whether they came is unknown."""
+    ranks_known: bool = True
+    """Whether a dump or a manifest says who belongs to the group; else ``ranks`` are those that used it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

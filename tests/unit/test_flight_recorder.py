@@ -66,6 +66,36 @@ def test_ranks_that_wait_in_different_groups_for_each_other(tmp_path: Path) -> N
     assert "wait for each other" in found.verdict[0]
 
 
+def test_who_waits_for_ranks_that_are_stuck_elsewhere_is_not_to_blame(tmp_path: Path) -> None:
+    """Ranks 0 and 2 both reduce and do not get out; 1 and 3 gather with them, and wait."""
+    groups = {"tp01": [0, 1], "tp23": [2, 3], "dp": [0, 2]}
+    stuck, waits = call("all_reduce", 8, 1, group="dp", state="started"), "started"
+    calls = {
+        0: [stuck],
+        1: [call(GATHER, 8, 1, group="tp01", state=waits)],
+        2: [stuck],
+        3: [call(GATHER, 8, 1, group="tp23", state=waits)],
+    }
+    found = analyze_hang(read(write(tmp_path, calls, groups), 0, 1, 2, 3))
+    assert (found.cause, found.culprits) == ("inside", [])
+    assert found.standings[0].call.group == "dp"
+    assert found.verdict[0].startswith("All of ranks 0, 2 came to all-reduce 1")
+    assert found.verdict[1].startswith("Rank 1 waits for rank 0 in all-gather 1")
+
+
+def test_a_group_that_no_dump_describes_is_not_taken_for_complete(tmp_path: Path) -> None:
+    """Rank 0 alone reduces in a group that only its call names; the others gather without it."""
+    sub = call("all_reduce", 3, 1, group="sub", state="started")
+    calls: dict[int, list[Any]] = {0: [*steady(3), sub]}
+    calls |= {rank: steady(4, "started") for rank in (1, 2)}
+    found = analyze_hang(read(write(tmp_path, calls, WORLD), 0, 1, 2))
+    assert (found.cause, found.culprits) == ("not_come", [])
+    assert (found.standings[0].call.group, found.standings[0].ranks_known) == ("sub", False)
+    assert "which no other rank with a dump has issued" in found.verdict[0]
+    assert found.verdict[1].startswith("Ranks 1, 2 wait for rank 0 in all-gather 4")
+    assert found.standings[1].ranks_known
+
+
 def test_all_came_and_none_got_out(tmp_path: Path) -> None:
     found = analyze_hang(
         read(write(tmp_path, {rank: steady(4, "started") for rank in range(3)}, WORLD), 0, 1, 2)
