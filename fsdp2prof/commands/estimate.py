@@ -72,7 +72,7 @@ def _policy_options(*, memory_only: bool) -> list[Callable[[Any], Any]]:
 
 _INPUT_OPTIONS = (
     *MODEL_OPTIONS,
-    click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
+    click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp, ep."),
     click.option(
         "--config",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),

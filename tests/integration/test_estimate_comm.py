@@ -411,7 +411,7 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         assert measured == predicted_rows
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_expert_parallelism_of_real_ranks(tmp_path, tp, monkeypatch):
     """A mixture written apart, with real routing and split sizes, under torchrun: to the byte."""
     if expert_mesh_refusal():
