@@ -1,7 +1,8 @@
 """Models of a Hugging Face ``config.json``: the class it names, built by transformers on the meta device.
 
-Text models run as they are. Of a model of text and images the text part runs: a batch of tokens brings no
-image, so that the vision tower and its projector are held and sharded, and get no gradient.
+Text models run as they are. Of a model of text and images the text part runs where the batches bring no
+image, so that the vision tower and its projector are held and sharded, and get no gradient;
+:mod:`~fsdp2prof.estimators.models.images` brings images.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
 from fsdp2prof.estimators.models.transformers_plan import plan_of
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
+from fsdp2prof.fake_tensors import appear_real
 
 __all__ = ["build_huggingface"]
 
@@ -45,6 +47,7 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
+    appear_real(importlib.import_module("transformers.utils.import_utils"))
     notes: list[str] = []
     if values.pop("quantization_config", None) is not None:
         notes.append("the quantization of the configuration is left out: weights are held in orig_dtype")
@@ -81,11 +84,6 @@ def _build(
     module.train()
     blocks, towers = _decoder_and_towers(module, text)
     idle = _idle_modules(module, text) if text is not config else ()
-    if idle:
-        notes.append(
-            f"tokens only: no image passes through {', '.join(idle)}, "
-            "which are held sharded without gradients"
-        )
     name = str(values.get("_name_or_path") or _name_of(path, values))
     plan = plan_of(name, module, blocks, text)
     return Model(

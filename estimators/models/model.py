@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
@@ -47,6 +47,8 @@ class Batch:
 
     args: tuple[Tensor, ...] = ()
     """Positional arguments of the model's forward."""
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its arguments by name."""
     targets: Tensor | None = None
     """What the loss compares with."""
     reference: Tensor | None = None
@@ -110,8 +112,26 @@ class Model:
     """How tensor-parallel ranks divide it; ``None`` if it has no plan."""
     no_tensor_parallel: str = "has no tensor-parallel plan"
     """Why there is none, as the end of a sentence that begins with its name."""
+    inputs: str = "tokens only"
+    """What its batches hold."""
+    absent: str = "image"
+    """What its idle modules wait for."""
     notes: tuple[str, ...] = ()
     """What an estimate of it rests on, one sentence each."""
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What an estimate rests on, what becomes of idle modules among it."""
+        if not self.idle:
+            return self.notes
+        idle = f"{', '.join(self.idle)}, which are held sharded without gradients"
+        return (*self.notes, f"{self.inputs}: no {self.absent} passes through {idle}")
+
+    @property
+    def running_towers(self) -> tuple[str, ...]:
+        """Towers that batches pass through."""
+        idle = tuple(f"{fqn}." for fqn in self.idle)
+        return tuple(fqn for fqn in self.towers if not fqn.startswith(idle))
 
     @property
     def parameters(self) -> int:

@@ -52,7 +52,7 @@ def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program
     """
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
-        stack.enter_context(fake_tensors())
+        stack.enter_context(fake_tensors(follow_values=policy.images > 0))
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh)
         seconds = second_models(model, spec, mesh, policy, device_mesh)

@@ -16,6 +16,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.builtin import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.sharding import ParameterGroup
@@ -40,6 +41,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             )
     if mesh.ep == 1 and policy.imbalance != 1:
         raise ModelError("imbalance: rows are exchanged under expert parallelism only: add ep to the mesh")
+    if policy.images and mesh.tp > 1:
+        raise ModelError("images: a vision tower under tensor parallelism is not modelled: leave tp at 1")
     if config is not None:
         _check_expert_parallelism(config, mesh, policy)
     if policy.async_tp and mesh.tp == 1:
@@ -127,7 +130,11 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
+    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters.
+
+    Its batches bring the policy's images. Raises ``ModelError`` for what cannot be given or put into it.
+    """
+    model = with_images(model, policy)
     adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
     if policy.lora is not None and policy.lora.quantized is not None:
         if mesh.tp * mesh.pp > 1:
