@@ -1,16 +1,19 @@
 """Ranks reduced on a Dask cluster of two workers, beside the same analysis on one process.
 
 ``python -m benchmarks.cluster [--ranks 32,64,128,256] [--layers 24]`` writes synthetic runs, starts a
-scheduler and two workers as processes of their own, and analyses each run twice in fresh processes. It prints
-whether the JSON is the same to the byte, wall time a rank, and the highest resident memory of the client.
+scheduler and two workers as processes of their own, and analyses each run twice in fresh processes, as
+``analyze run --format json`` does. It prints whether the JSON is the same to the byte, wall time a rank, and
+the highest resident memory of one process, of the client, and of the fuller worker (since it started).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,8 +49,8 @@ def make_run(root: Path, ranks: int, layers: int) -> int:
 
 
 @contextmanager
-def two_workers() -> Iterator[str]:
-    """Start a scheduler and two workers of one thread; gives the scheduler's address."""
+def two_workers() -> Iterator[tuple[str, list[int]]]:
+    """Start a scheduler and two workers of one thread; gives its address and their process ids."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scheduler.json"
         common = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -73,7 +77,7 @@ def two_workers() -> Iterator[str]:
             worker = [sys.executable, "-m", "distributed.cli.dask_worker", address]
             options = ["--nthreads", "1", "--no-dashboard", "--local-directory", folder, "--no-nanny"]
             processes += [subprocess.Popen([*worker, *options], **common) for _ in range(2)]  # type: ignore[call-overload]
-            yield address
+            yield address, [process.pid for process in processes[1:]]
         finally:
             for process in reversed(processes):
                 process.terminate()
@@ -97,15 +101,24 @@ def analysed(run: Path, output: Path, cluster: str | None) -> dict[str, float]:
 
 def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
     """Do one analysis, and say what it took."""
-    import fsdp2prof.workflows.analyze as analyze
-    from fsdp2prof.files import write_json
+    from benchmarks.cluster import rendered  # by the name that workers know, too
+    from fsdp2prof.reporters.renderers import RenderOptions
+    from fsdp2prof.workflows.finished import finished
     from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.rendering import Rendering
+    from fsdp2prof.workflows.trace_options import TraceOptions
 
     started = time.monotonic()
-    result = analyze.analyze_run(open_job(run), workers=None if cluster else 1, cluster=cluster)
+    options: TraceOptions = {"workers": None if cluster else 1, "cluster": cluster}
+    rendering = Rendering(format="json", options=RenderOptions(), sort=None, top=None, copies={})
+    with (
+        finished("run", open_job(run), options, functools.partial(rendered, rendering)) as made,
+        output.open("wb") as file,
+    ):
+        for piece in made.content or ():
+            file.write(piece.encode() if isinstance(piece, str) else piece)
     took = time.monotonic() - started
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    write_json(output, result)
     print(
         json.dumps(
             {
@@ -117,9 +130,14 @@ def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
     )
 
 
-def _highest_bytes() -> int:
-    """Highest resident memory of this program (``ru_maxrss`` begins with that of the one that started it)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def rendered(rendering: Any, result: Any) -> tuple[Any, None]:
+    """What is made of a result, on a worker too."""
+    return rendering.of(result), None
+
+
+def _highest_bytes(process: int | str = "self") -> int:
+    """Highest resident memory of a process (``ru_maxrss`` begins with that of the one that started it)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
@@ -135,8 +153,10 @@ def main() -> None:
     if chosen.one is not None:
         analyse_here(chosen.one, chosen.output, chosen.at)
         return
-    print("ranks  trace/rank  same  local s/rank  cluster s/rank  client CPU/rank  local peak  client peak")
-    with tempfile.TemporaryDirectory() as folder, two_workers() as address:
+    print(
+        "ranks  trace/rank  same  local s/rank  cluster s/rank  client CPU/rank  local, client, worker peak"
+    )
+    with tempfile.TemporaryDirectory() as folder, two_workers() as (address, workers):
         for ranks in map(int, chosen.ranks.split(",")):
             run = Path(folder) / f"run-{ranks}"
             size = make_run(run, ranks, chosen.layers)
@@ -147,11 +167,13 @@ def main() -> None:
                 f"{ranks:5}  {size / ranks / 1e3:7.0f} kB  {'yes' if same else 'NO':4}  "
                 f"{local['inside_s'] / ranks:12.3f}  {remote['inside_s'] / ranks:14.3f}  "
                 f"{remote['cpu_s'] / ranks:15.4f}  {local['peak_bytes'] / 2**20:6.0f} MiB  "
-                f"{remote['peak_bytes'] / 2**20:7.0f} MiB",
+                f"{remote['peak_bytes'] / 2**20:7.0f} MiB  "
+                f"{max(map(_highest_bytes, workers)) / 2**20:7.0f} MiB",
                 flush=True,
             )
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     main()

@@ -5,7 +5,8 @@
 Every round trains three times, in an order that turns from round to round: plainly, under
 ``fsdp2prof record`` and under ``torch.profiler`` with the same options and schedule. Printed are
 
-- outside: recorded / plain, over the steps after the recording ended;
+- after: recorded / plain, over the steps after the recording ended, and recorded / torch.profiler, since a
+  profiler that has run may leave costs of its own;
 - before: recorded / plain, over the steps before it began;
 - inside: recorded / torch.profiler, over the traced steps. The last of them is left out: with ``record`` the
   trace is written in it, with ``torch.profiler`` after it.
@@ -113,7 +114,7 @@ def report(ratios: dict[tuple[str, str], list[float]], output: Path | None) -> N
     for row in rows:
         name = f"{row['ratio']}, {row['clock']}"
         span = f"({row['lowest']:.3f} .. {row['highest']:.3f}, {row['rounds']} rounds)"
-        print(f"{name:<42} {row['median']:.3f}  {span}")
+        print(f"{name:<47} {row['median']:.3f}  {span}")
     if output is not None:
         output.write_text(json.dumps(rows, indent=1))
 
@@ -135,6 +136,7 @@ def main() -> None:
         return
     comparisons = {
         "outside, after: recorded / plain": ("plain", slice(AFTERWARDS + SETTLING, STEPS)),
+        "outside, after: recorded / torch.profiler": ("profiler", slice(AFTERWARDS + SETTLING, STEPS)),
         "outside, before: recorded / plain": ("plain", slice(SETTLING, BEFORE - 1)),
         "inside: recorded / torch.profiler": ("profiler", slice(FIRST_TRACED, FIRST_TRACED + ACTIVE - 1)),
     }

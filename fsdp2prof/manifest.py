@@ -20,7 +20,9 @@ a reader refuses a schema with a higher number.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -45,6 +47,7 @@ __all__ = [
     "DeviceInfo",
     "MeshInfo",
     "OptimizerInfo",
+    "PackedManifest",
     "ParamGroupInfo",
     "ParameterInfo",
     "ProcessGroupInfo",
@@ -276,7 +279,7 @@ class ParameterInfo(_Record):
     position: Index = -1
     """Index in ``named_parameters()`` of its root; -1 unknown."""
     optimized: bool | None = None
-    """Whether an optimizer held it that had stepped by the second step; null unknown."""
+    """Whether an optimizer held it after the second step, one that had not stepped included; null unknown."""
     checksum: str | None = None
     """Of this rank's shard after the first step, with ``verify``."""
     gradient_checksum: str | None = None
@@ -472,13 +475,35 @@ class RankManifest(_Record):
         return len({group.root for group in self.param_groups})
 
 
+@dataclass(frozen=True, slots=True)
+class PackedManifest:
+    """A manifest in a few kilobytes: a process may have those of thousands of ranks at hand."""
+
+    content: bytes
+
+    @classmethod
+    def of(cls, content: bytes) -> PackedManifest:
+        """Pack a manifest that is known to be one, as JSON."""
+        return cls(zlib.compress(content, 1))
+
+    @property
+    def manifest(self) -> RankManifest:
+        """What was packed; not to be changed."""
+        return _unpacked(self.content)
+
+
+@lru_cache(maxsize=64)
+def _unpacked(content: bytes) -> RankManifest:
+    return msgspec.json.decode(zlib.decompress(content), type=RankManifest)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
     """What one rank left in the run directory."""
 
     rank: int
     path: Path
-    manifest: RankManifest | None
+    packed: PackedManifest | None
     """None where the rank never came to life or its manifest cannot be read."""
     trace: Path | None
     memory: Path | None
@@ -486,6 +511,11 @@ class RankRecord:
     summary: Path | None = None
     """Where it stands for both."""
     messages: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> RankManifest | None:
+        """What the rank said of itself; not to be changed."""
+        return None if self.packed is None else self.packed.manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, finding, listed
-from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
+from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results import Finding, Severity
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
 
@@ -137,7 +137,7 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
         yield finding("optimizer_before_fully_shard", "high", problem, change, parameters=len(left_out))
     elif left_out:
         problem = (
-            f"{plural(len(left_out), 'trainable parameter')} are in no optimizer that stepped: "
+            f"{plural(len(left_out), 'trainable parameter')} are in no optimizer: "
             f"{listed([one.fqn for one in left_out])}. Their gradients are reduced and never used."
         )
         change = "Freeze them, or give them to an optimizer."
@@ -238,15 +238,18 @@ def _devices(evidence: RunEvidence) -> Iterator[Finding]:
 def _variables(evidence: RunEvidence) -> Iterator[Finding]:
     """Variables that take a choice from NCCL, or make everything wait."""
     on_device = {rank: one for rank, one in evidence.manifests.items() if one.device.type != "cpu"}
-    if not on_device:
-        return
-    environment = next(iter(on_device.values())).environment
+    environment = next(iter((on_device or evidence.manifests).values()), RankManifest()).environment
     set_ones = {name: environment[name] for name in _OVERRIDES if name in environment}
     if set_ones:
         what = ", ".join(f"{name}={value} ({_OVERRIDES[name]})" for name, value in set_ones.items())
         problem = f"NCCL's tuning is overridden: {what}."
         change = "Unset them, measure, and set again only what is faster on this cluster and version."
-        yield finding("nccl_overridden", "low", problem, change, variables=set_ones)
+        if not on_device:
+            problem += " This run had no GPU for it to matter on."
+        severity: Severity = "low" if on_device else "info"
+        yield finding("nccl_overridden", severity, problem, change, variables=set_ones)
+    if not on_device:
+        return
     off = {
         name: environment[name]
         for name in _DISABLING

@@ -22,6 +22,15 @@ _MOST_RANKS = 64
 """Of a parity check: processes of one machine."""
 
 
+_fail_at = click.option(
+    "--fail-at",
+    type=click.Choice([*SEVERITIES, "never"]),
+    default="high",
+    show_default=True,
+    help="Least severity of a finding that gives exit code 3.",
+)
+
+
 class _RunFirst(click.Group):
     """A group whose first command needs no name: ``check RUN`` is ``check run RUN``."""
 
@@ -52,13 +61,7 @@ def _fail_on(findings: Sequence[Finding], least: str) -> None:
 
 @check.command(short_help="A recorded run: shards, groups, replicas, setup.")
 @click.argument("run", type=InputPath())
-@click.option(
-    "--fail-at",
-    type=click.Choice([*SEVERITIES, "never"]),
-    default="high",
-    show_default=True,
-    help="Least severity of a finding that gives exit code 3.",
-)
+@_fail_at
 @output_options()
 def run(run: Path, *, fail_at: str, output: Output) -> None:
     """Whether every parameter is sharded as its mesh says, on all ranks alike, and known mistakes.
@@ -160,13 +163,7 @@ def parity(
 @click.option(
     "--window", type=click.IntRange(1), default=1000, show_default=True, help="Last watched steps to compare."
 )
-@click.option(
-    "--fail-at",
-    type=click.Choice([*SEVERITIES, "never"]),
-    default="high",
-    show_default=True,
-    help="Least severity of a finding that gives exit code 3.",
-)
+@_fail_at
 @output_options()
 def balance(
     run: Path,

@@ -10,7 +10,7 @@ from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.paths import InputPath
-from fsdp2prof.commands.trace_options import cache_option
+from fsdp2prof.commands.trace_options import cache_option, cluster_option
 
 __all__ = ["compare"]
 
@@ -21,6 +21,7 @@ __all__ = ["compare"]
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
 @cache_option
+@cluster_option
 @click.option(
     "--write-baseline",
     is_flag=True,
@@ -35,6 +36,7 @@ def compare(
     choice: JobChoice,
     steps: frozenset[int] | None,
     cache: bool,
+    cluster: str | None,
     write_baseline: bool,
     gate: Gate,
     output: Output,
@@ -49,18 +51,21 @@ def compare(
     """
     from fsdp2prof.workflows import compare as comparing
 
+    chosen: comparing.Chosen = {
+        "ranks": choice.ranks,
+        "steps": steps,
+        "iteration": choice.iteration,
+        "cache": cache,
+        "cluster": cluster,
+    }
     if write_baseline:
         refuse_given("--fail-on", because="--write-baseline compares nothing")
         with output.progress(f"summing up {after}"):
-            baseline = comparing.write_baseline(
-                before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache
-            )
+            baseline = comparing.write_baseline(before, after, **chosen)
         output.render(baseline)
         output.tell(f"wrote the baseline {before}")
         return
     with output.progress(f"comparing {before} with {after}"):
-        comparison = comparing.compare(
-            before, after, ranks=choice.ranks, steps=steps, iteration=choice.iteration, cache=cache
-        )
+        comparison = comparing.compare(before, after, **chosen)
     output.render(comparison)
     gate.check(comparison)

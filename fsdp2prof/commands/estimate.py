@@ -15,7 +15,7 @@ from fsdp2prof.commands.completion import (
     complete_network,
     complete_stack,
 )
-from fsdp2prof.commands.options import refuse_given
+from fsdp2prof.commands.options import MODEL_OPTIONS, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.spec.option import Flag, Integer, Option, options_of
@@ -71,12 +71,7 @@ def _policy_options(*, memory_only: bool) -> list[Callable[[Any], Any]]:
 
 
 _INPUT_OPTIONS = (
-    click.option(
-        "--model",
-        shell_complete=complete_model,
-        help="Built-in name, config.json, or package.module:factory.",
-    ),
-    click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
+    *MODEL_OPTIONS,
     click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp."),
     click.option(
         "--config",

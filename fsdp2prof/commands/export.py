@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from fsdp2prof.commands.finishing import write_finished
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
 from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
-from fsdp2prof.workflows.urls import shown
+from fsdp2prof.workflows.urls import copies, shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.job_files import JobFiles
     from fsdp2prof.workflows.trackers import Tracker
 
 __all__ = ["export"]
@@ -140,25 +144,50 @@ def metrics(
     layers, and of ranks the largest value. Which run, project and server it logs to is said by the tracker's
     own environment variables: WANDB_*, MLFLOW_*.
     """
-    from fsdp2prof.reporters.open_metrics import open_metrics
-
     if tracker is not None:
         _log(tracker, path, choice, options, output)
         return
     if output.path is not None:
         refuse_existing(output.path, output.force)
-    output.write(open_metrics(_analysis(path, choice, options, output)))
+    write_finished(
+        None, lambda: _job(path, choice), options, output, _Metrics(copies()), doing=f"analysing {path}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """A result as OpenMetrics; it may travel to where the result is."""
+
+    copies: Mapping[str, str]
+
+    def __call__(self, result: Any) -> tuple[str, None]:
+        from fsdp2prof.reporters.open_metrics import open_metrics
+
+        return open_metrics(shown(result, self.copies)), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalars:
+    """What a tracker logs of a result, in the same way."""
+
+    copies: Mapping[str, str]
+
+    def __call__(self, result: Any) -> tuple[None, dict[str, float]]:
+        from fsdp2prof.reporters.open_metrics import tracker_scalars
+
+        return None, tracker_scalars(shown(result, self.copies))
 
 
 def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
-    from fsdp2prof.reporters.open_metrics import tracker_scalars
     from fsdp2prof.workflows.trackers import log_scalars
 
     if tracker == "tensorboard" and output.path is None:
         raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
     if tracker != "tensorboard":
         refuse_given("--output", because=f"{tracker} is told by its environment variables where to log")
-    scalars = tracker_scalars(_analysis(path, choice, options, output))
+    scalars = write_finished(
+        None, lambda: _job(path, choice), options, output, _Scalars(copies()), doing=f"analysing {path}"
+    )
     where = log_scalars(tracker, scalars, name=path.name, folder=output.path)
     output.tell(f"logged {plural(len(scalars), 'number')} to {where}")
 
@@ -167,6 +196,10 @@ def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Outp
     with output.progress(f"analysing {path}"):
         from fsdp2prof.workflows.analyze import analyze_any
 
-        job = choice.open(path)
-        refuse_without_traces(job)
-        return shown(analyze_any(job, **options))
+        return shown(analyze_any(_job(path, choice), **options))
+
+
+def _job(path: Path, choice: JobChoice) -> JobFiles:
+    job = choice.open(path)
+    refuse_without_traces(job)
+    return job

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.completion import complete_model
-from fsdp2prof.commands.options import numbers_option
+from fsdp2prof.commands.options import MODEL_OPTIONS, numbers_option
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 
@@ -86,12 +85,7 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
         command(*args, described=described, **rest)
 
     options = [
-        click.option(
-            "--model",
-            shell_complete=complete_model,
-            help="Built-in name, config.json, or package.module:factory.",
-        ),
-        click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
+        *MODEL_OPTIONS,
         click.option("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp."),
         click.option(
             "--config",

@@ -12,12 +12,23 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from fsdp2prof.commands.completion import complete_model
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.job_files import JobFiles
 
-__all__ = ["JobChoice", "job_options", "numbers_option", "one_of", "refuse_given"]
+__all__ = ["MODEL_OPTIONS", "JobChoice", "job_options", "numbers_option", "one_of", "refuse_given"]
+
+MODEL_OPTIONS = (
+    click.option(
+        "--model",
+        shell_complete=complete_model,
+        help="Built-in name, config.json, or package.module:factory.",
+    ),
+    click.option("--layers", type=int, help="Number of blocks, instead of the model's own."),
+)
+"""Which model, where none is meant, too."""
 
 _MOST_NUMBERS = 1 << 20
 """A million ranks or steps: more than any job has."""

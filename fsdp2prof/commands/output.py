@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -20,11 +21,10 @@ from fsdp2prof.commands.paths import OutputPath
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.progress import watched
-from fsdp2prof.reporters.arrange import arranged
-from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
-from fsdp2prof.workflows.urls import shown, url_of
+from fsdp2prof.workflows.rendering import Rendering
+from fsdp2prof.workflows.urls import copies, shown, url_of
 
 __all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
@@ -60,6 +60,10 @@ class Output:
 
     def render(self, result: Any, *, source: str | Path = "") -> None:
         """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
+        self.write(self.rendering(source).of(result))
+
+    def rendering(self, source: str | Path = "") -> Rendering:
+        """Return how a result is to be written; ``source`` as for :meth:`render`."""
         options = RenderOptions(
             source=shown(str(source)),
             verbose=self.verbose,
@@ -67,23 +71,24 @@ class Output:
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        document = arranged(build(shown(result)), self.sort, self.top)
-        self.write(RENDERERS[self.format].render(document, options))
+        return Rendering(format=self.format, options=options, sort=self.sort, top=self.top, copies=copies())
 
     @property
     def to_terminal(self) -> bool:
         """Whether a person reads the result on a terminal."""
         return self.path is None and sys.stdout.isatty()
 
-    def write(self, content: str | bytes) -> None:
-        """Write the result: to stdout, or to the file, which appears whole or not at all."""
+    def write(self, content: str | bytes | Iterable[str | bytes]) -> None:
+        """Write the result, or its pieces: to stdout, or to the file, which appears whole or not at all."""
+        pieces = [content] if isinstance(content, str | bytes) else content
         if self.path is None:
-            _print(content)
+            _print(pieces)
             return
         refuse_existing(self.path, self.force)
         try:
-            with replacing(self.path) as temporary:
-                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            with replacing(self.path) as temporary, temporary.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece.encode() if isinstance(piece, str) else piece)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         self.publish()
@@ -280,10 +285,12 @@ def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]
     return chosen
 
 
-def _print(content: str | bytes) -> None:
+def _print(pieces: Iterable[str | bytes]) -> None:
     """Write to stdout; a reader that went away (``| head``) ends the command as a signal would, silently."""
+    decoder = getincrementaldecoder("utf-8")()
     try:
-        click.echo(content, nl=False)
+        for piece in pieces:
+            click.echo(piece if isinstance(piece, str) else decoder.decode(piece), nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

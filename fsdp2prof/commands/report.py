@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from fsdp2prof.commands.finishing import write_analysis
 from fsdp2prof.commands.options import JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
 from fsdp2prof.commands.paths import InputPath
@@ -18,6 +19,7 @@ from fsdp2prof.workflows.urls import shown, url_of
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.job_files import JobFiles
 
 __all__ = ["report"]
 
@@ -44,14 +46,14 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
         raise UsageError("--open would have no effect: the page is written to a URL")
     told = output.path is None
     output = _beside(path, output) if told else output
-    with output.progress(f"analysing {path}"):
-        from fsdp2prof.workflows.analyze import analyze_any
+    options["what_if"] = True
 
+    def found() -> JobFiles:
         job = choice.open(path)
         refuse_without_traces(job)
-        options["what_if"] = True
-        analysis = analyze_any(job, **options)
-    output.render(analysis, source=path)
+        return job
+
+    write_analysis(None, path, found, options, output, doing=f"analysing {path}")
     if told:
         click.echo(printable(shown(str(output.path))))
     if show and output.path is not None:

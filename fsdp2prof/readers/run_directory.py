@@ -19,6 +19,7 @@ from fsdp2prof.manifest import (
     STORAGE_COUNT_FILE,
     SUMMARY_FILE,
     TRACE_FILE,
+    PackedManifest,
     RankManifest,
     RankRecord,
     RecordingInfo,
@@ -27,7 +28,7 @@ from fsdp2prof.manifest import (
     recording_folder,
     recording_number,
 )
-from fsdp2prof.readers.run_documents import UnreadableError, read_document
+from fsdp2prof.readers.run_documents import UnreadableError, decode_document, read_document
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 from fsdp2prof.readers.unrecorded_ranks import say_unrecorded
 
@@ -136,12 +137,15 @@ def _rank_of(folder: Path) -> int | None:
 
 def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
     manifest: RankManifest | None = None
+    packed: PackedManifest | None = None
     messages: list[str] = []
     if not (folder / MANIFEST_FILE).is_file():
         messages.append(f"{MANIFEST_FILE} is missing")
     else:
         try:
-            manifest = read_document(folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
+            content = (folder / MANIFEST_FILE).read_bytes()
+            manifest = decode_document(content, folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
+            packed = PackedManifest.of(content)
             messages += _state_messages(manifest)
         except UnreadableError as error:
             messages.append(str(error))
@@ -157,7 +161,7 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
     return RankRecord(
         rank=rank,
         path=folder,
-        manifest=manifest,
+        packed=packed,
         trace=trace if trace.is_file() else None,
         memory=memory,
         summary=summary if summarised else None,

@@ -11,7 +11,7 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordingInfo, RunInfo
 from fsdp2prof.readers.run_checks import check_document
 
-__all__ = ["UnreadableError", "read_document"]
+__all__ = ["UnreadableError", "decode_document", "read_document"]
 
 _Document = TypeVar("_Document", RunInfo, RankManifest, RecordingInfo)
 
@@ -25,11 +25,15 @@ class _Head(msgspec.Struct):
 
 
 def read_document(file: Path, kind: type[_Document], known_schema: str) -> _Document:
-    """Decode one document, keys it does not know ignored.
+    """Read and decode one document, as :func:`decode_document` does."""
+    return decode_document(file.read_bytes(), file, kind, known_schema)
+
+
+def decode_document(content: bytes, file: Path, kind: type[_Document], known_schema: str) -> _Document:
+    """Decode one document that was read from a file, keys it does not know ignored.
 
     Raises ``UnreadableError`` for what is no such JSON, ``RunDirectoryError`` for a newer schema.
     """
-    content = file.read_bytes()
     try:
         _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
         document = msgspec.json.decode(content, type=kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fsdp2prof.manifest import RankManifest, RankRecord
 
@@ -14,21 +14,25 @@ _LISTED = 12
 
 def say_unrecorded(records: Sequence[RankRecord]) -> str | None:
     """Return one sentence; None where every rank was to be recorded."""
-    told = [record.manifest for record in records if record.manifest is not None]
-    left_out = [manifest.rank for manifest in told if not manifest.selected]
-    recorded = [manifest for manifest in told if manifest.selected]
+    selected = {one.rank: one.selected for one in _manifests(records)}
+    left_out = [rank for rank, chosen in selected.items() if not chosen]
     if not left_out:
         return None
-    missing = {name: indices for name, indices in _unseen(recorded).items() if indices}
-    said = f"{len(left_out)} of {len(told)} ranks were not recorded (--ranks): {_listed(left_out)}"
+    unseen = _unseen(one for one in _manifests(records) if one.selected)
+    missing = {name: indices for name, indices in unseen.items() if indices}
+    said = f"{len(left_out)} of {len(selected)} ranks were not recorded (--ranks): {_listed(left_out)}"
     if missing:
         which = ", ".join(f"{name} {_listed(indices)}" for name, indices in sorted(missing.items()))
         return f"{said}; no recorded rank has the mesh coordinates {which}: what only they do is not seen"
-    known = sorted(_unseen(recorded))
+    known = sorted(unseen)
     return f"{said}; every coordinate of {', '.join(known)} has a recorded rank" if known else said
 
 
-def _unseen(recorded: Sequence[RankManifest]) -> dict[str, list[int]]:
+def _manifests(records: Sequence[RankRecord]) -> Iterator[RankManifest]:
+    return (manifest for record in records if (manifest := record.manifest) is not None)
+
+
+def _unseen(recorded: Iterable[RankManifest]) -> dict[str, list[int]]:
     """By mesh dimension: the coordinates of no recorded rank."""
     sizes: dict[str, int] = {}
     seen: dict[str, set[int]] = defaultdict(set)

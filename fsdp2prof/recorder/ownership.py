@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -26,11 +27,21 @@ _PIECE = 1 << 26
 def add_ownership(
     groups: Iterable[ParamGroupInfo], roots: Iterable[Root], optimizers: Collection[Optimizer]
 ) -> None:
-    """Say of each parameter of the described groups whether an optimizer updates it."""
+    """Say of each parameter of the described groups whether an optimizer updates it.
+
+    ``optimizers`` are those that have stepped; a parameter that they leave out is looked for among those
+    that wait for their turn.
+    """
+    described = [
+        (told, parameter.sharded_param)
+        for info, group in zip(groups, _groups(roots), strict=True)
+        for told, parameter in zip(info.parameters, group.fsdp_params, strict=True)
+    ]
     held = {id(parameter) for parameter in _held(optimizers)}
-    for info, group in zip(groups, _groups(roots), strict=True):
-        for told, parameter in zip(info.parameters, group.fsdp_params, strict=True):
-            told.optimized = id(parameter.sharded_param) in held if optimizers else None
+    if optimizers and any(one.requires_grad and id(one) not in held for _, one in described):
+        held.update(id(parameter) for parameter in _held(_waiting()))
+    for told, parameter in described:
+        told.optimized = id(parameter) in held if optimizers else None
 
 
 def add_checksums(groups: Iterable[ParamGroupInfo], roots: Iterable[Root]) -> None:
@@ -84,6 +95,11 @@ def state_dtypes(states: Iterable[torch.Tensor]) -> dict[str, int]:
 
 def _groups(roots: Iterable[Root]) -> Iterator[Any]:
     return (group for root in roots for state in root.states for group in param_groups(state))
+
+
+def _waiting() -> list[Optimizer]:
+    """All optimizers of the process, those included that have not stepped."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
 
 
 def _held(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:

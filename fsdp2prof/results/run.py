@@ -19,6 +19,7 @@ __all__ = [
     "RunSummary",
     "ShardFamily",
     "ShardGroup",
+    "Sharded",
     "StepTime",
 ]
 
@@ -58,12 +59,9 @@ class RunRank:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardGroup:
-    """One FSDP parameter group as it was set up: one all-gather, one reduce-scatter."""
+class Sharded:
+    """Parameters that are sharded alike, on one rank."""
 
-    root: int
-    fqn: str
-    """FSDP module; the empty string is the root."""
     parameters: int
     numel: int
     """Elements of the whole parameters, without padding."""
@@ -83,23 +81,21 @@ class ShardGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardFamily:
+class ShardGroup(Sharded):
+    """One FSDP parameter group as it was set up: one all-gather, one reduce-scatter."""
+
+    root: int
+    fqn: str
+    """FSDP module; the empty string is the root."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardFamily(Sharded):
     """Parameter groups of repeated layers that are sharded alike: sums over them."""
 
     layer: str
     """``layers.0-31``, or the one group's name; the empty string is the root, ``root1:`` that of several."""
     groups: int
-    parameters: int
-    numel: int
-    sharded_bytes: int | None
-    padding_bytes: int | None
-    dtype: str
-    param_dtype: str | None
-    reduce_dtype: str | None
-    mesh: str
-    reshard_after_forward: bool | int
-    offload: bool
-    requires_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

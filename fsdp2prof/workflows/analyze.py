@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
 from fsdp2prof.analyzers.run_analysis import combine
@@ -25,7 +25,7 @@ from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.job_files import JobFiles
 from fsdp2prof.workflows.one_job import Found, RankFile
 from fsdp2prof.workflows.one_rank import RankWork, Reduced, read_rank_trace, reduce_rank
-from fsdp2prof.workflows.rank_places import place_of
+from fsdp2prof.workflows.rank_places import RankPlace, place_of
 from fsdp2prof.workflows.summaries import analysis_of_summaries
 from fsdp2prof.workflows.trace_options import TraceOptions
 
@@ -33,14 +33,21 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
+    "Part",
     "TraceOptions",
     "analyze_any",
     "analyze_memory",
+    "analyze_part",
     "analyze_ranks",
     "analyze_run",
     "analyze_trace",
+    "part_of",
     "read_tables",
+    "works_of",
 ]
+
+Part: TypeAlias = Literal["trace", "memory", "run"]
+"""What of a job is analysed: its traces, its memory recordings, or the whole."""
 
 
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
@@ -80,10 +87,12 @@ def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tupl
         yield file, rank_tables(trace, manifests.get(file.rank), window, chosen)
 
 
-def analyze_memory(job: JobFiles, *, cache: bool = False, cluster: str | None = None) -> MemoryAnalysis:
+def analyze_memory(
+    job: JobFiles, *, cache: bool = False, cluster: str | None = None, place: RankPlace | None = None
+) -> MemoryAnalysis:
     """Analyse the memory recordings of a job, or else the memory events in its traces.
 
-    The highest peak is looked up in its rank's trace; ``cache`` and ``cluster`` are those of
+    The highest peak is looked up in its rank's trace; ``cache``, ``cluster`` and ``place`` are those of
     :class:`TraceOptions`. Raises ``SnapshotError`` when no recording can be read.
     """
     if job.summaries.files:
@@ -95,6 +104,8 @@ def analyze_memory(job: JobFiles, *, cache: bool = False, cluster: str | None = 
     if not found.files:
         raise SnapshotError(found.absent)
     options: TraceOptions = {"cache": cache, "workers": None if cluster else 1, "cluster": cluster}
+    if place is not None:
+        options["place"] = place
     traces = {} if found is job.traces else {file.rank: file for file in job.traces.files}
     with place_of(options) as place:
         works = _works(job, (), found.files, options)
@@ -161,11 +172,35 @@ def analyze_any(
 
     Raises the errors of the three.
     """
+    return analyze_part(part_of(job), job, **options)
+
+
+def part_of(job: JobFiles) -> Part:
+    """Say what a job left."""
     if job.run is not None or (job.traces.files and job.memory.files):
+        return "run"
+    return "memory" if job.memory.files else "trace"
+
+
+def analyze_part(
+    part: Part, job: JobFiles, **options: Unpack[TraceOptions]
+) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
+    """Analyse one part of a job. Raises the errors of the three."""
+    if part == "run":
         return analyze_run(job, **options)
-    if job.memory.files:
-        return analyze_memory(job, cache=options.get("cache", False))
-    return analyze_trace(job, **options)
+    if part == "trace":
+        return analyze_trace(job, **options)
+    cache, cluster, place = options.get("cache", False), options.get("cluster"), options.get("place")
+    return analyze_memory(job, cache=cache, cluster=cluster, place=place)
+
+
+def works_of(part: Part, job: JobFiles, options: TraceOptions) -> list[RankWork]:
+    """Return what is reduced for an analysis, in order of rank; nothing where ranks left summaries."""
+    if job.summaries.files:
+        return []
+    if part == "memory":
+        return _works(job, (), job.recordings.files, {"cache": options.get("cache", False)})
+    return _works(job, job.traces.files, job.memory.files if part == "run" else (), options)
 
 
 def _summary(job: JobFiles) -> RunSummary:
@@ -232,14 +267,14 @@ def _works(
     job: JobFiles, traces: Iterable[RankFile], memory: Iterable[RankFile], options: TraceOptions
 ) -> list[RankWork]:
     """Return what is to be reduced, in order of rank."""
-    manifests = job.manifests
+    packed = job.packed_manifests
     trace_of = {file.rank: file for file in traces}
     memory_of: dict[int, list[RankFile]] = defaultdict(list)
     for file in memory:
         memory_of[file.rank].append(file)
     return [
         RankWork(
-            manifest=manifests.get(rank),
+            packed=packed.get(rank),
             trace=trace_of.get(rank),
             memory=tuple(memory_of.get(rank, ())),
             options=options,

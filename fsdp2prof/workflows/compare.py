@@ -30,7 +30,7 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.workflows.analyze import analyze_any
 from fsdp2prof.workflows.job_files import JobFiles, open_job
-from fsdp2prof.workflows.kept import Kept, cut, read_baseline, read_kept
+from fsdp2prof.workflows.kept import Kept, cut, is_kept, read_baseline, read_kept
 from fsdp2prof.workflows.one_rank import read_recordings
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Chosen(TypedDict, total=False):
     steps: Collection[int] | None
     iteration: int | None
     cache: bool
-    """As in :class:`~fsdp2prof.workflows.analyze.TraceOptions`."""
+    """As in :class:`~fsdp2prof.workflows.analyze.TraceOptions`, and so is ``cluster``."""
+    cluster: str | None
 
 
 def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
@@ -55,6 +56,7 @@ def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunCompariso
     Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
     ``UsageError`` for a choice that neither side has anything to choose from for.
     """
+    _refuse_cluster_for_kept(chosen, before, after)
     if (baseline := read_baseline(before)) is not None:
         return compare_with_baseline(str(before), baseline, read_side(after, **chosen))
     pair = read_side(before, **chosen), read_side(after, **chosen)
@@ -73,6 +75,7 @@ def write_baseline(path: Path, run: Path, **chosen: Unpack[Chosen]) -> Baseline:
     """
     if path.exists() and read_baseline(path) is None:
         raise InputError(f"{path}: is there and is no baseline; choose another name")
+    _refuse_cluster_for_kept(chosen, run)
     baseline = baseline_of(read_side(run, **chosen))
     try:
         with replacing(path) as temporary:
@@ -80,6 +83,12 @@ def write_baseline(path: Path, run: Path, **chosen: Unpack[Chosen]) -> Baseline:
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror})") from error
     return baseline
+
+
+def _refuse_cluster_for_kept(chosen: Chosen, *paths: Path) -> None:
+    if chosen.get("cluster") is not None and all(map(is_kept, paths)):
+        names = " and ".join(map(str, paths))
+        raise UsageError(f"--cluster would have no effect: {names}: analysed already, no rank is read")
 
 
 def compare_memory(before: JobFiles, after: JobFiles) -> MemoryComparison:
@@ -107,7 +116,9 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
     kept = read_kept(path)
     if kept is None:
         job = open_job(path, ranks=ranks, iteration=iteration)
-        result: Kept = analyze_any(job, steps=steps, cache=chosen.get("cache", False))
+        result: Kept = analyze_any(
+            job, steps=steps, cache=chosen.get("cache", False), cluster=chosen.get("cluster")
+        )
     elif iteration is not None:
         raise InputError(f"{path}: an analysis has no iterations: leave out --iteration")
     else:

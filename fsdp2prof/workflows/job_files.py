@@ -9,13 +9,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, RankManifest, RunDirectory
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, PackedManifest, RankManifest, RunDirectory
 from fsdp2prof.readers.chrome_trace import peek_rank
 from fsdp2prof.readers.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
-from fsdp2prof.workflows.at_hand import located
+from fsdp2prof.workflows.at_hand import located, seen_from_anywhere
 from fsdp2prof.workflows.choices import listed, require
 from fsdp2prof.workflows.file_names import read_name
 from fsdp2prof.workflows.folders import find_memory_files, find_traces, is_memory_name, is_trace_name
@@ -106,8 +107,21 @@ class JobFiles:
     @property
     def manifests(self) -> dict[int, RankManifest]:
         """What each rank of a run says of itself."""
+        return {rank: packed.manifest for rank, packed in self.packed_manifests.items()}
+
+    @property
+    def packed_manifests(self) -> dict[int, PackedManifest]:
+        """The same, packed."""
         records = self.run.ranks if self.run is not None else ()
-        return {record.rank: record.manifest for record in records if record.manifest is not None}
+        return {record.rank: record.packed for record in records if record.packed is not None}
+
+    def seen_from_anywhere(self, *kinds: Literal["traces", "memory", "summaries"]) -> JobFiles:
+        """Return the job with its files of these kinds found, for a process that runs in another folder."""
+        abroad = JobFiles(self.path, self.run, self._ranks, self._iteration)
+        for kind in kinds:
+            found: Found = getattr(self, kind)
+            vars(abroad)[kind] = replace(found, files=tuple(map(seen_from_anywhere, found.files)))
+        return abroad
 
     def _one_file(self, rank: int | None = None, world_size: int | None = None) -> Found:
         if rank is None:

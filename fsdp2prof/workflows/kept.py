@@ -30,7 +30,7 @@ from fsdp2prof.results import (
 from fsdp2prof.workflows.choices import require
 from fsdp2prof.workflows.kept_checks import check_numbers, check_timeline
 
-__all__ = ["Kept", "cut", "read_baseline", "read_kept"]
+__all__ = ["Kept", "cut", "is_kept", "read_baseline", "read_kept"]
 
 Kept: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
 """Results that can be compared."""
@@ -44,6 +44,11 @@ _DOCUMENTS: dict[str, type[Kept]] = {
 }
 _SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
 _HEAD_BYTES = 256
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a path holds a JSON document that this package wrote, not recordings."""
+    return _schema_of(path) is not None
 
 
 def read_kept(path: Path) -> Kept | None:

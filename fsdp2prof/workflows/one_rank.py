@@ -21,7 +21,7 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
 from fsdp2prof.estimators.replay.program import RankProgram
 from fsdp2prof.estimators.whatif import program_of
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import PackedManifest, RankManifest
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.results import AtPeak
@@ -49,7 +49,7 @@ __all__ = [
 class RankWork:
     """One rank's files to reduce, picklable."""
 
-    manifest: RankManifest | None
+    packed: PackedManifest | None
     trace: RankFile | None = None
     memory: tuple[RankFile, ...] = ()
     options: TraceOptions = field(default_factory=TraceOptions)
@@ -57,6 +57,11 @@ class RankWork:
     """Processes that decode one file; by default what it is worth."""
     keep_fullest: bool = False
     """Return the recording with the highest peak, too, where it is not to travel."""
+
+    @property
+    def manifest(self) -> RankManifest | None:
+        """What the rank said of itself."""
+        return None if self.packed is None else self.packed.manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

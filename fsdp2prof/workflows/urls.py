@@ -6,12 +6,13 @@ A URL is shown without what may be secret in it: user, password, query.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-__all__ = ["hide_secrets", "is_url", "local_path", "register", "shown", "url_of"]
+__all__ = ["copies", "hide_secrets", "is_url", "local_path", "register", "shown", "url_of"]
 
 T = TypeVar("T")
 
@@ -51,9 +52,18 @@ def url_of(path: Path) -> str | None:
     return None
 
 
-def shown(item: T) -> T:
-    """Return a text, a path or a result with URLs in place of the paths of copies."""
-    return _shown(item) if _COPIES else item
+def copies() -> dict[str, str]:
+    """Return which paths are copies of which URLs, for a process that has to show them."""
+    return dict(_COPIES)
+
+
+def shown(item: T, of: Mapping[str, str] | None = None) -> T:
+    """Return a text, a path or a result with URLs in place of the paths of copies.
+
+    ``of`` are another process's :func:`copies`; by default those of this one.
+    """
+    known = _COPIES if of is None else of
+    return _shown(item, known) if known else item
 
 
 def hide_secrets(text: str) -> str:
@@ -61,24 +71,26 @@ def hide_secrets(text: str) -> str:
     return _SECRET.sub(lambda match: match["scheme"] or "", text)
 
 
-def _shown(item: Any) -> Any:
+def _shown(item: Any, copies: Mapping[str, str]) -> Any:
     if isinstance(item, str):
-        for copy, url in _COPIES.items():
+        for copy, url in copies.items():
             if copy in item:
                 item = item.replace(copy, hide_secrets(url))
         return item
     if isinstance(item, Path):
-        return _shown(str(item))
+        return _shown(str(item), copies)
     if isinstance(item, list):
-        return [_shown(one) for one in item]
+        return [_shown(one, copies) for one in item]
     if isinstance(item, tuple):
-        return tuple(map(_shown, item)) if type(item) is tuple else item
+        return tuple(_shown(one, copies) for one in item) if type(item) is tuple else item
     if isinstance(item, dict):
-        return {_shown(key): _shown(value) for key, value in item.items()}
+        return {_shown(key, copies): _shown(value, copies) for key, value in item.items()}
     if is_dataclass(item) and not isinstance(item, type):
         values = {field.name: getattr(item, field.name) for field in fields(item) if field.init}
         changed = {
-            name: new for name, old in values.items() if (new := _shown(old)) is not old and new != old
+            name: new
+            for name, old in values.items()
+            if (new := _shown(old, copies)) is not old and new != old
         }
         return replace(item, **changed) if changed else item
     return item

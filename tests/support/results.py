@@ -400,42 +400,9 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         )
         for rank in (0, 1)
     ]
-    groups = [
-        ShardGroup(
-            root=0,
-            fqn=fqn,
-            parameters=9,
-            numel=1_000_000,
-            sharded_bytes=2_000_064,
-            padding_bytes=64,
-            dtype="float32",
-            param_dtype="bfloat16",
-            reduce_dtype="float32",
-            mesh="dp_shard=2",
-            reshard_after_forward=fqn != "",
-            offload=False,
-            requires_grad=True,
-        )
-        for fqn in ("", hostile or "layers.0", "layers.1")
-    ]
-    families = [
-        ShardFamily(
-            layer=fqn,
-            groups=1,
-            parameters=9,
-            numel=1_000_000,
-            sharded_bytes=2_000_064,
-            padding_bytes=64,
-            dtype="float32",
-            param_dtype="bfloat16",
-            reduce_dtype="float32",
-            mesh="dp_shard=2",
-            reshard_after_forward=fqn != "",
-            offload=False,
-            requires_grad=True,
-        )
-        for fqn in ("", hostile or "layers.0", "layers.1")
-    ]
+    layers = ("", hostile or "layers.0", "layers.1")
+    groups = [ShardGroup(root=0, fqn=fqn, **_sharded(fqn)) for fqn in layers]
+    families = [ShardFamily(layer=fqn, groups=1, **_sharded(fqn)) for fqn in layers]
     return RunSummary(
         path="runs/sample",
         command=["torchrun", "--nproc-per-node", "2", "train.py", hostile or "--lr=1e-3"],
@@ -455,6 +422,22 @@ def run_summary(hostile: str | None = None) -> RunSummary:
         unrecorded_step=replace(UNRECORDED, steps=2),
         shard_families=families,
     )
+
+
+def _sharded(fqn: str) -> dict[str, Any]:
+    return {
+        "parameters": 9,
+        "numel": 1_000_000,
+        "sharded_bytes": 2_000_064,
+        "padding_bytes": 64,
+        "dtype": "float32",
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+        "mesh": "dp_shard=2",
+        "reshard_after_forward": fqn != "",
+        "offload": False,
+        "requires_grad": True,
+    }
 
 
 def run_analysis(hostile: str | None = None) -> RunAnalysis:

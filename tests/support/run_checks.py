@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from fsdp2prof.analyzers.sharding.check import check_run
 from fsdp2prof.manifest import (
+    PackedManifest,
     ProcessGroupInfo,
     RankManifest,
     RankRecord,
@@ -25,7 +28,13 @@ def run_check() -> RunCheck:
 def two_ranks() -> RunDirectory:
     """As the recorder would describe them."""
     ranks = tuple(
-        RankRecord(rank=rank, path=Path(), manifest=_manifest(rank), trace=None, memory=None)
+        RankRecord(
+            rank=rank,
+            path=Path(),
+            packed=PackedManifest.of(msgspec.json.encode(_manifest(rank))),
+            trace=None,
+            memory=None,
+        )
         for rank in range(2)
     )
     return RunDirectory(path=Path("run"), info=RunInfo(world_size=2), ranks=ranks)

@@ -84,6 +84,20 @@ def test_the_same_bytes(
         assert '"at_peak":{' in there.out.replace(" ", "") or verb == "trace"
 
 
+def test_two_runs_are_compared_and_metrics_written(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, run: Path, address: str
+) -> None:
+    for command in (("compare", run, run, "--no-cache"), ("export", "metrics", run, "--no-cache")):
+        here, there = call(capfd, *command), call(capfd, *command, "--cluster", address)
+        assert (here.code, there.code, there.err) == (0, 0, here.err)
+        assert there.out == here.out
+    kept = tmp_path / "kept.json"
+    assert call(capfd, "analyze", "run", run, "--no-cache", "-o", kept).code == 0
+    refused = call(capfd, "compare", kept, kept, "--cluster", address)
+    assert refused.code == 2
+    assert "--cluster would have no effect" in refused.err
+
+
 @pytest.mark.slow
 def test_a_page_of_a_cluster_of_its_own(capfd: pytest.CaptureFixture[str], tmp_path: Path, run: Path) -> None:
     pages = tmp_path / "here.html", tmp_path / "there.html"
@@ -96,7 +110,7 @@ def works(run: Path) -> list[RankWork]:
     job = open_job(run)
     return [
         RankWork(
-            manifest=job.manifests[file.rank],
+            packed=job.packed_manifests[file.rank],
             trace=seen_from_anywhere(file),
             memory=tuple(map(seen_from_anywhere, (one for one in job.memory.files if one.rank == file.rank))),
             workers=1,
@@ -124,6 +138,59 @@ def test_a_worker_that_is_killed_loses_nothing(
         job.rank for job in [pickle.loads(text).trace.analysis for text in expected]
     ] * 8
     assert len({one.trace.analysis.rank.rank for one in reduced if one.trace}) == 5
+
+
+def test_what_a_killed_worker_kept_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, local: Any, address: str
+) -> None:
+    """Killed when all is done and nothing put together: the sum needs what was lost with it, too."""
+    with distributed.Client(address, set_as_default=False) as client, open_cluster(address) as cluster:
+        client.wait_for_workers(2, timeout=60)
+        monkeypatch.setattr(local.scheduler, "allowed_failures", 3)
+        kept = list(cluster.keep(abs, range(-20, 0)))
+        os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
+        assert list(cluster.pieces_of(_sums, 1000, kept)) == [
+            1000 + sum(range(1, 21)),
+            list(range(20, 0, -1)),
+        ]
+
+
+def _sums(start: int, numbers: list[int]) -> list[Any]:
+    return [start + sum(numbers), numbers]
+
+
+def test_ranks_that_no_worker_can_put_together_are_put_together_here(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path, address: str
+) -> None:
+    command = ("analyze", "memory", run, "--no-cache", "--format", "json")
+    here = call(capfd, *command)
+    with distributed.Client(address, set_as_default=False) as client:
+        client.wait_for_workers(2, timeout=60)
+    pieces_of, ended = Cluster.pieces_of, []
+
+    def out_of_memory(cluster: Cluster, function: object, given: object, kept: list[Any]) -> Iterator[Any]:
+        ended.append(len(kept))
+        return pieces_of(cluster, _end, given, kept)
+
+    monkeypatch.setattr(Cluster, "pieces_of", out_of_memory)
+    there = call(capfd, *command, "--cluster", address)
+    assert (there.code, there.err, ended) == (0, "", [RANKS])
+    assert there.out == here.out
+
+
+def _end(given: object, kept: list[Any]) -> list[Any]:
+    os._exit(1)
+
+
+def test_a_gate_is_tested_where_the_result_is(
+    capfd: pytest.CaptureFixture[str], run: Path, address: str
+) -> None:
+    command = ("analyze", "trace", run, "--no-cache", "--format", "csv", "--fail-on", "step_time_ms>0")
+    here, there = call(capfd, *command), call(capfd, *command, "--cluster", address)
+    assert (here.code, there.code) == (3, 3)
+    assert (there.out, there.err) == (here.out, here.err)
+    wrong = call(capfd, "analyze", "trace", run, "--no-cache", "--layer", "nowhere", "--cluster", address)
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
 
 
 def test_work_that_ends_every_worker_is_named_and_the_rest_is_done(address: str) -> None:
@@ -175,6 +242,8 @@ def test_the_window_follows_the_workers(monkeypatch: pytest.MonkeyPatch) -> None
             held += 1
             most = max(most, held)
             self._value = value
+
+        def exception(self) -> None: ...
 
         def result(self) -> bytes:
             return self._value

@@ -14,6 +14,7 @@ from support.torch_versions import COMPILED_BLOCKS_REPEAT
 from torch import Tensor, nn
 
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
+from fsdp2prof.estimators.compiler.launches import told_of_launches
 from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.memory import predict_memory
@@ -187,3 +188,19 @@ def test_what_cannot_be_traced_is_guessed_and_says_so() -> None:
     (note,) = [line for line in estimate.assumptions if line.startswith("compile, guessed")]
     assert "layers.0 holds modules that fully_shard wraps on their own" in note
     assert [unknown.name for unknown in estimate.unknowns] == ["compile"]
+
+
+def test_fused_kernels_move_each_tensor_once() -> None:
+    """``sin(x)``; ``2 * relu`` with its mask; the sum; and backward ``2 * gradient * mask`` and ``sin``'s."""
+    moved: list[int] = []
+    with fake_tensors():
+        root = nn.Sequential(FeedForward())
+        compile_blocks(root, {"0": "none"}, {})
+        x = torch.empty(TOKENS, DIM, requires_grad=True)
+        root(x)  # traces the graph
+        with told_of_launches(lambda nbytes, dtype: moved.append(nbytes)):
+            out = root(x)
+            forward = len(moved)
+            out.backward(torch.empty(TOKENS, DIM))
+    assert moved[:forward] == [2 * SMALL, 2 * LARGE + RELU_MASK, 3 * SMALL]
+    assert sorted(moved[forward:]) == [4 * SMALL, 2 * LARGE + RELU_MASK]

@@ -14,6 +14,7 @@ from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.recorder.compiling import compiled_modules
 from fsdp2prof.recorder.describe import describe_param_groups, describe_tensors
 from fsdp2prof.recorder.devices import parse_settings
+from fsdp2prof.recorder.ownership import add_ownership
 from fsdp2prof.recorder.roots import Roots
 
 
@@ -38,6 +39,29 @@ def test_a_root_without_backward_stays_gathered_and_is_told():
     ]
     gathered = {tensor.address for tensor in tensors if tensor.category == "unsharded_parameter"}
     assert gathered == {model[1].weight.data_ptr(), model[1].bias.data_ptr()}
+
+
+def test_an_optimizer_whose_turn_has_not_come_counts():
+    """Of two models only the first has been updated; the head of the second is in no optimizer at all."""
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        models: list[Any] = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+        for model in models:
+            for module in (model[0], model[1], model):
+                fully_shard(module, mesh=fsdp_mesh(mesh))
+            roots.watch(model)
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        stepped = torch.optim.SGD(models[0].parameters())
+        waiting = torch.optim.Adam(models[1][0].parameters())
+        groups = describe_param_groups(roots)
+        add_ownership(groups, roots, [])
+        assert {one.optimized for group in groups for one in group.parameters} == {None}
+        add_ownership(groups, roots, [stepped])
+        found = {(group.root, one.fqn): one.optimized for group in groups for one in group.parameters}
+    assert [name for name, optimized in found.items() if not optimized] == [(1, "1.weight"), (1, "1.bias")]
+    assert len(found) == 8
+    assert len(waiting.param_groups) == 1
 
 
 def test_settings_of_a_group_that_change_its_memory_or_traffic():

@@ -22,7 +22,7 @@ from fsdp2prof.reporters.formats import (
     show_ns,
     text_column,
 )
-from fsdp2prof.results import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup
+from fsdp2prof.results import RunAnalysis, RunRank, RunSummary, Sharded
 from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import dtype_label, layer_name
 
@@ -183,7 +183,7 @@ def _sharding_table(run: RunSummary) -> Table:
     )
 
 
-def _shard_cells(layer: str, group: ShardFamily | ShardGroup) -> list[Value]:
+def _shard_cells(layer: str, group: Sharded) -> list[Value]:
     return [
         layer if group.requires_grad else f"{layer_name(layer)} (frozen)",
         group.parameters,
@@ -198,7 +198,7 @@ def _shard_cells(layer: str, group: ShardFamily | ShardGroup) -> list[Value]:
     ]
 
 
-def _reshard(group: ShardFamily | ShardGroup) -> str:
+def _reshard(group: Sharded) -> str:
     after = group.reshard_after_forward
     policies: dict[bool | int, str] = {True: "after forward", False: "never"}
     policy = policies[after] if isinstance(after, bool) else f"to {after} ranks"
