@@ -81,6 +81,11 @@ def _build(
     except Exception as error:  # a wrong value fails wherever transformers first uses it
         raise ModelError(f"model {path}: {made.__name__} cannot be built: {one_line(error)}") from None
     _refuse_other_inputs(path, module, text)
+    if any("mamba" in type(part).__name__.lower() for part in module.modules()):
+        notes.append(
+            "state-space scans run as transformers' reference in plain torch, which holds more than the "
+            "kernels of mamba-ssm and takes long to execute for long sequences: an upper bound"
+        )
     module.train()
     blocks, towers = _decoder_and_towers(module, text)
     idle = _idle_modules(module, text) if text is not config else ()
