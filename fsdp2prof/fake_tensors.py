@@ -88,8 +88,8 @@ def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> It
         stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
         if follow_values:
             stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
-            FakeTensor.tolist = _listed  # type: ignore[method-assign]
-            stack.enter_context(KnownValues())
+            FakeTensor.tolist = _listed  # type: ignore[method-assign, assignment]
+            stack.enter_context(KnownValues())  # type: ignore[no-untyped-call]
             stack.enter_context(TensorsAsNumbers())
         yield mode
 

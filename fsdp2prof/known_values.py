@@ -72,7 +72,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _masked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on data that is not known; by a known mask it selects as many as that says."""
         if func is _MASKED_SELECT and (value := value_of(args[1])) is not None:
-            data = args[0].expand(torch.broadcast_shapes(args[0].shape, value.shape))
+            shape = torch.broadcast_shapes(args[0].shape, value.shape)  # type: ignore[no-untyped-call]
+            data = args[0].expand(shape)
             with no_dispatch():
                 value = value.expand(data.shape)
             return torch.ops.aten.index.Tensor(data, _places(value, data.device))

@@ -51,7 +51,7 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
         waiting[group].discard(part)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for tensor in tensors if policy.images else ():
-            tensor.register_hook(lambda _: reached.add(group))
+            tensor.register_hook(lambda _: reached.add(group))  # type: ignore[no-untyped-call]
         if not waiting[group]:
             leads_back[group] = bool(tensors)
 

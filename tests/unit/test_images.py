@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,6 @@ def test_an_image_becomes_as_many_tokens_as_published(name: str) -> None:
 
 
 def small(tmp_path: Path, family: str) -> ModelSpec:
-    import json
-
     (tmp_path / "config.json").write_text(json.dumps(values_of(family)))
     return ModelSpec(source=str(tmp_path))
 
@@ -115,6 +114,7 @@ def test_a_tower_trains_with_images_and_is_reduced_unless_frozen(tmp_path: Path)
     assert {row.fqn for row in frozen.groups if row.op == "all_gather"} >= layers
 
 
+@pytest.mark.slow
 def test_images_take_memory_with_their_number(tmp_path: Path) -> None:
     spec, mesh = small(tmp_path, "qwen2_5_vl"), MeshSpec(dp_shard=2)
 

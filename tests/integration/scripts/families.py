@@ -55,7 +55,8 @@ def step(model: Any, batch: dict[str, Any], mode: Interception) -> None:
     mode.phase = "backward"
     loss.backward()
     mode.phase = "optimizer"
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm.full_tensor()
     model.zero_grad()
 
 
