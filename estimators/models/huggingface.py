@@ -218,6 +218,9 @@ def _cut(text: Any, layers: int) -> None:
     before = text.num_hidden_layers
     for name, value in _per_layer(text, before).items():
         setattr(text, name, [*value, *value][:layers] if layers <= 2 * before else value)
+    shared = getattr(text, "num_kv_shared_layers", None)  # the last ones, which take keys of those before
+    if isinstance(shared, int):
+        text.num_kv_shared_layers = max(0, shared + layers - before)
     text.num_hidden_layers = layers
 
 
