@@ -11,7 +11,7 @@ from dataclasses import replace
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
-from fsdp2prof.estimators.execution.forward_flow import forward_flow
+from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
 from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
@@ -74,9 +74,11 @@ def estimate_built(
     built = part_of(built, mesh, policy)
     freeze(built, policy)
     groups = parameter_groups(built, mesh, policy)
+    flow = _flow(groups, built, policy)
+    groups = tuple(_without_gradients(group, flow) for group in groups)
     ledger = Ledger()
     walk_step(
-        group_traffic(groups, built, mesh, policy),
+        _traffic(groups, flow, mesh),
         ledger,
         micro_batches=policy.grad_accum,
         sync=policy.sync,
@@ -84,7 +86,7 @@ def estimate_built(
         forwards=2 if policy.runs_itself_before else 1,
     )
     rule = reshard_rule(built, policy)
-    notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
+    notes = [*_notes(policy, flow), *built.all_notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if executed is not None:
         plan = built.tensor_parallel
@@ -137,11 +139,34 @@ def group_traffic(
     groups: Sequence[ParameterGroup], model: Model, mesh: MeshSpec, policy: PolicySpec, root: int = 0
 ) -> list[GroupTraffic]:
     """Describe parameter groups for :func:`walk_step`, in post-forward order."""
+    return _traffic(groups, _flow(groups, model, policy), mesh, root)
+
+
+def _flow(groups: Sequence[ParameterGroup], model: Model, policy: PolicySpec) -> Flow:
+    """What backward comes back to: everything, unless some of it is frozen or may go unused."""
+    fqns = sorted((group.fqn for group in groups), key=lambda fqn: fqn == "")  # the root ends last
+    trained = {parameter.requires_grad for group in groups for parameter in group.parameters}
+    if len(trained) > 1 or (policy.images and any(trained)):
+        return flow_of(model, fqns, policy)
+    return Flow(has_backward=dict.fromkeys(fqns, True))
+
+
+def _without_gradients(group: ParameterGroup, flow: Flow) -> ParameterGroup:
+    """A group whose parameters that get no gradient count as frozen: nothing of them is reduced."""
+    return replace(
+        group,
+        parameters=tuple(
+            replace(parameter, requires_grad=False) if parameter.fqn in flow.without_gradient else parameter
+            for parameter in group.parameters
+        ),
+    )
+
+
+def _traffic(
+    groups: Sequence[ParameterGroup], flow: Flow, mesh: MeshSpec, root: int = 0
+) -> list[GroupTraffic]:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
-    fqns = sorted((group.fqn for group in groups), key=lambda fqn: fqn == "")  # the root ends last
-    trained = [parameter.requires_grad for group in groups for parameter in group.parameters]
-    flow = forward_flow(model, fqns, policy) if len(set(trained)) > 1 else dict.fromkeys(fqns, True)
     expert_shard = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
     traffic = [
         GroupTraffic(
@@ -152,7 +177,7 @@ def group_traffic(
             reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
             reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
-            has_backward=flow.get(group.fqn, False),
+            has_backward=flow.has_backward.get(group.fqn, False),
             shard=expert_shard if group.is_expert else shard,
             reduce=expert_shard if group.is_expert else shard,
             replicate=replicate,
@@ -162,7 +187,7 @@ def group_traffic(
         )
         for group in groups
     ]
-    return [group for fqn in flow for group in traffic if group.fqn == fqn]
+    return [group for fqn in flow.has_backward for group in traffic if group.fqn == fqn]
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:
@@ -207,11 +232,13 @@ def _add_step_end(
         )
 
 
-def _notes(policy: PolicySpec) -> list[str]:
+def _notes(policy: PolicySpec, flow: Flow) -> list[str]:
+    unused = sorted(flow.without_gradient)
     notes = [
         "bytes of a steady step of one rank; payload: all-gather its whole output, reduce-scatter its whole "
         "input, all-reduce the tensor; wire: payload x (n-1)/n, all-reduce twice that",
-        "every module runs once per forward, and every trainable parameter gets a gradient",
+        "every module runs once per forward, and every trainable parameter gets a gradient"
+        + (f" but {len(unused)} whose results nothing uses ({unused[0]} first)" if unused else ""),
     ]
     if policy.clip_grad and policy.optimizer != "none":
         notes.append(

@@ -71,7 +71,8 @@ def predict_memory(
     check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
-    groups = parameter_groups(part_of(built, mesh, policy), mesh, policy)  # refuses what fully_shard would
+    part = part_of(built, mesh, policy)
+    groups = parameter_groups(part, mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
     execution, how, why_guessed = _executed(model, mesh, _with_fewer_micro_batches(mesh, local))
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
@@ -100,7 +101,7 @@ def predict_memory(
     told = [
         how,
         *compile_notes(policy, why_guessed),
-        *built.notes,
+        *part.all_notes,
         *([] if padding is None else [padding.how]),
     ]
     if mesh.tp > 1 and built.tensor_parallel is not None:

@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.trace.analysis import References, analyze_trace
 from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -98,6 +99,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     """
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
     check_parallelism(built, mesh, policy)
+    built = with_images(built, policy)
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = _captured(model, mesh, local, built)

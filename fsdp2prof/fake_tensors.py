@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = ["fake_tensors"]
+from fsdp2prof.known_values import KnownValues, TensorsAsNumbers, value_of
+
+__all__ = ["appear_real", "fake_tensors"]
 
 _ADVISERS = (
     "torch.distributed.tensor._collective_utils",
@@ -24,8 +28,29 @@ _ADVISERS = (
 """Loggers whose warnings are for people who train."""
 
 
+_TRANSFORMERS = "transformers.utils.import_utils"
+_active: list[FakeTensorMode] = []
+
+
+def appear_real(import_utils: Any) -> None:
+    """Let transformers, whose module of this name is given, run fake tensors as it runs real ones.
+
+    It takes them for an export otherwise: it makes a mask of all pairs of tokens where it would leave causal
+    attention to the kernel, and repeats keys and values beside it.
+    """
+    says = getattr(import_utils, "is_fake_tensor", None)  # 5.0 and newer
+    if says is None or getattr(says, "knows", None) is _active:
+        return
+
+    def is_fake_tensor(item: Any) -> bool:
+        return not _active and bool(says(item))
+
+    is_fake_tensor.knows = _active  # type: ignore[attr-defined]
+    import_utils.is_fake_tensor = is_fake_tensor
+
+
 @contextmanager
-def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
+def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> Iterator[FakeTensorMode]:
     """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.
 
     DTensor works out its results' shapes with fake tensors of the *global* shape, under the active modes;
@@ -35,7 +60,7 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
     does not depend on when it runs. Warnings are for people who train, and are not shown.
 
     With ``allow_real`` an operator may be given real tensors, which then stand for fake ones of their shape;
-    without, that is an error.
+    without, that is an error. With ``follow_values`` what is computed of constants alone has its true value.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -56,8 +81,25 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=allow_real))
+        _active.append(mode)
+        stack.callback(_active.pop)
+        if _TRANSFORMERS in sys.modules:
+            appear_real(sys.modules[_TRANSFORMERS])
         stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
+        if follow_values:
+            stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
+            FakeTensor.tolist = _listed  # type: ignore[method-assign, assignment]
+            stack.enter_context(KnownValues())  # type: ignore[no-untyped-call]
+            stack.enter_context(TensorsAsNumbers())
         yield mode
+
+
+def _listed(tensor: FakeTensor) -> Any:
+    """The numbers of a tensor as lists, read at once as from a device: one wait, not one a number."""
+    value = value_of(tensor)
+    one = tensor.flatten()[0].item() if tensor.numel() else None
+    with no_dispatch():
+        return torch.full(tensor.shape, one or 0).tolist() if value is None else value.tolist()
 
 
 class _OneForEveryValue(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -86,7 +86,7 @@ def execute(
     """
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
-        mode = stack.enter_context(fake_tensors())
+        mode = stack.enter_context(fake_tensors(follow_values=policy.images > 0))
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         seconds = second_models(model, spec, mesh, policy, device_mesh)

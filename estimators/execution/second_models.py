@@ -64,7 +64,7 @@ class SecondModel:
             naming_the_culprit(self.spec),
         ):
             if self.role == "reward":
-                output = module(*batch.args)
+                output = module(*batch.args, **batch.named)
                 given: Tensor = output if isinstance(output, Tensor) else output.logits
                 return given
             taken = score_of_model(module, batch, how)

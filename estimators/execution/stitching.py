@@ -218,11 +218,13 @@ class _Unrolling:
         return self._middle + (block - self._middle) % self._period
 
     def _replay(self, run: Run, block: int | None, shift: int) -> None:
-        for position, event in enumerate(run.events):
+        position = 0
+        for event in run.events:
             if event.birth:
                 copy = _Copy(event.thing, shift, block is not None, self._time)
                 self._copies.append(copy)
                 self._copy_at[self._place(run, block), position] = copy
+                position += 1
             else:
                 born_in, position_then = self._tape.births[event.thing]
                 born = self._tape.runs[born_in]

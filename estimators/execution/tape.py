@@ -43,7 +43,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Runs in order, and where each thing is born: run and position in it."""
+    """Runs in order, and where each thing is born: run, and how many are born in it before.
+
+    Deaths do not count, since what blocks of a kind share dies in one of them.
+    """
 
     runs: list[Run]
     births: dict[int, tuple[int, int]]
@@ -58,8 +61,7 @@ def read_tape(execution: Execution) -> Tape:
     births = {
         event.thing: (index, position)
         for index, run in enumerate(runs)
-        for position, event in enumerate(run.events)
-        if event.birth
+        for position, event in enumerate(event for event in run.events if event.birth)
     }
     return Tape(runs, births)
 

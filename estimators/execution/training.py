@@ -64,6 +64,8 @@ def shard(
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
         model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
+    if model.running_towers:
+        checkpoint_blocks(model.module, model.running_towers, policy)
     placement = expert_placement(model, policy, mesh, experts)
     if graphs is not None:
         from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler

@@ -1,7 +1,8 @@
 """Models of a Hugging Face ``config.json``: the class it names, built by transformers on the meta device.
 
-Text models run as they are. Of a model of text and images the text part runs: a batch of tokens brings no
-image, so that the vision tower and its projector are held and sharded, and get no gradient.
+Text models run as they are. Of a model of text and images the text part runs where the batches bring no
+image, so that the vision tower and its projector are held and sharded, and get no gradient;
+:mod:`~fsdp2prof.estimators.models.images` brings images.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fsdp2prof.estimators.models.ring import ring_width_of
 from fsdp2prof.estimators.models.transformers_experts import expert_modules, reach_experts
 from fsdp2prof.estimators.models.transformers_plan import plan_of
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
+from fsdp2prof.fake_tensors import appear_real
 
 __all__ = ["build_huggingface"]
 
@@ -47,6 +49,7 @@ def build_huggingface(path: Path, orig_dtype: str, layers: int | None) -> Model:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise ModelError(f"model {path} needs transformers: pip install 'fsdp2prof[hf]'") from None
+    appear_real(importlib.import_module("transformers.utils.import_utils"))
     notes: list[str] = []
     if values.pop("quantization_config", None) is not None:
         notes.append("the quantization of the configuration is left out: weights are held in orig_dtype")
@@ -80,14 +83,14 @@ def _build(
     except Exception as error:  # a wrong value fails wherever transformers first uses it
         raise ModelError(f"model {path}: {made.__name__} cannot be built: {one_line(error)}") from None
     _refuse_other_inputs(path, module, text)
+    if any("mamba" in type(part).__name__.lower() for part in module.modules()):
+        notes.append(
+            "state-space scans run as transformers' reference in plain torch, which holds more than the "
+            "kernels of mamba-ssm and takes long to execute for long sequences: an upper bound"
+        )
     module.train()
     blocks, towers = _decoder_and_towers(module, text)
     idle = _idle_modules(module, text) if text is not config else ()
-    if idle:
-        notes.append(
-            f"tokens only: no image passes through {', '.join(idle)}, "
-            "which are held sharded without gradients"
-        )
     name = str(values.get("_name_or_path") or _name_of(path, values))
     plan = plan_of(name, module, blocks, text)
     stacked = _stacked_experts(module)
@@ -224,6 +227,9 @@ def _cut(text: Any, layers: int) -> None:
     before = text.num_hidden_layers
     for name, value in _per_layer(text, before).items():
         setattr(text, name, [*value, *value][:layers] if layers <= 2 * before else value)
+    shared = getattr(text, "num_kv_shared_layers", None)  # the last ones, which take keys of those before
+    if isinstance(shared, int):
+        text.num_kv_shared_layers = max(0, shared + layers - before)
     text.num_hidden_layers = layers
 
 

@@ -139,11 +139,11 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     targets = batch.targets
     assert targets is not None
     if how != "fused" and not isinstance(how, Chunked):
-        return logits_loss(_logits(module(*batch.args)), targets, how, batch.reference)
+        return logits_loss(_logits(module(*batch.args, **batch.named)), targets, how, batch.reference)
     if head is None:
         raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
     with _in_place_of(module.get_submodule(head), targets, how):
-        return _logits(module(*batch.args)).sum()
+        return _logits(module(*batch.args, **batch.named)).sum()
 
 
 def score_of_model(module: nn.Module, batch: Batch, how: Loss) -> Tensor | None:
@@ -151,7 +151,7 @@ def score_of_model(module: nn.Module, batch: Batch, how: Loss) -> Tensor | None:
     if how not in ("logprobs", "dpo"):
         return None
     assert batch.targets is not None
-    return log_probabilities(_logits(module(*batch.args)), batch.targets)
+    return log_probabilities(_logits(module(*batch.args, **batch.named)), batch.targets)
 
 
 def head_of(module: nn.Module) -> str | None:

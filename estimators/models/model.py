@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
@@ -48,6 +48,8 @@ class Batch:
 
     args: tuple[Tensor, ...] = ()
     """Positional arguments of the model's forward."""
+    named: Mapping[str, Tensor] = field(default_factory=dict)
+    """Its arguments by name."""
     targets: Tensor | None = None
     """What the loss compares with."""
     reference: Tensor | None = None
@@ -127,8 +129,26 @@ class Model:
     context-parallel ranks moves them; 0 if it cannot run so."""
     no_ring: str = "is not known to run attention around a ring"
     """Why it cannot, as the end of a sentence that begins with its name."""
+    inputs: str = "tokens only"
+    """What its batches hold."""
+    absent: str = "image"
+    """What its idle modules wait for."""
     notes: tuple[str, ...] = ()
     """What an estimate of it rests on, one sentence each."""
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """What an estimate rests on, what becomes of idle modules among it."""
+        if not self.idle:
+            return self.notes
+        idle = f"{', '.join(self.idle)}, which are held sharded without gradients"
+        return (*self.notes, f"{self.inputs}: no {self.absent} passes through {idle}")
+
+    @property
+    def running_towers(self) -> tuple[str, ...]:
+        """Towers that batches pass through."""
+        idle = tuple(f"{fqn}." for fqn in self.idle)
+        return tuple(fqn for fqn in self.towers if not fqn.startswith(idle))
 
     @property
     def parameters(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels, ExtraModelsText
+from fsdp2prof.estimators.spec.image_size import ImageSize, ImageSizeText
 from fsdp2prof.estimators.spec.lora import Lora, LoraText
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 from fsdp2prof.estimators.spec.optimizers import (
@@ -145,6 +146,14 @@ class PolicySpec:
     )
     seq_len: int = option(
         4096, Integer(1, _MOST_TOKENS), "Tokens of a sequence, before context parallelism divides it."
+    )
+    images: int = option(
+        0,
+        Integer(0, _MOST_REPEATS),
+        "Images in each sequence, for a Hugging Face model of text and images.",
+    )
+    image_size: ImageSize | None = option(
+        None, ImageSizeText(), "Of every image, in pixels, where the vision tower takes any."
     )
     grad_accum: int = option(1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.")
     sync: Sync = option(
@@ -315,6 +324,8 @@ class PolicySpec:
             raise ModelError(
                 f"{self.sequences} sequences of {self.seq_len} tokens are more than {_MOST_TOKENS} tokens"
             )
+        if self.image_size is not None and not self.images:
+            raise ModelError("image_size: there is no image; add images=N")
         if self.fp8_all_gather and self.float8 != "tensorwise":
             raise ModelError(
                 "fp8_all_gather needs float8=tensorwise: only its weights are gathered as float8"

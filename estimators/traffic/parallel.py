@@ -37,6 +37,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
     if mesh.ep == 1 and policy.imbalance != 1:
         raise ModelError("imbalance: rows are exchanged under expert parallelism only: add ep to the mesh")
+    if policy.images and mesh.tp > 1:
+        raise ModelError("images: a vision tower under tensor parallelism is not modelled: leave tp at 1")
     if mesh.ep > 1:
         _check_expert_parallelism(model, mesh, policy)
     if policy.async_tp and mesh.tp == 1:

@@ -8,6 +8,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -31,7 +32,11 @@ def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range
 
 
 def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
+    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters.
+
+    Its batches bring the policy's images. Raises ``ModelError`` for what cannot be given or put into it.
+    """
+    model = with_images(model, policy)
     adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
     if policy.lora is not None and policy.lora.quantized is not None:
         if mesh.tp * mesh.pp > 1:

@@ -79,6 +79,8 @@ class EstimatedPolicy:
 
     batch_size: int | None = None
     seq_len: int | None = None
+    images: int | None = None
+    image_size: str | None = None
     grad_accum: int | None = None
     sync: str | None = None
     wrap: tuple[str, ...] | None = None

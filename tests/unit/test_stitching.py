@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.tiny_families import values_of
 
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
 from fsdp2prof.estimators.execution.engine import execute
@@ -71,6 +73,45 @@ def roles(execution) -> list[tuple[object, ...]]:
 def test_a_shallow_model_is_executed_in_full() -> None:
     _, note = execute_stitched(ModelSpec(source="gpt2", layers=3), MeshSpec(dp_shard=2), POLICY)
     assert note == "all 3 blocks executed"
+
+
+ALTERNATING = {"gemma3_text": 3, "gemma2": 2, "gpt_oss": 2, "qwen3_next": 4}
+"""Families and how often full attention comes."""
+
+
+def alternating(family: str, folder: Path, layers: int) -> ModelSpec:
+    """A small model whose every third layer, or so, is of another kind."""
+    other = "linear_attention" if family == "qwen3_next" else "sliding_attention"
+    period = ALTERNATING[family]
+    kinds = ["full_attention" if index % period == period - 1 else other for index in range(layers)]
+    values = {**values_of(family), "num_hidden_layers": layers, "layer_types": kinds}
+    (folder / "config.json").write_text(json.dumps(values))
+    return ModelSpec(source=str(folder))
+
+
+def test_the_mask_of_some_layers_may_die_in_a_layer_that_is_repeated(tmp_path: Path) -> None:
+    """Of 7 layers, the third is the last of its kind that backward reaches, and the first that repeats."""
+    pytest.importorskip("transformers", minversion="5.0")
+    spec, mesh, policy = (
+        alternating("gemma3_text", tmp_path, 22),
+        MeshSpec(dp_shard=2),
+        replace(POLICY, seq_len=32),
+    )
+    shallow = execute(spec.with_layers(7), mesh, policy)
+    assert growth_between(shallow, execute(spec.with_layers(10), mesh, policy), 3) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ALTERNATING)
+def test_layers_of_several_kinds_are_stitched_to_the_byte(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    spec, mesh, policy = alternating(family, tmp_path, 26), MeshSpec(dp_shard=2), replace(POLICY, seq_len=32)
+    stitched, how = execute_stitched(spec, mesh, policy)
+    assert how.endswith("found to repeat exactly, and repeated to 26")
+    ours, theirs = stitched.recording, execute(spec, mesh, policy).recording
+    assert np.array_equal(ours.allocations.size, theirs.allocations.size)
+    assert np.array_equal(positions(ours.allocations), positions(theirs.allocations))
+    assert ours.labels.name.to_list() == theirs.labels.name.to_list()
 
 
 @pytest.mark.slow
