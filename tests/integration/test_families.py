@@ -27,7 +27,7 @@ from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
 
