@@ -1,9 +1,11 @@
 """Predicted against published peak memory of real FSDP2 runs.
 
     python benchmarks/accuracy.py PUBLISHED.csv [ID ...]
+    python benchmarks/accuracy.py --experts
     python benchmarks/accuracy.py --throughput PUBLISHED.csv [ID ...]
 
-The second form is about speed: see benchmarks/throughput.py.
+The second form predicts the run of a mixture of experts that docs/accuracy.md tells of, the third is about
+speed: see benchmarks/throughput.py.
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_PEAKS) has a row a run, with the columns that
 docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from one stack a source.
@@ -61,6 +63,37 @@ class Published:
     def policy(self, stack: str) -> PolicySpec:
         """The run's policy with the software of a stack."""
         return PolicySpec.from_mapping(with_stack(stack, self.options))
+
+
+EXPERTS = (63.55, 78.14)
+"""GiB that torchtitan f738a03bf publishes of DeepSeek-V3 16B on 8 GPUs after the first and the tenth step."""
+
+
+def experts() -> None:
+    """Predict both steps of that run as its configuration had it before the evening of the log, and after."""
+    model, mesh = ModelSpec(source="deepseek-v3-16b"), MeshSpec(dp_shard=8, ep=8)
+    given = {
+        "batch_size": 8,
+        "seq_len": 4096,
+        "wrap": "block,GroupedExperts,tok_embeddings,norm+output",
+        "forward_prefetch": 1,
+        "backward_prefetch": 1,
+        "attention": "efficient",
+    }
+    print(f"{'ac':6}{'loss':10}{'norm':10}{'load':>5}{'step 1':>8}{'of it':>9}{'step 10':>9}{'of it':>9}")
+    for ac, loss, norm, load in (
+        ("full", "full", "fused", 1.0),
+        ("full", "full", "fused", 1.5),
+        ("full", "full", "composed", 1.0),
+        ("op", "compiled", "fused", 1.0),
+        ("op", "full", "fused", 1.0),
+    ):
+        options = {**given, "ac": ac, "loss": loss, "norm": norm, "imbalance": load}
+        policy = PolicySpec.from_mapping(with_stack("torchtitan-2025-08", options))
+        steps = [step.reserved_bytes / GIB for step in estimate_memory(model, mesh, policy).steps]
+        pairs = zip(steps, EXPERTS, strict=True)
+        found = "".join(f"{step:8.2f}{100 * (step / told - 1):+8.2f}%" for step, told in pairs)
+        print(f"{ac:6}{loss:10}{norm:10}{load:5.1f}{found}", flush=True)
 
 
 def read(path: Path) -> Iterator[Published]:
@@ -134,6 +167,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments and arguments[0] == "--throughput":
         runpy.run_path(str(Path(__file__).with_name("throughput.py")))["main"](arguments[1:])
+        return
+    if arguments == ["--experts"]:
+        experts()
         return
     named = [arguments.pop(0)] if arguments and arguments[0].endswith(".csv") else []
     path = Path(named[0] if named else os.environ["FSDP2PROF_PUBLISHED_PEAKS"])

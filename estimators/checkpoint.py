@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
 from fsdp2prof.estimators.sharding import ShardedParameter, freeze, parameter_groups
+from fsdp2prof.estimators.spec.eight_bit_sizes import MOMENTS, TABLE_BYTES, is_quantized
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
+from fsdp2prof.estimators.spec.optimizers import EightBitOptimizer, OptimizerFactory
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results import CheckpointEstimate
 from fsdp2prof.units import format_bytes, plural
 
 __all__ = ["estimate_checkpoint"]
+
+_COUNTER_BYTES = 8
+"""Most of a step counter."""
+_EIGHT_BIT = (
+    "8-bit states: a byte an element, an fp32 scale for 256, 1 KiB of table for each state of each shard; "
+    "shards of fewer than 4096 elements, or that 256 does not divide, keep their own dtype (torchao)"
+)
 
 
 def estimate_checkpoint(
@@ -35,14 +46,15 @@ def estimate_checkpoint(
     built = part_of(built, mesh, policy)
     freeze(built, policy)
     parameters = [p for group in parameter_groups(built, mesh, policy) for p in group.parameters]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     parameter_bytes = sum(p.numel * dtype_bytes(p.dtype) for p in parameters)
-    counters = len(trained) * step_counter_bytes(policy)
-    state_bytes = sum(optimizer_state_bytes(policy, p.shape, p.dtype) for p in trained)
-    full_bytes = parameter_bytes + state_bytes + counters
+    state = _state(model, mesh, policy, [p for p in parameters if p.requires_grad])
+    sharded_bytes, full_bytes = (parameter_bytes + whole for whole in (state.sharded, state.full))
     # Rows go to the first ranks first: no rank has more than the first or less than the last.
-    first, last = (_shard_bytes(parameters, policy, rank) for rank in (0, mesh.fsdp_size - 1))
-    largest = -(-first // mesh.dp_replicate)
+    largest, least = (
+        (sum(p.shard_numel(rank) * dtype_bytes(p.dtype) for p in parameters) + of_rank)
+        for rank, of_rank in ((0, state.first), (mesh.fsdp_size - 1, state.last))
+    )
+    largest, least = -(-largest // mesh.dp_replicate), least // mesh.dp_replicate
     bandwidth = bandwidth_bytes_per_s
     seconds = None if bandwidth is None else (largest / bandwidth, full_bytes / bandwidth)
     return CheckpointEstimate(
@@ -52,42 +64,94 @@ def estimate_checkpoint(
         writers=mesh.world_size,
         files=mesh.world_size + 1,
         parameter_bytes=parameter_bytes,
-        optimizer_bytes=state_bytes + counters,
-        sharded_bytes=full_bytes,
+        optimizer_bytes=state.full,
+        sharded_bytes=sharded_bytes,
         rank_bytes_max=largest,
-        rank_bytes_min=last // mesh.dp_replicate,
+        rank_bytes_min=least,
         full_parameter_bytes=parameter_bytes,
         full_bytes=full_bytes,
         sharded_seconds=seconds and seconds[0],
         full_seconds=seconds and seconds[1],
         bandwidth_bytes_per_s=bandwidth,
-        verdict=_verdict(full_bytes, largest, mesh.world_size, seconds),
+        verdict=_verdict(sharded_bytes, full_bytes, largest, mesh.world_size, seconds),
         assumptions=[
             "parameters and optimizer state only: no buffers, no headers (about a kilobyte per tensor)",
             "padding is not saved; each rank writes one file, replicas share the work evenly",
             "a full state dict is gathered and written by one rank",
+            *state.notes,
         ],
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """Bytes of optimizer state."""
+
+    full: int
+    """Of a full state dict."""
+    sharded: int
+    """Of all shards."""
+    first: int
+    """Of the first rank's shard, step counters left out."""
+    last: int
+    notes: tuple[str, ...] = ()
+
+
+def _state(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, trained: list[ShardedParameter]) -> _State:
+    kind = policy.optimizer_kind
+    if isinstance(kind, OptimizerFactory):
+        return _state_as_run(model, mesh, policy, kind)
+
+    def of_rank(parameter: ShardedParameter, rank: int) -> int:
+        numel = parameter.shard_numel(rank)
+        return optimizer_state_bytes(policy, (numel,), parameter.dtype) if numel else 0
+
+    counters = len(trained) * step_counter_bytes(policy)
+    sharded = sum(of_rank(parameter, rank) for parameter in trained for rank in range(parameter.shards))
+    spare = 0
+    if isinstance(kind, EightBitOptimizer):  # of the tables of a state's shards a full state dict has one
+        shards = sum(is_quantized(p.shard_numel(rank)) for p in trained for rank in range(p.shards))
+        once = sum(is_quantized(p.shard_numel(0)) for p in trained)
+        spare = (shards - once) * len(MOMENTS) * TABLE_BYTES
+    return _State(
+        full=sharded + counters - spare,
+        sharded=sharded + counters,
+        first=sum(of_rank(parameter, 0) for parameter in trained),
+        last=sum(of_rank(parameter, mesh.fsdp_size - 1) for parameter in trained),
+        notes=(_EIGHT_BIT,) if isinstance(kind, EightBitOptimizer) else (),
+    )
+
+
+def _state_as_run(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, kind: OptimizerFactory) -> _State:
+    """What an optimizer of the user's own keeps, found by running it as the first and as the last rank."""
+    from fsdp2prof.estimators.execution.optimizer_run import states_of_rank
+
+    first, last = (states_of_rank(model, mesh, policy, rank) for rank in (0, mesh.fsdp_size - 1))
+    alone = sum(state.whole_bytes for state in first if not state.is_sharded)
+    whole = sum(state.whole_bytes for state in first)
+    notes = [f"optimizer {kind.source}: its state as of one step, run on shards of the first and last rank"]
+    if alone > _COUNTER_BYTES * len(first):
+        notes.append(
+            f"{format_bytes(alone)} of its state is in plain tensors, no DTensors: a sharded checkpoint "
+            "takes them for the same on every rank and saves one rank's"
+        )
+    return _State(
+        full=whole,
+        sharded=whole,
+        first=sum(state.local_bytes for state in first if state.is_sharded) + -(-alone // mesh.world_size),
+        last=sum(state.local_bytes for state in last if state.is_sharded) + alone // mesh.world_size,
+        notes=tuple(notes),
+    )
+
+
 def _verdict(
-    full_bytes: int, largest_bytes: int, writers: int, seconds: tuple[float, float] | None
+    sharded_bytes: int, full_bytes: int, largest_bytes: int, writers: int, seconds: tuple[float, float] | None
 ) -> list[str]:
     lines = [
-        f"The sharded checkpoint holds {format_bytes(full_bytes)} in {plural(writers + 1, 'file')}: "
+        f"The sharded checkpoint holds {format_bytes(sharded_bytes)} in {plural(writers + 1, 'file')}: "
         f"a rank writes {format_bytes(largest_bytes)} at most.",
         f"A full state dict passes through one rank, which needs {format_bytes(full_bytes)} for it.",
     ]
     if seconds is not None:
         lines.append(f"Writing takes {seconds[0]:.1f} s sharded, {seconds[1]:.1f} s in full.")
     return lines
-
-
-def _shard_bytes(parameters: list[ShardedParameter], policy: PolicySpec, rank: int) -> int:
-    total = 0
-    for parameter in parameters:
-        numel = parameter.shard_numel(rank)
-        total += numel * dtype_bytes(parameter.dtype)
-        if parameter.requires_grad and numel:
-            total += optimizer_state_bytes(policy, (numel,), parameter.dtype)
-    return total

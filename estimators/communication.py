@@ -26,7 +26,12 @@ from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.traffic.parallel import add_parallel_traffic, check_parallelism, part_of
+from fsdp2prof.estimators.traffic.parallel import (
+    add_parallel_traffic,
+    check_parallelism,
+    counted_by_execution,
+)
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.weight_sync import weight_sync
 from fsdp2prof.estimators.wrapping import reshard_rule
 from fsdp2prof.results import CommEstimate
@@ -47,9 +52,8 @@ def estimate_comm(
     """
     built = _build(model, policy)
     check_parallelism(built, mesh, policy)
-    plan = built.tensor_parallel
     executed = None
-    if mesh.tp > 1 and plan is not None and not plan.is_analysed:
+    if counted_by_execution(built, mesh):
         executed = capture_stitched(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp), built)
     return estimate_built(built, mesh, policy, sync, executed=executed)
 
@@ -83,8 +87,9 @@ def estimate_built(
     notes = [*_notes(policy), *built.notes, *([] if rule is None else [rule])]
     notes += add_parallel_traffic(ledger, built, groups, mesh, policy)
     if executed is not None:
-        assert built.tensor_parallel is not None
-        notes.append(f"{built.tensor_parallel.note}; counted by executing a step")
+        plan = built.tensor_parallel
+        what = "expert parallelism" if mesh.tp == 1 or plan is None else plan.note
+        notes.append(f"{what}; counted by executing a step")
         add_executed(ledger, executed)
     notes += extra_model_notes(policy)
     for root, extra in enumerate(policy.other_models, start=1):

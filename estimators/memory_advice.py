@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
-from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.optimizers import OptimizerFactory
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.results import PredictedPeak, Remedy
 from fsdp2prof.units import format_bytes
@@ -32,7 +33,8 @@ def remedies(
     a device lacks at least, None without one; ``padding`` that of experts.
     """
     options = [*_of_analysis(found, mesh, policy), *_of_policy(peak, policy)]
-    options += [] if padding is None else [padding]
+    if padding is not None:
+        options.append(replace(padding, saves_bytes=min(padding.saves_bytes, peak.active_bytes)))
     return [
         replace(option, enough=False if missing_bytes and option.saves_bytes < missing_bytes else None)
         for option in sorted(options, key=lambda option: -option.saves_bytes)
@@ -41,29 +43,45 @@ def remedies(
 
 
 def expert_padding(groups: Sequence[ParameterGroup], policy: PolicySpec) -> Remedy | None:
-    """What cutting every expert, instead of dealing out whole ones, saves of a rank's states.
+    """What cutting every expert, instead of dealing out whole ones, saves at most: states and buffers.
 
-    ``None`` where experts are not padded: they are as many as ranks or more, and divide among them.
+    Padding is gathered and reduced, too: two groups are unsharded at once and a third copy is in flight,
+    and two reduce-scatter inputs are alive. ``None`` where experts are not padded: they are as many as ranks
+    or more, and divide among them.
     """
-    padded = [
-        parameter
-        for group in groups
-        for parameter in group.parameters
-        if parameter.is_expert and not parameter.dim and parameter.shape[1] % parameter.shards == 0
-    ]
-    spare = [(one, one.padded_shard_numel - one.numel // one.shards) for one in padded]
+    padded = {group: _padded_experts(group) for group in groups}
+    every = [one for parameters in padded.values() for one in parameters]
+    spare = [(one, one.padded_shard_numel - one.numel // one.shards) for one in every]
+    kept = not isinstance(policy.optimizer_kind, OptimizerFactory)  # whose state is known by running it
     saved = sum(
-        2 * elements * dtype_bytes(one.dtype) + optimizer_state_bytes(policy, (elements,), one.dtype)
+        2 * elements * dtype_bytes(one.dtype)
+        + (optimizer_state_bytes(policy, (elements,), one.dtype) if kept else 0)
         for one, elements in spare
     )
     if saved <= 0:
         return None
-    first = padded[0]
+    saved += max(
+        sum(
+            (one.padded_numel - one.numel)
+            * (3 * dtype_bytes(one.gather_dtype) + 2 * dtype_bytes(group.gradient_dtype))
+            for one in parameters
+        )
+        for group, parameters in padded.items()
+    )
+    first = every[0]
     how = (
         f"cut each expert instead of dealing out whole ones (expert_shards=hidden): {first.shape[0]} experts "
         f"on {first.shards} ranks are padded to {first.padded_numel // first.numel} times their size"
     )
     return _remedy("even_expert_shards", saved, how)
+
+
+def _padded_experts(group: ParameterGroup) -> list[ShardedParameter]:
+    return [
+        parameter
+        for parameter in group.parameters
+        if parameter.is_expert and not parameter.dim and parameter.shape[1] % parameter.shards == 0
+    ]
 
 
 def advice(options: Sequence[Remedy], missing_bytes: int) -> list[str]:

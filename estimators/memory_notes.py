@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight, micro_batches_under_way
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.pipeline import schedule_rule
+from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
 from fsdp2prof.results import OutsideAllocator, OutsidePart
-from fsdp2prof.units import format_bytes
+from fsdp2prof.units import format_bytes, plural
 
 __all__ = [
     "EXECUTED_MICRO_BATCHES",
@@ -47,6 +48,11 @@ _ATTENTION = {
     "what else its closed kernels take is not known",
     "math": "attention runs as separate operators and keeps its probabilities (B, H, S, S)",
 }
+_FLOAT8 = (
+    "float8: linear layers inside blocks run as torchao's Float8Linear, whose sizes are multiples of 16",
+    "mxfp8: linear layers inside blocks run as torchao's MXFP8Linear with its CUDA kernels, whose sizes are "
+    "multiples of 32",
+)
 _NORM = {
     "composed": "as separate operators in fp32",
     "fused": "as one kernel, which keeps its input and one number a row",
@@ -55,10 +61,10 @@ _NORM = {
 
 def check_modelled(mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` for what cannot be executed."""
-    if policy.float8 is not None and not policy.compile:
-        raise ModelError(
-            "float8 without compile: the casts that eager float8 keeps are not modelled; add compile"
-        )
+    if policy.float8 == "mxfp8" and mesh.tp > 1:
+        raise ModelError("float8: mxfp8 under tensor parallelism is not modelled: leave tp=1")
+    if policy.fp8_all_gather and any(isinstance(value, int) for value in values_of(policy.reshard)):
+        raise ModelError("reshard to a number of ranks is not supported by FSDP2 with float8 all-gather")
 
 
 def outside_allocator_bytes(mesh: MeshSpec, policy: PolicySpec) -> OutsideAllocator:
@@ -128,9 +134,17 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
             else "the root stays gathered whatever it is told, as torch keeps it before 2.8"
         )
     if policy.float8 is not None:
-        notes.append(
-            "float8: memory as of the same compiled bf16 run; published pairs differ by less than 1%"
-        )
+        notes.append(_FLOAT8[policy.float8 == "mxfp8"])
+        if mesh.tp > 1:
+            notes.append(
+                "float8 under tensor parallelism: activations are gathered first and cast then, where "
+                "torchao's Float8ColwiseParallel casts first and gathers bytes"
+            )
+        if policy.fp8_all_gather:
+            notes.append(
+                "float8 all-gather: shards cast before it, with scales computed for all weights after the "
+                "optimizer's step (precompute_float8_dynamic_scale_for_fsdp)"
+            )
     if policy.loss == "fused":
         notes.append("fused loss: pieces as Liger's kernel cuts them; gradients of head and input are held")
     if mesh.ep > 1:
@@ -147,7 +161,7 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append("asynchronous tensor parallelism: memory as without it, its symmetric buffers left out")
     if mesh.pp > 1:
         notes.append(
-            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(policy)}: "
+            f"pipeline stage {policy.pp_stage} of {mesh.pp} under {_schedule(mesh, policy)}: "
             f"{micro_batches_in_flight(mesh, policy)} of {policy.grad_accum} micro-batches in flight; "
             "receive buffers per micro-batch and neighbour, made in the first step and kept, as "
             "torch.distributed.pipelining does; what was sent last is kept till the next; "
@@ -184,6 +198,10 @@ def extra_model_notes(policy: PolicySpec) -> list[str]:
     return notes
 
 
-def _schedule(policy: PolicySpec) -> str:
-    stages = policy.stages_per_rank
-    return "1F1B" if stages == 1 else f"interleaved 1F1B, {stages} stages a rank run as one"
+def _schedule(mesh: MeshSpec, policy: PolicySpec) -> str:
+    rule, stages = schedule_rule(policy.pp_schedule), policy.stages_per_rank
+    made = rule.title if stages == 1 else f"{rule.title}, {stages} stages a rank run as one"
+    if not rule.splits_backward:
+        return made
+    later = micro_batches_under_way(mesh, policy).weights
+    return f"{made}, the weights' part of {plural(later, 'backward')} deferred at most"

@@ -23,6 +23,8 @@ _WANTED = 2
 _TRIALS = 6
 _PAIRS = 3
 _CHUNKS = 8
+_WIDER = (2, 4, 8, 16)
+"""How many times more ranks are tried."""
 
 
 def with_tried_changes(
@@ -39,7 +41,7 @@ def with_tried_changes(
     tried: list[TriedChange] = []
     saved = {remedy.action: remedy.saves_bytes for remedy in estimate.remedies}
     missing = max(0, -(estimate.headroom_high_bytes or 0))
-    for chosen in _combined(mesh, policy):
+    for chosen in _combined(mesh, policy, saved, missing):
         names = [change.name for change in chosen]
         if len(tried) == _TRIALS or sum(one.fits for one in tried) == _WANTED:
             break
@@ -76,8 +78,6 @@ class _Change:
     """As people write it."""
     mesh: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
-    is_cheap: bool = True
-    """It needs neither more ranks nor the host's memory."""
     remedy: str = ""
     """Action of the remedy that bounds what it takes off."""
     times: float = 1.0
@@ -88,16 +88,25 @@ class _Change:
         return self.times * saved.get(self.remedy, 0) if self.remedy in saved else float("inf")
 
 
-def _combined(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[_Change, ...]]:
-    """Yield changes alone, then in pairs, then all that are cheap, then these with each that is not."""
-    singles = list(_changes(mesh, policy))
-    cheap = tuple(change for change in singles if change.is_cheap)
-    sets: list[tuple[_Change, ...]] = [(change,) for change in singles]
+def _combined(
+    mesh: MeshSpec, policy: PolicySpec, saved: Mapping[str, int], missing: int
+) -> Iterator[tuple[_Change, ...]]:
+    """Yield changes alone, then in pairs, then all that are cheap, then these with more ranks or the host.
+
+    More ranks are as many as may take off what is ``missing`` by what remedies save, and twice as many.
+    """
+    cheap = tuple(_changes(mesh, policy))
+    host = tuple(_on_host(policy))
+    bounds = [change.most_saved(saved) for change in cheap]
+    rest = missing - sum(int(bound) for bound in bounds if bound < float("inf"))
+    alone, beside = (_wider(mesh, saved, bytes_, 1)[0] for bytes_ in (missing, rest))
+    sets: list[tuple[_Change, ...]] = [(change,) for change in (*cheap, alone, *host)]
     sets += list(combinations(cheap, 2))[:_PAIRS]
     if len(cheap) > 2:
         sets.append(cheap)
-    sets += [(*cheap, change) for change in singles if not change.is_cheap and cheap]
-    yield from sets
+    if cheap:
+        sets += [(*cheap, change) for change in (beside, *host, *_wider(mesh, saved, rest, 2)[1:])]
+    yield from (*sets, (*cheap, beside, *host))
 
 
 def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
@@ -114,10 +123,27 @@ def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
         yield _Change("reshard=default", policy={"reshard": "default"}, remedy="reshard_after_forward")
     if policy.grad_accum > 1 and policy.batch_size == 1 and policy.sync == "last" and alone:
         yield _Change("sync=each", policy={"sync": "each"})
-    wider = {"dp_shard": 2 * mesh.dp_shard}
-    yield _Change(f"dp_shard={wider['dp_shard']}", mesh=wider, is_cheap=False, remedy="wider_sharding")
+
+
+def _wider(mesh: MeshSpec, saved: Mapping[str, int], missing: int, count: int) -> list[_Change]:
+    """Return the sharding over fewest ranks that may be enough, and wider ones: ``count`` in all."""
+    by_twice = saved.get("wider_sharding", 0)
+    enough = next((at for at, more in enumerate(_WIDER) if (2 - 2 / more) * by_twice >= missing), None)
+    first = (len(_WIDER) - 1 if by_twice else 0) if enough is None else enough
+    return [
+        _Change(
+            f"dp_shard={more * mesh.dp_shard}",
+            mesh={"dp_shard": more * mesh.dp_shard},
+            remedy="wider_sharding",
+            times=2 - 2 / more,
+        )
+        for more in _WIDER[first : first + count]
+    ]
+
+
+def _on_host(policy: PolicySpec) -> Iterator[_Change]:
     if not policy.offload:
-        yield _Change("offload", policy={"offload": True}, is_cheap=False, remedy="cpu_offload")
+        yield _Change("offload", policy={"offload": True}, remedy="cpu_offload")
 
 
 def _advice(tried: list[TriedChange]) -> list[str]:

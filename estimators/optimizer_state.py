@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.eight_bit_sizes import moments_bytes
 from fsdp2prof.estimators.spec.optimizers import EightBitOptimizer, OptimizerFactory, OptimizerKind
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 
@@ -17,12 +18,15 @@ def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str
     Raises ``ModelError`` for optimizers whose state nothing but running them tells.
     """
     kind = policy.optimizer_kind
-    if isinstance(kind, (OptimizerFactory, EightBitOptimizer)):
-        raise ModelError(f"optimizer {kind.source}: only estimate memory, which runs it, knows its state")
+    if isinstance(kind, OptimizerFactory):
+        raise ModelError(f"optimizer {kind.source}: its state is known by running it alone")
+    if isinstance(kind, EightBitOptimizer):
+        return moments_bytes(prod(shape), dtype_bytes(dtype))
     return 0 if kind is None else len(kind.state) * prod(shape) * dtype_bytes(dtype)
 
 
 def step_counter_bytes(policy: PolicySpec) -> int:
     """Bytes of the step counter of one parameter: fp32, whole on every rank."""
     kind = policy.optimizer_kind
-    return dtype_bytes("float32") if isinstance(kind, OptimizerKind) and kind.counts_steps else 0
+    counts = isinstance(kind, EightBitOptimizer) or (isinstance(kind, OptimizerKind) and kind.counts_steps)
+    return dtype_bytes("float32") if counts else 0

@@ -12,11 +12,25 @@ from typing import Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.option import ByUnit
-from fsdp2prof.estimators.spec.policy import Sync
+from fsdp2prof.estimators.spec.policy import Norm, Sync
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
 
-__all__ = ["micro_batches_of_run", "values_of_run"]
+__all__ = ["micro_batches_of_run", "norm_of_run", "values_of_run"]
+
+_FUSED_NORMS = (
+    "apex.",
+    "flash_attn.",
+    "liger_kernel.",
+    "quack.",
+    "torchtitan.models.norms.FusedRMSNorm",
+    "transformer_engine.",
+    "xformers.",
+)
+"""Where classes are defined that compute an RMSNorm in one kernel."""
+_COMPOSED_NORMS = ("fsdp2prof.", "torchtitan.models.norms.RMSNorm", "transformers.models.")
+"""Where those are that compute it by separate operators in fp32."""
+_NORM_OF_TORCH = "torch.nn.modules.normalization.RMSNorm"
 
 
 def values_of_run(manifest: RankManifest) -> dict[str, Any]:
@@ -60,6 +74,27 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
     if any(parameter.tensor_parallel for group in groups for parameter in group.parameters):
         mesh["tp"] = tensor_parallel
     return {"mesh": mesh, "policy": policy}
+
+
+def norm_of_run(manifest: RankManifest) -> Norm | None:
+    """How a run's RMSNorms were computed, by their classes; ``None`` where these do not say it, or differ.
+
+    For a model that stands for the recorded one: a model of its own classes has its own norms.
+    """
+    match = re.match(r"\d+\.\d+", manifest.versions.get("torch", ""))
+    found: set[Norm | None] = set()
+    for name in manifest.norms:
+        if not name.endswith("RMSNorm"):
+            continue
+        if name == _NORM_OF_TORCH and match is not None:
+            found.add("fused" if torch_rules(match[0]).rms_norm_is_fused else "composed")
+        elif name.startswith(_FUSED_NORMS):
+            found.add("fused")
+        elif name.startswith(_COMPOSED_NORMS):
+            found.add("composed")
+        else:
+            found.add(None)
+    return found.pop() if len(found) == 1 else None
 
 
 def micro_batches_of_run(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.low_precision import is_in_float8
 from fsdp2prof.estimators.models.model import ADAPTERS, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -167,10 +168,13 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
     return tuple(groups)
 
 
-def shard_dim(shape: Sequence[int], mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Dimension on which FSDP shards an expert parameter, of which this rank has ``shape``."""
+def shard_dim(shape: Sequence[int], shards: int, policy: PolicySpec, *, apart: bool) -> int:
+    """Dimension on which FSDP shards an expert parameter of ``shape`` over ``shards`` ranks.
+
+    ``apart``: expert parallelism deals the experts out, and ``shape`` is of this rank's.
+    """
     if policy.expert_shards == "auto":
-        return int(mesh.ep > 1 and mesh.expert_fsdp_size > shape[0])
+        return int(apart and shards > shape[0])
     return int(policy.expert_shards == "hidden")
 
 
@@ -211,14 +215,14 @@ def _sharded(
     dtype = str(parameter.dtype).removeprefix("torch.")
     is_float8 = (
         policy.fp8_all_gather
-        and isinstance(module, nn.Linear)
-        and parameter.ndim == 2
-        and any(fqn.startswith(f"{block}.") for block in model.blocks)
+        and type(module) is nn.Linear
+        and parameter is module.weight
+        and is_in_float8(fqn.rpartition(".")[0], whole, model.blocks, "tensorwise")
     )
     cast_to = unit.param_dtype if parameter.is_floating_point() else None
     is_expert = fqn.rpartition(".")[0] in model.experts
     shards = mesh.expert_fsdp_size if is_expert else mesh.fsdp_size
-    dim = shard_dim(shape, mesh, policy) if is_expert else 0
+    dim = shard_dim(shape, shards, policy, apart=mesh.ep > 1) if is_expert else 0
     if dim and shape[dim] % shards:
         raise ModelError(
             f"{fqn}: FSDP shards dimension {dim} evenly only, and {shards} ranks do not divide its "
@@ -232,7 +236,7 @@ def _sharded(
         shards=shards,
         gather_dtype="float8_e4m3fn" if is_float8 else cast_to or dtype,
         position=position,
-        replicated=mesh.tp > 1 and shape == whole,
+        replicated=mesh.tp > 1 and shape == whole and not (is_expert and mesh.ep > 1),
         dim=dim,
         is_expert=is_expert,
     )

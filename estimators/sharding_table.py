@@ -10,7 +10,8 @@ from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, free
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
 
 __all__ = ["shard_model"]
@@ -21,8 +22,6 @@ def shard_model(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Shardin
 
     Raises ``ModelError`` for a model, mesh or policy that cannot be built, and for pipeline stages.
     """
-    if mesh.ep > 1 and mesh.tp > 1:
-        raise ModelError("mesh: experts of their own mesh are not laid out beside tp: leave ep or tp at 1")
     if mesh.pp > 1:
         raise ModelError("mesh: a pipeline stage is sharded on its own: leave pp at 1")
     policy = replace(policy, seq_len=2 * mesh.cp * mesh.tp)  # of no matter here: the shortest that divides
@@ -63,15 +62,15 @@ def _expert_mesh(mesh: MeshSpec) -> ShardMesh:
     """The ranks that FSDP shards experts over: shard -> those that hold it, of every part of the experts."""
     ranks = tuple(
         tuple(
-            replica * mesh.fsdp_size + shard * mesh.ep + part
+            replica * mesh.fsdp_size * mesh.tp + shard * mesh.ep + part
             for replica in range(mesh.dp_replicate)
             for part in range(mesh.ep)
         )
         for shard in range(mesh.expert_fsdp_size)
     )
-    sizes = {"dp_replicate": mesh.dp_replicate, "ep_shard": mesh.expert_fsdp_size, "ep": mesh.ep}
-    text = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "ep_shard")
-    return ShardMesh(text=text, shard_dim="ep_shard", ranks=ranks, replicas=mesh.dp_replicate)
+    sizes = {"dp_replicate": mesh.dp_replicate, "efsdp": mesh.expert_fsdp_size, "ep": mesh.ep}
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "efsdp")
+    return ShardMesh(text=text, shard_dim="efsdp", ranks=ranks, replicas=mesh.dp_replicate)
 
 
 def _layout(

@@ -23,7 +23,7 @@ from fsdp2prof.estimators.step_notes import assumptions_of
 from fsdp2prof.estimators.step_range import CONTENTION, HOST_NS, range_of
 from fsdp2prof.estimators.timeline.as_trace import trace_of
 from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
-from fsdp2prof.estimators.timeline.bubble import bubble_ns_of
+from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
@@ -48,6 +48,7 @@ __all__ = [
     "StepFigures",
     "StepPrediction",
     "estimate_step",
+    "is_extended",
     "predict_step",
     "program_of",
     "simulate_program",
@@ -100,9 +101,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
     program = _captured(model, mesh, local, built)
-    if mesh.cp > 1 and built.config is not None:
-        kv_heads = built.config.kv_heads // mesh.tp
-        elements = 2 * policy.sequences * policy.seq_len * kv_heads * built.config.head_dim
+    if mesh.cp > 1:
+        elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         fused = policy.compile and program.guessed_fusion is None
@@ -140,6 +140,8 @@ def simulate_program(
     step = analysis.ranks[0].steps[0]
     spread = range_of(program, costs, bubble, step.duration_ns)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
+    if bubble:
+        trace = _trace(whole, with_waiting(whole, timeline, bubble), model, mesh, costs)
     return StepPrediction(estimate=estimate, trace=trace)
 
 
@@ -158,16 +160,21 @@ class StepFigures:
 
 _SIMULATED = 3
 """Micro-batches from which on each takes as long as the one before."""
+_MOST_WHOLE = {False: 24, True: 8}
+"""Micro-batches, without and with a pipeline, up to which a step's figures are those of the whole step."""
+
+
+def is_extended(mesh: MeshSpec, policy: PolicySpec) -> bool:
+    """Whether :func:`step_figures` adds micro-batches to a few that it simulates."""
+    return policy.grad_accum > _MOST_WHOLE[mesh.pp > 1]
 
 
 def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> StepFigures:
-    """Predict a step without its analysis; of many micro-batches a few are simulated, and more added.
+    """Predict a step's numbers alone; of very many micro-batches a few are simulated, and more added.
 
-    Under 1F1B a stage does the same work for each, in another order.
-
-    Raises what :func:`estimate_step` raises.
+    A stage does the same work for each, in whichever order. Raises what :func:`estimate_step` raises.
     """
-    if policy.grad_accum <= _SIMULATED:
+    if not is_extended(mesh, policy):
         return _figures(model, mesh, policy, cluster, policy.grad_accum)
     fewer = _figures(model, mesh, policy, cluster, _SIMULATED - 1)
     more = _figures(model, mesh, policy, cluster, _SIMULATED)
@@ -222,15 +229,20 @@ def _simulated(
 ) -> tuple[Program, Timeline, Trace, TraceAnalysis]:
     """Return the whole step: all of its micro-batches, when everything happened, and what that says."""
     program, timeline = repeated(program, simulate(program, costs))
-    source, world_size = f"estimate of {model.source}", mesh.world_size
-    if isinstance(costs, PlacedCosts) and costs.on_host:
-        trace = host_trace_of(program, timeline, costs.computing_ns, source=source, world_size=world_size)
-    else:
-        name = costs.cluster.hardware.name
-        trace = trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
+    trace = _trace(program, timeline, model, mesh, costs)
     hardware = costs.cluster.hardware
     known = References(peak_flops_per_s=hardware.flops, peak_memory_bytes_per_s=hardware.memory_bytes_per_s)
     return program, timeline, trace, analyze_trace([(trace, None)], references=known)
+
+
+def _trace(
+    program: Program, timeline: Timeline, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
+) -> Trace:
+    source, world_size = f"estimate of {model.source}", mesh.world_size
+    if isinstance(costs, PlacedCosts) and costs.on_host:
+        return host_trace_of(program, timeline, costs.computing_ns, source=source, world_size=world_size)
+    name = costs.cluster.hardware.name
+    return trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
 
 
 def _estimate(

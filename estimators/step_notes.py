@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
 from fsdp2prof.estimators.timeline.costs import ClusterCosts
 from fsdp2prof.estimators.timeline.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy
+from fsdp2prof.units import plural
 
 __all__ = ["assumptions_of"]
 
 
 def _bubble_of(mesh: MeshSpec, policy: PolicySpec) -> str:
-    if policy.stages_per_rank == 1:
-        return f"1F1B's bubble is {mesh.pp - 1} micro-batches"
-    return f"the bubble is that of torch's interleaved order, {policy.stages_per_rank} stages a rank"
+    title = schedule_rule(policy.pp_schedule).title
+    if policy.pp_schedule in ("1f1b", "gpipe"):
+        return f"{title}'s bubble is {mesh.pp - 1} micro-batches"
+    stages = policy.stages_per_rank
+    return f"the bubble is that of torch's own order of {title}, {plural(stages, 'stage')} a rank"
 
 
 def assumptions_of(

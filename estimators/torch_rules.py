@@ -30,6 +30,10 @@ class TorchRules:
     """From 2.5 on the reduce-scatter's input is made on the compute stream and held until the next group's;
     before, on the reduce-scatter's own stream, whose pool keeps it, and dropped at once.
     Source: ``_fsdp_collectives.foreach_reduce`` of 2.4.0 and 2.5.0; pytorch #129721."""
+    all_reduce_input_is_held: bool
+    """From 2.6 on what HSDP's all-reduce reduces is held until the end of backward, also where gradients are
+    a copy of it in another dtype; before, it is dropped as soon as that copy is made.
+    Source: ``_fsdp_collectives.foreach_reduce`` of 2.5.1 and 2.6.0; pytorch #140044."""
     root_obeys_reshard: bool
     """From 2.8 on the root reshards when told to; before, it stays gathered whatever it is told.
     Source: ``FSDPState._lazy_init`` of 2.7.0 and 2.8.0."""
@@ -63,6 +67,7 @@ def _rules(version: tuple[int, int]) -> TorchRules:
     return TorchRules(
         version=".".join(map(str, version)),
         reduce_scatter_input_on_default_stream=version >= (2, 5),
+        all_reduce_input_is_held=version >= (2, 6),
         root_obeys_reshard=version >= (2, 8),
         collectives_record_streams=version < (2, 8),
         rms_norm_is_fused=version >= (2, 9),

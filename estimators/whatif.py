@@ -240,9 +240,9 @@ def _after(ranks: Sequence[RecordedRank], made: tuple[Changed, Ran]) -> TraceAna
 
 
 def _stragglers(analysis: TraceAnalysis) -> list[int]:
-    """Return the rank that made the others wait longest."""
-    caused = {int(rank): time for rank, time in analysis.cross_rank.wait_caused_ns.items() if time > 0}
-    return [max(caused, key=lambda rank: caused[rank])] if caused else []
+    """Return the ranks that findings call slow: of one that came late by chance nobody can be rid."""
+    ranks = (finding.evidence["rank"] for finding in analysis.findings if finding.id == "straggler")
+    return [rank for rank in dict.fromkeys(ranks) if isinstance(rank, int)]
 
 
 def _layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> list[WhatIfLayer]:

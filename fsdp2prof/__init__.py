@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fsdp2prof.api import Analysis as Analysis
     from fsdp2prof.api import Recording as Recording
     from fsdp2prof.api import analyze_memory as analyze_memory
     from fsdp2prof.api import analyze_run as analyze_run
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "fsdp2prof.api": (
+        "Analysis",
         "Recording",
         "analyze_memory",
         "analyze_run",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.results import MemoryAnalysis, RunAnalysis, RunComparison, RunSummary, TraceAnalysis, WhatIf
@@ -21,9 +21,21 @@ from fsdp2prof.workflows.compare import Chosen
 from fsdp2prof.workflows.job_files import JobFiles, open_job
 
 if TYPE_CHECKING:
+    import pandas as pd
     from typing_extensions import Unpack
 
-__all__ = ["Recording", "analyze_memory", "analyze_run", "analyze_trace", "compare", "load", "what_if"]
+__all__ = [
+    "Analysis",
+    "Recording",
+    "analyze_memory",
+    "analyze_run",
+    "analyze_trace",
+    "compare",
+    "load",
+    "what_if",
+]
+
+_Result = TypeVar("_Result", bound="TraceAnalysis | MemoryAnalysis")
 
 
 def analyze_trace(
@@ -103,6 +115,37 @@ def load(
     return Recording(open_job(path, ranks=ranks, iteration=iteration))
 
 
+class Analysis(Generic[_Result]):
+    """A result in hand: each of its tables is an attribute, as a DataFrame; the rest is the result's own.
+
+    ``run.trace.by_layer`` is a DataFrame, ``run.trace.verdict`` the sentences, and
+    ``run.trace.figure("timeline")`` a chart. ``result`` is what :func:`analyze_trace` or
+    :func:`analyze_memory` gives, its rows included.
+    """
+
+    def __init__(self, result: _Result) -> None:
+        self.result: _Result = result
+
+    def __repr__(self) -> str:
+        return f"<{type(self.result).__name__}: {' '.join(self.result.verdict[:1])}>"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.result), *self.tables})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("result", "tables"):  # which prompts and copying look for
+            raise AttributeError(name)
+        return self.tables[name] if name in self.tables else getattr(self.result, name)
+
+    @cached_property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """Every table by its name, in raw units (``_ns``, ``_bytes``, ``_frac``); unknown is NA."""
+        return self.result.to_pandas()
+
+    def _repr_html_(self) -> str:
+        return self.result._repr_html_()
+
+
 class Recording:
     """What a job left, opened by :func:`load`."""
 
@@ -123,11 +166,11 @@ class Recording:
         return None if self._job.run is None else summarize_run(self._job.run)
 
     @cached_property
-    def trace(self) -> TraceAnalysis | None:
+    def trace(self) -> Analysis[TraceAnalysis] | None:
         """The analysis of its traces; None where it has none. Raises ``TraceError`` if unreadable."""
-        return analyze.analyze_trace(self._job) if self._job.traces.files else None
+        return Analysis(analyze.analyze_trace(self._job)) if self._job.traces.files else None
 
     @cached_property
-    def memory(self) -> MemoryAnalysis | None:
+    def memory(self) -> Analysis[MemoryAnalysis] | None:
         """The analysis of its memory; None where it has none. Raises ``SnapshotError`` if unreadable."""
-        return analyze.analyze_memory(self._job) if self._job.recordings.files else None
+        return Analysis(analyze.analyze_memory(self._job)) if self._job.recordings.files else None

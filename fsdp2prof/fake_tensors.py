@@ -10,17 +10,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["fake_tensors"]
 
-_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
-"""Loggers whose warnings are for people who train."""
-
-
-_ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
+_ADVISERS = (
+    "torch.distributed.tensor._collective_utils",
+    "torch.distributed.tensor._redistribute",
+    "transformers",
+)
 """Loggers whose warnings are for people who train."""
 
 
@@ -28,8 +28,9 @@ _ADVISERS = ("torch.distributed.tensor._redistribute", "transformers")
 def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
     """Make every tensor created inside a fake one: shapes and lifetimes are real, the data is not there.
 
-    DTensor works out its results' shapes with fake tensors of the *global* shape and borrows the active fake
-    mode for them; here it uses one of its own, so that they are not counted as this rank's memory. Where a
+    DTensor works out its results' shapes with fake tensors of the *global* shape, under the active modes;
+    here it does so under none but a fake mode of its own, so that they count neither as this rank's memory
+    nor as its work. Where a
     program reads a tensor's value it gets 1. The garbage collector rests meanwhile: what a cycle keeps alive
     does not depend on when it runs. Warnings are for people who train, and are not shown.
 
@@ -39,7 +40,7 @@ def fake_tensors(*, allow_real: bool = False) -> Iterator[FakeTensorMode]:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate_apart(propagator: ShardingPropagator, op_schema: Any) -> Any:
-        with unset_fake_temporarily():
+        with _disable_current_modes():
             return propagate(propagator, op_schema)
 
     with ExitStack() as stack:

@@ -13,6 +13,7 @@ __all__ = [
     "AUTOGRAD_NODE",
     "BEFORE_FORWARD",
     "NAMELESS",
+    "PIPELINE_ACTION",
     "RECOMPUTED",
     "FsdpLabel",
     "is_root",
@@ -23,6 +24,9 @@ __all__ = [
 
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 """Prefix of the ranges that autograd puts around each backward node, where the labels include them."""
+
+PIPELINE_ACTION = "PP:"
+"""Prefix of the ranges that torch's schedules put around a stage's work: stage, kind, micro-batch."""
 
 RECOMPUTED = "fsdp2prof::recomputed"
 """Our own range around a forward that activation checkpointing runs again inside backward."""

@@ -27,11 +27,13 @@ _CARRIES = {
     "dp_shard_cp": "FSDP's all-gathers and reduce-scatters",
     "cp": "keys and values of attention",
     "ep": "tokens on their way to experts and back (all-to-all)",
-    "ep_shard": "FSDP's all-gathers and reduce-scatters of the experts",
+    "efsdp": "FSDP's all-gathers and reduce-scatters of the experts",
     "tp": "activations of every layer, several times",
 }
 _PART_OF = "nothing by itself: FSDP shards over dp_shard_cp"
 _FLATTENED = ("dp_shard", "cp")
+_REGROUPED = (*_FLATTENED, "tp")
+"""Dimensions whose ranks the experts' groups are made of."""
 _WITHIN_A_NODE = ("tp", "cp", "ep")
 """Dimensions that communicate inside every layer, where nothing hides it."""
 
@@ -56,10 +58,10 @@ def map_mesh(
 ) -> MeshMap:
     """Lay out the mesh of these dimensions, slowest first.
 
-    ``ep`` regroups the ranks of dp_shard x cp for the experts: neighbours exchange tokens, and FSDP shards
-    each part of the experts over what is left. ``ranks`` and ``at`` (dimension -> index) choose some ranks
-    and their groups. Raises ``UsageError`` for a rank, dimension or index that the mesh does not have, and
-    for an ``ep`` that does not divide dp_shard x cp.
+    ``ep`` regroups the ranks of dp_shard x cp x tp for the experts: neighbours exchange tokens, and FSDP
+    shards each part of the experts over what is left. ``ranks`` and ``at`` (dimension -> index) choose some
+    ranks and their groups. Raises ``UsageError`` for a rank, dimension or index that the mesh does not have,
+    and for an ``ep`` that does not divide dp_shard x cp x tp.
     """
     shown = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
     grid = np.arange(prod(shown.values())).reshape(tuple(shown.values()))
@@ -95,17 +97,17 @@ def _groups(grid: IntArray, names: Sequence[str]) -> dict[str, _Groups]:
 
 
 def _expert_groups(grid: IntArray, names: Sequence[str], ep: int) -> dict[str, _Groups]:
-    """The groups of the experts, out of each row of ranks that FSDP shards over; ep changes fastest."""
-    parts = tuple(part for part in _FLATTENED if part in names)
+    """The groups of the experts, out of each row of a replica's ranks; ep changes fastest."""
+    parts = tuple(part for part in _REGROUPED if part in names)
     rows = _rows(grid, [names.index(part) for part in parts]) if parts else np.zeros((1, 1), dtype=np.int64)
     size = rows.shape[1]
     if size % ep:
-        raise UsageError(f"mesh: ep={ep} does not divide the {size} ranks of dp_shard x cp")
+        raise UsageError(f"mesh: ep={ep} does not divide the {size} ranks of dp_shard x cp x tp")
     stride = _stride(grid, names.index(parts[-1])) if parts else 1
     by_expert = rows.reshape(-1, size // ep, ep)
     return {
         "ep": _Groups(by_expert.reshape(-1, ep), stride, parts),
-        "ep_shard": _Groups(by_expert.transpose(0, 2, 1).reshape(-1, size // ep), stride * ep, parts),
+        "efsdp": _Groups(by_expert.transpose(0, 2, 1).reshape(-1, size // ep), stride * ep, parts),
     }
 
 

@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.collectives import Collectives
-from fsdp2prof.analyzers.trace.host_work import leaf_operators
+from fsdp2prof.analyzers.trace.host_work import working_operators
 from fsdp2prof.results import BreakdownNs, StepBreakdown
 from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
 
@@ -38,7 +38,7 @@ _EXPOSED_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTable(Table):
-    """All that ran and is no collective, sorted by ``start_ns``: device activities or leaf operators."""
+    """All that ran and is no collective, sorted by ``start_ns``: device activities or working operators."""
 
     event: IntArray
     """Row in the trace's events."""
@@ -118,8 +118,8 @@ def device_work(trace: Trace, device: DeviceTable, phases: PhaseTable, collectiv
 
 
 def host_work(trace: Trace, phases: PhaseTable) -> WorkTable:
-    """Return the leaf operators of a host-only trace."""
-    event = leaf_operators(trace)
+    """Return the operators of a host-only trace that do the work."""
+    event = working_operators(trace)
     start, thread = trace.events.start_ns[event], trace.events.thread[event]
     row = find_rows(phases, thread, start)
     return WorkTable(

@@ -1,7 +1,7 @@
 """What one rank ran, in the lanes of a timeline, folded until it is small enough to keep.
 
-Every activity of the rank's device (host-only: every leaf operator) and every phase of its host is a span of
-one lane. Spans of one layer and phase with little between them fold into one that knows how many they were
+Every activity of the rank's device (host-only: its working operators) and every phase of its host is a span
+of one lane. Spans of one layer and phase with little between them fold into one that knows how many they were
 and how long something ran; collectives stay as they are as long as there is room.
 """
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fsdp2prof.analyzers.memory.attribution import attribute
+from fsdp2prof.analyzers.memory.attribution import Attributed, attribute
 from fsdp2prof.estimators.torch_rules import TorchRules
 from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, IntArray, MemoryRecording
 
@@ -26,26 +26,60 @@ _LAUNCHES_AHEAD = 1024
 
 def as_in_torch(recording: MemoryRecording, rules: TorchRules) -> MemoryRecording:
     """Return the recording as a version of torch makes it; its orders leave room between events."""
-    if rules.reduce_scatter_input_on_default_stream:
-        return recording
+    if not rules.all_reduce_input_is_held:
+        recording = _with_all_reduce_inputs_dropped(recording)
+    if not rules.reduce_scatter_input_on_default_stream:
+        recording = _with_inputs_on_their_stream(recording)
+    return recording
+
+
+def _with_inputs_on_their_stream(recording: MemoryRecording) -> MemoryRecording:
+    """The reduce-scatter's input on the reduce-scatter's stream, dropped at once."""
     attributed = attribute(recording, recording.steps)
     allocations = recording.allocations
-    reducing = attributed.allocations.activity.equals("reduce")
-    made = reducing & allocations.op.equals(_MADE)
-    outputs = made | (reducing & allocations.op.equals(_MADE_LIKE_INPUT))
-    own = np.flatnonzero(outputs & (allocations.stream != 0))
-    inputs = np.flatnonzero(made & (allocations.stream == 0))
-    if not len(own) or not len(inputs):
+    inputs, outputs = _of_reduce_scatters(attributed)
+    if not len(inputs) or not len(outputs):
         return recording
     ends = attributed.phases.end_ns[attributed.alloc_row[inputs]]
     stream = allocations.stream.copy()
-    stream[inputs] = allocations.stream[own[0]]
+    stream[inputs] = allocations.stream[outputs[0]]
     return replace(
         recording,
         allocations=_freed(allocations, inputs, _last_order_before(allocations, ends) + 1).with_columns(
             stream=stream, free_ns=_put(allocations.free_ns, inputs, ends - 1)
         ),
     )
+
+
+def _with_all_reduce_inputs_dropped(recording: MemoryRecording) -> MemoryRecording:
+    """What HSDP's all-reduces reduced, dropped where the gradients had been cast from it.
+
+    Held, it lives until the root's last callback; gradients that are views of it live longer, and without
+    HSDP nothing of it lives so long.
+    """
+    attributed = attribute(recording, recording.steps)
+    allocations = recording.allocations
+    _, outputs = _of_reduce_scatters(attributed)
+    held = outputs[attributed.freed_in(("final_wait",))[outputs]]
+    if not len(held):
+        return recording
+    ends = attributed.phases.end_ns[attributed.alloc_row[held]]
+    return replace(
+        recording,
+        allocations=_freed(allocations, held, _last_order_before(allocations, ends) + 1).with_columns(
+            free_ns=_put(allocations.free_ns, held, ends - 1)
+        ),
+    )
+
+
+def _of_reduce_scatters(attributed: Attributed) -> tuple[IntArray, IntArray]:
+    """Rows of the inputs, on the default stream, and of the outputs, on one of their own."""
+    allocations = attributed.allocations
+    reducing = allocations.activity.equals("reduce")
+    made = reducing & allocations.op.equals(_MADE)
+    outputs = made | (reducing & allocations.op.equals(_MADE_LIKE_INPUT))
+    on_default = allocations.stream == 0
+    return np.flatnonzero(made & on_default), np.flatnonzero(outputs & ~on_default)
 
 
 def with_recorded_streams(recording: MemoryRecording) -> MemoryRecording:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.autograd.profiler import record_function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.partition import compiled
 from fsdp2prof.estimators.compiler.recompute import Recompute
+from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
 
 __all__ = ["compile_blocks"]
 
@@ -78,12 +80,25 @@ def _apart(inputs: Any) -> Iterator[None]:
     with _disable_current_modes():
         if mode is None:
             raise CannotCompile("the tensors are real")
-        with mode:
+        with mode, _without_labels():
             yield
 
 
+@contextmanager
+def _without_labels() -> Iterator[None]:
+    """Let nobody see ``record_function`` ranges: AOTAutograd up to torch 2.10 puts some around its work."""
+    ours = record_function.__enter__, record_function.__exit__
+    record_function.__enter__ = lambda label: label  # type: ignore[method-assign]
+    record_function.__exit__ = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        record_function.__enter__, record_function.__exit__ = ours  # type: ignore[method-assign]
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_float8 if isinstance(local, GatheredFloat8) else local
 
 
 def _like(item: Any) -> Any:
@@ -99,6 +114,8 @@ def _like(item: Any) -> Any:
             shape=item.shape,
             stride=item.stride(),
         ).detach()
+    elif isinstance(item, GatheredFloat8):
+        fresh = GatheredFloat8(_like(item.data_float8), _like(item.scale), item.dtype)
     else:
         fresh = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
     return fresh.requires_grad_(item.requires_grad)
@@ -113,7 +130,7 @@ def _shapes(inputs: Any) -> Any:
             item.stride(),
             item.dtype,
             item.requires_grad,
-            str(item.placements) if isinstance(item, DTensor) else None,
+            str(item.placements) if isinstance(item, DTensor) else isinstance(item, GatheredFloat8),
         )
         if isinstance(item, Tensor)
         else item

@@ -38,6 +38,10 @@ _MOST_READS = 8
 """``config.realize_acc_reads_threshold``."""
 _MOST_FUSED = 64
 """``config.max_fusion_size``."""
+_ENOUGH_RESULTS = 264
+"""Twice the multiprocessors of an H100: a reduction to fewer results is cut in two kernels if it is long."""
+_LONG = 8192
+"""Elements of a long one. Source of both: ``choices.InductorChoices.reduction_split_factor``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +147,9 @@ def _fused(kernels: list[Kernel]) -> list[Kernel]:
         pairs = [
             (shared, first, second)
             for first, second in combinations(loops, 2)
-            if (shared := _shared_bytes(first, second)) and _same_loop(first, second)
+            if (shared := _shared_bytes(first, second))
+            and _same_loop(first, second)
+            and not (_waits_for(first, second) or _waits_for(second, first))
         ]
         gone: set[int] = set()
         for _, first, second in sorted(pairs, key=lambda pair: (-pair[0], pair[1].order, pair[2].order)):
@@ -179,6 +185,17 @@ def _same_loop(first: Kernel, second: Kernel) -> bool:
     ((kept, each, are_rows),) = reductions
     pointwise = {loop[0] for loop in loops - reductions}
     return not pointwise or (are_rows and pointwise <= {kept, kept * each})
+
+
+def _waits_for(reader: Kernel, maker: Kernel) -> bool:
+    """Whether a kernel reads a result that another only has when it is over: of a reduction cut in two."""
+    return any(
+        kind_of(node) is Kind.REDUCTION and _is_cut(node) for node in reader.reads & set(maker.results)
+    )
+
+
+def _is_cut(reduction: Node) -> bool:
+    return numel(reduction) < _ENOUGH_RESULTS and reduced(reduction)[0] > _LONG
 
 
 def _loop(node: Node) -> tuple[int, int, bool]:

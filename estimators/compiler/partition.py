@@ -15,7 +15,8 @@ from typing import Any
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 from torch._inductor.decomposition import select_decomp_table
-from torch.fx import GraphModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule, Node
 
 from fsdp2prof.estimators.compiler.program import Program
 from fsdp2prof.estimators.compiler.recompute import Recompute, mark
@@ -30,9 +31,11 @@ def compiled(function: Callable[..., Any], recompute: Recompute) -> Callable[...
         if recompute != "none":
             mark(joint, num_fwd_outputs, recompute)
         with _writing_nothing():
-            return partitioners.min_cut_rematerialization_partition(
+            halves = partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options
             )
+        _put_meshes_last(*halves, num_fwd_outputs)
+        return halves
 
     made: Callable[..., Any] = aot_function(
         function,
@@ -42,6 +45,34 @@ def compiled(function: Callable[..., Any], recompute: Recompute) -> Callable[...
         decompositions=select_decomp_table(),
     )
     return made
+
+
+def _put_meshes_last(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> None:
+    """Let device meshes, which DTensors bring along, follow all tensors that are saved, in place.
+
+    AOTAutograd expects them there; the partitioner of torch 2.13 puts generator states behind them.
+    """
+    output = forward.graph.find_nodes(op="output")[0]
+    results = list(output.args[0])
+    saved = results[num_fwd_outputs:]
+    meshes = [node for node in saved if _is_mesh(node)]
+    if not meshes or saved[-len(meshes) :] == meshes:
+        return
+    others = [node for node in saved if node not in meshes]
+    output.args = ((*results[:num_fwd_outputs], *others, *meshes),)
+    forward.recompile()
+    inputs = backward.graph.find_nodes(op="placeholder")
+    after = next(node for node in inputs if node.name.startswith("tangents"))
+    names = {node.name for node in meshes}
+    for node in inputs:
+        if node.name in names:
+            after.prepend(node)
+    backward.recompile()
+
+
+def _is_mesh(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(getattr(value, "real_obj", value), DeviceMesh)
 
 
 def _program(gm: GraphModule, example_inputs: Any) -> Program:

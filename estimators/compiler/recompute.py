@@ -14,7 +14,7 @@ __all__ = ["Recompute", "mark"]
 Recompute = Literal["none", "full", "op", "op_and_attention"]
 """What backward runs again: what the partitioner likes, all, or by operator, attention too or not."""
 
-_MATMUL = torch.ops.aten.mm.default
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 _SAVED_BESIDES = (torch.ops._c10d_functional.reduce_scatter_tensor.default,)
 _ATTENTION = "_scaled_dot_product_"
 
@@ -32,9 +32,9 @@ def mark(joint: GraphModule, num_fwd_outputs: int, recompute: Recompute) -> None
             continue
         saved = False
         if recompute != "full":
-            matmuls += node.target is _MATMUL
+            matmuls += node.target in _MATMULS
             saved = node.target in _SAVED_BESIDES
-            saved |= node.target is _MATMUL and matmuls % 2 == 1
+            saved |= node.target in _MATMULS and matmuls % 2 == 1
             saved |= recompute == "op" and _ATTENTION in str(node.target)
         policy = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         if node.target is operator.getitem:  # one result of several is its operator's

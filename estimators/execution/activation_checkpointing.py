@@ -19,7 +19,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 
 __all__ = ["checkpoint_blocks", "recomputation"]
 
-_MATMUL = torch.ops.aten.mm.default
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -90,7 +90,7 @@ class _EverySecondMatmul:
     def __call__(
         self, context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        if operator is _MATMUL:
+        if operator in _MATMULS:
             self._matmuls[context.is_recompute] += 1
             index = self._matmuls[context.is_recompute]
             self._count.total = max(self._count.total, index)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2prof.estimators.compiler.graphs import Graphs
@@ -41,13 +40,15 @@ from fsdp2prof.estimators.execution.second_models import (
 )
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers
+from fsdp2prof.estimators.models.float8_weight import with_memory
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import PackedLinear
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
@@ -160,11 +161,13 @@ def _sharded(
 ) -> Model:
     model = part_of(built, mesh, policy)
     choose_norm(model, replace(policy, norm="composed") if graphs is not None and policy.norm else policy)
+    if policy.float8 is not None:
+        model = convert_linear_layers(model, policy.float8, gathered=policy.fp8_all_gather)
     with unset_fake_temporarily():  # a mesh is a real tensor
         experts = expert_mesh(mesh)
         meshes = fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh), experts
         shard(model, policy, *meshes, graphs=graphs)
-        exchange_tokens(model, policy, experts)
+        exchange_tokens(model, policy, experts, tensor_parallel_mesh(device_mesh))
     return model
 
 
@@ -247,6 +250,6 @@ def _step_counters(optimizer: Optimizer | None, tracker: StorageTracker) -> list
 
 
 def _info(category: str, fqn: str, name: str, tensor: Tensor, tracker: StorageTracker) -> TensorInfo:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = with_memory(tensor)
     nbytes = local.untyped_storage().nbytes()
     return TensorInfo(category=category, fqn=fqn, name=name, address=tracker.address(local), nbytes=nbytes)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2prof.estimators.models.experts import ExpertExchange, MixtureOfExperts
+from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import shard_dim
-from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
 __all__ = ["by_mesh", "clip_gradients", "exchange_tokens", "expert_placement"]
@@ -27,11 +26,10 @@ def expert_placement(
 
     ``mesh`` is that of the other parameters, ``experts`` the mesh dp_replicate, efsdp, ep.
     """
-    shards = mesh.size(mesh.ndim - 1)
-    spec = MeshSpec(dp_shard=shards, ep=1 if experts is None else experts["ep"].size())
+    shards = mesh.size(mesh.ndim - 1) if experts is None else experts["efsdp"].size()
     modules = [model.module.get_submodule(fqn) for fqn in model.experts]
     dims = {
-        parameter: shard_dim(parameter.shape, spec, policy)
+        parameter: shard_dim(parameter.shape, shards, policy, apart=experts is not None)
         for module in modules
         for parameter in module.parameters(recurse=False)
     }
@@ -60,14 +58,18 @@ def _mesh_info(experts: DeviceMesh) -> Any:
     return HSDPMeshInfo(mesh=experts["dp_replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-def exchange_tokens(model: Model, policy: PolicySpec, experts: DeviceMesh | None) -> None:
-    """Let the mixtures of a model reach the experts on other ranks."""
-    if experts is None:
+def exchange_tokens(
+    model: Model,
+    policy: PolicySpec,
+    experts: DeviceMesh | None,
+    tensor_parallel: DeviceMesh | None = None,
+) -> None:
+    """Let the blocks of a model reach the experts on other ranks."""
+    if experts is None or not model.experts:
         return
+    assert model.reach_experts is not None
     group = experts["ep"].get_group()
-    for module in model.module.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.exchange = ExpertExchange(group, group.size(), policy.imbalance)
+    model.reach_experts(model.module, ExpertExchange(group, group.size(), policy.imbalance), tensor_parallel)
 
 
 def by_mesh(model: Model) -> list[list[nn.Parameter]]:
@@ -94,10 +96,10 @@ def clip_gradients(model: Model) -> None:
         torch.nn.utils.clip_grad_norm_(parts[0], 1.0, foreach=True)
         return
     squares = [_norm(part).square() for part in parts]
-    if model.expert_ranks > 1:
-        group = next(m for m in model.module.modules() if isinstance(m, MixtureOfExperts)).exchange
-        assert group is not None
-        dist.all_reduce(squares[-1], group=group.group)
+    if model.expert_ranks > 1 and model.experts:
+        exchange = model.module.get_submodule(model.experts[0]).exchange
+        assert isinstance(exchange, ExpertExchange)
+        dist.all_reduce(squares[-1], group=exchange.group)
     total = torch.stack(squares).sum().sqrt()
     for part in parts:
         torch.nn.utils.clip_grads_with_norm_(part, 1.0, total, foreach=True)

@@ -11,6 +11,7 @@ import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says wha
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import checkpoint
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -26,8 +27,8 @@ __all__ = [
 
 
 @contextmanager
-def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
-    """Be rank 0 of ``mesh`` (pipeline stages left out) and give its device mesh: dp_replicate, fsdp, tp.
+def fake_process_group(mesh: MeshSpec, *, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Be a rank of ``mesh`` (pipeline stages left out) and give its device mesh: dp_replicate, fsdp, tp.
 
     Collectives return at once and move nothing. Raises ``ModelError`` if a real process group exists.
     """
@@ -37,9 +38,9 @@ def fake_process_group(mesh: MeshSpec) -> Iterator[DeviceMesh]:
         )
     shape = (mesh.dp_replicate, mesh.fsdp_size, mesh.tp)
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with _events():
+        with _events(), _labels_outside_of_checkpointing():
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
     finally:
         dist.destroy_process_group()
@@ -52,6 +53,7 @@ def forget_meshes() -> None:
     Up to torch 2.9 the next world's meshes get its groups; later, a redistribution on an equal mesh may be
     given the shapes of the world before.
     """
+    _expert_meshes.clear()
     _redistribute._gen_transform_infos.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
@@ -75,12 +77,19 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh["tp"] if mesh["tp"].size() > 1 else None
 
 
+_expert_meshes: dict[MeshSpec, DeviceMesh] = {}
+"""Made in the process group that exists: all models on a mesh share their communicators."""
+
+
 def expert_mesh(mesh: MeshSpec) -> DeviceMesh | None:
     """Mesh of the experts over the same ranks: dp_replicate, efsdp, ep; ``None`` if they have none."""
     if mesh.ep == 1:
         return None
-    shape = (mesh.dp_replicate, mesh.expert_fsdp_size, mesh.ep)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "efsdp", "ep"))
+    if mesh not in _expert_meshes:
+        shape = (mesh.dp_replicate, mesh.expert_fsdp_size, mesh.ep)
+        names = ("dp_replicate", "efsdp", "ep")
+        _expert_meshes[mesh] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _expert_meshes[mesh]
 
 
 @contextmanager
@@ -98,6 +107,25 @@ def _events() -> Iterator[None]:
     finally:
         torch.cpu.Stream.record_event = record_event  # type: ignore[method-assign]
         torch.accelerator.current_stream = current_stream
+
+
+@contextmanager
+def _labels_outside_of_checkpointing() -> Iterator[None]:
+    """Let selective checkpointing pass labels over, which some versions compare with those of the forward.
+
+    FSDP enters others when a block is run again than it did at first. Run-time support, not a rule of a run.
+    """
+    ignored = getattr(checkpoint, "SAC_IGNORED_OPS", None)
+    profiler = torch.ops.profiler
+    labels = {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+    added = labels - ignored if isinstance(ignored, set) else set()
+    if isinstance(ignored, set):
+        ignored |= added
+    try:
+        yield
+    finally:
+        if isinstance(ignored, set):
+            ignored -= added
 
 
 def stand_in_device() -> torch.device:

@@ -1,59 +1,80 @@
-"""One stage of a pipeline, trained by the 1F1B schedule: what ``torch.distributed.pipelining`` keeps there.
+"""One rank of a pipeline, trained by a schedule: what ``torch.distributed.pipelining`` keeps there.
 
-The stage runs the forwards of ``min(stages - stage, M)`` of the M micro-batches ahead, then one backward and
-one forward in turn, so that that many micro-batches' activations are alive at once. Activations from the
-stage before and gradients from the stage after are received in buffers of their own per micro-batch, made in
-the first step and kept: (B, S, D) in the compute dtype, S divided by tp. Gradients
-are accumulated unsharded and reduced after the last backward.
+With one stage a rank the order is the schedule's own: under 1F1B the forwards of ``min(stages - stage, M)``
+of the M micro-batches run ahead, so that that many micro-batches' activations are alive at once. Where a
+backward is split, torch's own functions make the gradients of the stage's input first and those of its
+weights later. Activations from the stage before and gradients from the stage after are received in buffers
+of their own per micro-batch, made in the first step and kept: (B, S, D) in the compute dtype, S divided by
+tp. Gradients are accumulated unsharded and reduced after the last backward.
 
-Of interleaved 1F1B's stages on a rank the layers are run as one stage, with as many micro-batches alive as
-torch's order has of all stages together; each stage has receive buffers of its own.
+Of several stages on a rank the layers are run as one stage, with as many micro-batches under way as torch's
+order has of all stages together; each stage has receive buffers of its own.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
 
 from fsdp2prof.estimators.execution.fake_world import stand_in_device
 from fsdp2prof.estimators.models.losses import logits_loss
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends, schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order, most_in_flight
+from fsdp2prof.estimators.traffic.pipeline_order import (
+    InFlight,
+    Kind,
+    enough_micro_batches,
+    in_flight,
+    neighbours_of,
+    order_of,
+)
+from fsdp2prof.labels import PIPELINE_ACTION
 
-__all__ = ["PipelineStage", "micro_batches_in_flight"]
+__all__ = ["PipelineStage", "micro_batches_in_flight", "micro_batches_under_way"]
 
 
 def micro_batches_in_flight(mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Most micro-batches whose forward has run and whose backward has not.
+    """Most micro-batches whose forward has run and whose backward has not."""
+    return micro_batches_under_way(mesh, policy).forwards
 
-    Under interleaved 1F1B a rank's stages count as parts of one, rounded up to whole micro-batches.
+
+def micro_batches_under_way(mesh: MeshSpec, policy: PolicySpec) -> InFlight:
+    """Most micro-batches that wait for their backward, for the weights' part of it, and for either.
+
+    Several stages of a rank count as parts of one, rounded up to whole micro-batches.
     """
-    stages = policy.stages_per_rank
-    if stages > 1:
-        order = interleaved_order(mesh.pp, stages, policy.grad_accum)[policy.pp_stage]
-        return min(-(-most_in_flight(order) // stages), policy.grad_accum)
-    return min(mesh.pp - policy.pp_stage, policy.grad_accum)
+    schedule, stages, micro_batches = policy.pp_schedule, policy.stages_per_rank, policy.grad_accum
+    if schedule_rule(schedule).forwards_first:
+        return InFlight(micro_batches, 0, micro_batches)
+    enough = enough_micro_batches(schedule, mesh.pp, micro_batches)
+    most = in_flight(order_of(schedule, mesh.pp, enough)[policy.pp_stage])
+    return InFlight(*(min(-(-count // stages), micro_batches) for count in astuple(most)))
 
 
 class PipelineStage:
-    """Runs the micro-batches of a step through the model of one stage, cut out and sharded before."""
+    """Runs the micro-batches of a step through the layers of one rank, cut out and sharded before."""
 
     def __init__(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         self._model = model
         self._policy = policy
-        self._is_first = policy.pp_stage == 0
-        self._is_last = policy.pp_stage == mesh.pp - 1
-        self._in_flight = micro_batches_in_flight(mesh, policy)
-        self._stages = policy.stages_per_rank
+        self._is_first, self._is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+        self._work = list(_order(mesh, policy))
+        self._received = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
         assert model.config is not None
         self._shape = (policy.sequences, policy.seq_len // mesh.tp, model.config.dim)
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        self._deferred: dict[int, Callable[[], object]] = {}
         self.activations: list[Tensor] = []
         """Buffers that receive the activations of the stage before; none on the first stage."""
         self.gradients: list[Tensor] = []
@@ -61,21 +82,28 @@ class PipelineStage:
 
     def forward_backward(self) -> None:
         """Run every micro-batch forward and backward in the order of the schedule."""
-        micro_batches = self._policy.grad_accum
         if not self.activations and not self.gradients:
-            self._make_buffers(micro_batches)
+            self._make_buffers(self._policy.grad_accum)
         root = self._model.module
         assert isinstance(root, FSDPModule)
         _expect_last_backward(root, False)
-        waiting: deque[Tensor] = deque()
-        for micro_batch in range(micro_batches):
-            waiting.append(self._forward(micro_batch))
-            if len(waiting) == self._in_flight:
-                self._backward(waiting.popleft(), micro_batch - self._in_flight + 1)
-        while waiting:
-            self._backward(waiting.popleft(), micro_batches - len(waiting) - 1)
+        is_labelled = self._policy.splits_backward
+        for kind, micro_batch in self._work:
+            label = f"{PIPELINE_ACTION}{self._policy.pp_stage}{kind}{micro_batch}"
+            with record_function(label) if is_labelled else nullcontext():
+                self._run(kind, micro_batch)
         _reduce_gradients(root)
         self._output = self._sent = None
+
+    def _run(self, kind: Kind, micro_batch: int) -> None:
+        if kind == "F":
+            self._outputs[micro_batch] = self._forward(micro_batch)
+        elif kind == "B":
+            self._backward(self._outputs.pop(micro_batch), micro_batch)
+        elif kind == "I":
+            self._backward_of_input(self._outputs.pop(micro_batch), micro_batch)
+        else:
+            self._deferred.pop(micro_batch)()
 
     def _make_buffers(self, micro_batches: int) -> None:
         dtype = getattr(torch, self._policy.compute_dtype)
@@ -86,8 +114,9 @@ class PipelineStage:
                 for _ in range(stages * micro_batches)
             ]
 
-        self.activations = make(self._stages - self._is_first, True)
-        self.gradients = make(self._stages - self._is_last, False)
+        before, after = self._received
+        self.activations = make(before, True)
+        self.gradients = make(after, False)
 
     def _forward(self, micro_batch: int) -> Tensor:
         """Return the stage's output, or its loss on the last stage, and keep the output till the next."""
@@ -96,6 +125,8 @@ class PipelineStage:
             self._output = root(self.activations[micro_batch])
             return self._output
         batch = self._model.make_batch(policy.sequences, policy.seq_len, stand_in_device())
+        if self._is_first and self._is_last:
+            return self._model.loss(root, batch, policy.loss)
         if self._is_first:
             self._output = root(*batch.args)
             return self._output
@@ -106,13 +137,62 @@ class PipelineStage:
         self._output = root(*received.args)
         return logits_loss(self._output, batch.targets)
 
+    def _gradient(self, micro_batch: int) -> Tensor | None:
+        """Of the output: received, or none of a loss."""
+        return None if self._is_last else self.gradients[micro_batch]
+
     def _backward(self, output: Tensor, micro_batch: int) -> None:
         """Run a micro-batch backward and keep its input's gradient, which is sent, till the next."""
-        gradient = None if self._is_last else self.gradients[micro_batch]
-        output.backward(gradient)  # type: ignore[no-untyped-call]
+        output.backward(self._gradient(micro_batch))  # type: ignore[no-untyped-call]
+        self._send_gradient(micro_batch)
+
+    def _backward_of_input(self, output: Tensor, micro_batch: int) -> None:
+        """Make the gradient of the stage's input, and leave the weights' for later.
+
+        The first stage has no input to make one for: all of its backward is left, as torch leaves it.
+        """
+        from torch.distributed.pipelining import _backward as torch_backward
+
+        weights = self._model.module.parameters
+        gradient = self._gradient(micro_batch)
+        if self._is_first:
+            self._deferred[micro_batch] = lambda: torch.autograd.backward([output], [gradient])
+            return
+        _, groups = torch_backward.stage_backward_input(
+            [output], None if gradient is None else [gradient], [self.activations[micro_batch]], weights()
+        )
+        self._deferred[micro_batch] = lambda: torch_backward.stage_backward_weight(weights(), groups)
+        self._send_gradient(micro_batch)
+
+    def _send_gradient(self, micro_batch: int) -> None:
         if not self._is_first:
             received = self.activations[micro_batch]
             self._sent, received.grad = received.grad, None
+
+
+def _order(mesh: MeshSpec, policy: PolicySpec) -> Iterator[tuple[Kind, int]]:
+    """Yield a rank's work: of one stage in torch's order, of several as if they were one."""
+    if policy.stages_per_rank == 1:
+        order = order_of(policy.pp_schedule, mesh.pp, policy.grad_accum)[policy.pp_stage]
+        yield from ((work.kind, work.micro_batch) for work in order)
+        return
+    most = micro_batches_under_way(mesh, policy)
+    first: Kind = "I" if policy.splits_backward else "B"
+    waiting: deque[int] = deque()
+    later: deque[int] = deque()
+    for micro_batch in range(policy.grad_accum):
+        while later and len(waiting) + len(later) >= most.alive:
+            yield "W", later.popleft()
+        yield "F", micro_batch
+        waiting.append(micro_batch)
+        while waiting and (len(waiting) >= most.forwards or micro_batch == policy.grad_accum - 1):
+            yield first, waiting[0]
+            done = waiting.popleft()
+            if policy.splits_backward:
+                later.append(done)
+            while later and len(later) >= most.weights:
+                yield "W", later.popleft()
+    yield from (("W", micro_batch) for micro_batch in later)
 
 
 def _expect_last_backward(root: FSDPModule, expected: bool) -> None:

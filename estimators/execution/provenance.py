@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
 from fsdp2prof.storage_tracker import StorageTracker
 
 __all__ = ["BlockProvenance"]
@@ -72,7 +73,7 @@ class _Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if DTensor in types:
+        if DTensor in types or Float8Shard in types:
             return NotImplemented  # unfolds into operators on local tensors
         result = func(*args, **(kwargs or {}))
         self._see((*args, *(kwargs or {}).values()), result)
@@ -89,5 +90,4 @@ def _tensors(item: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> UntypedStorage:
     """The storage itself, one Python object for life: its address is another storage's after its death."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()
+    return with_memory(tensor).untyped_storage()

@@ -74,8 +74,17 @@ class SecondModel:
 
 
 def policy_of_others(policy: PolicySpec) -> PolicySpec:
-    """How the frozen models are sharded: as the trained one, whole, without checkpointing."""
-    return replace(policy, ac="none", attention_is_saved=None, trainable=None, lora=None, extra_model=None)
+    """How the frozen models are sharded: as the trained one, whole, without checkpointing or float8."""
+    return replace(
+        policy,
+        ac="none",
+        attention_is_saved=None,
+        trainable=None,
+        lora=None,
+        extra_model=None,
+        float8=None,
+        fp8_all_gather=False,
+    )
 
 
 def with_role(model: Model, extra: ExtraModel, tensor_parallel: int = 1) -> Model:

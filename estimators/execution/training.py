@@ -30,6 +30,7 @@ from fsdp2prof.estimators.execution.expert_parallel import by_mesh, clip_gradien
 from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import MODEL_ROOT, SecondModel
+from fsdp2prof.estimators.models.float8_weight import compute_scales
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.sharding import freeze
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -58,12 +59,12 @@ def shard(
     installed torch cannot do.
     """
     units = wrap_units(model, policy)
-    placement = expert_placement(model, policy, mesh, experts)
     freeze(model, policy)
     if tensor_parallel is not None:
         if model.tensor_parallel is None:
             raise ModelError(f"{model.name} {model.no_tensor_parallel}: leave tp=1")
         model.tensor_parallel.apply(model.module, tensor_parallel, policy.loss_parallel)
+    placement = expert_placement(model, policy, mesh, experts)
     if graphs is not None:
         from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler
 
@@ -188,6 +189,8 @@ class TrainingLoop:
             if self.policy.clip_grad:
                 clip_gradients(self.model)
             self.optimizer.step()
+            if self.policy.fp8_all_gather:
+                compute_scales(self.model.module.parameters())
 
 
 def _mixed_precision(unit: WrapUnit) -> MixedPrecisionPolicy:

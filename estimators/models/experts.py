@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from torch.distributed._functional_collectives import (
 )
 
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
+from fsdp2prof.estimators.models.local_tensors import as_local
 
-__all__ = ["ExpertExchange", "GroupedExperts", "MixtureOfExperts", "has_grouped_products"]
+__all__ = ["ExpertExchange", "GroupedExperts", "MixtureOfExperts", "has_grouped_products", "reach_experts"]
 
 _ALIGNMENT = 8
 """Rows to whose multiple each expert's are padded, as the grouped product needs in bf16."""
@@ -80,12 +82,20 @@ class Router(nn.Module):
         return top, selected
 
 
+_Three: TypeAlias = "tuple[Tensor, Tensor, Tensor]"
+_Biases: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
+
+
 class GroupedExperts(nn.Module):
     """The routed experts' projections, stacked: those of this rank under expert parallelism."""
 
     b1: nn.Parameter | None
     b2: nn.Parameter | None
     b3: nn.Parameter | None
+    exchange: ExpertExchange | None = None
+    """How tokens of other ranks reach them."""
+    ranks = 1
+    """Tensor-parallel ranks that sum their results: each holds a part of every expert."""
 
     def __init__(self, config: TransformerConfig, shape: ExpertShape) -> None:
         super().__init__()
@@ -100,16 +110,22 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x_rd: Tensor, counts_x: Tensor) -> Tensor:
         """Transform rows (R, D) that stand in the order of their experts, ``counts_x`` of each."""
+        weights = as_local(self.w1), as_local(self.w2), as_local(self.w3)
+        b1, b2, b3 = (None if bias is None else as_local(bias) for bias in (self.b1, self.b2, self.b3))
+        if b2 is not None and self.ranks > 1:
+            b2 = b2 / self.ranks
+        biases = b1, b2, b3
         if has_grouped_products() and self.w1.dtype == torch.bfloat16:
             offsets = torch.cumsum(counts_x, dim=0, dtype=torch.int32)
-            return self._transform(x_rd, offsets)
-        parts = torch.tensor_split(x_rd, self.w1.shape[0])
-        return torch.cat([self._one(expert, part) for expert, part in enumerate(parts)])
+            return self._transform(x_rd, weights, biases, offsets)
+        parts = torch.tensor_split(x_rd, weights[0].shape[0])
+        return torch.cat([self._one(one, weights, biases, part) for one, part in enumerate(parts)])
 
-    def _transform(self, x_rd: Tensor, offsets: Tensor) -> Tensor:
-        gate = self._product(x_rd, self.w1, self.b1, offsets)
-        up = self._product(x_rd, self.w3, self.b3, offsets)
-        return self._product(self._activate(gate, up), self.w2, self.b2, offsets)
+    def _transform(self, x_rd: Tensor, weights: _Three, biases: _Biases, offsets: Tensor) -> Tensor:
+        (w1, w2, w3), (b1, b2, b3) = weights, biases
+        gate = self._product(x_rd, w1, b1, offsets)
+        up = self._product(x_rd, w3, b3, offsets)
+        return self._product(self._activate(gate, up), w2, b2, offsets)
 
     def _activate(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.b1 is None:
@@ -125,11 +141,10 @@ class GroupedExperts(nn.Module):
         rows = torch.arange(x.shape[0], device=x.device)
         return out + bias[torch.searchsorted(offsets, rows, right=True).clamp(max=len(bias) - 1)]
 
-    def _one(self, expert: int, x: Tensor) -> Tensor:
-        biases = [None if bias is None else bias[expert] for bias in (self.b1, self.b3, self.b2)]
-        gate = F.linear(x, self.w1[expert], biases[0])
-        up = F.linear(x, self.w3[expert], biases[1])
-        return F.linear(self._activate(gate, up), self.w2[expert], biases[2])
+    def _one(self, expert: int, weights: _Three, biases: _Biases, x: Tensor) -> Tensor:
+        w1, w2, w3 = (weight[expert] for weight in weights)
+        b1, b2, b3 = (None if bias is None else bias[expert] for bias in biases)
+        return F.linear(self._activate(F.linear(x, w1, b1), F.linear(x, w3, b3)), w2, b2)
 
 
 class SharedExperts(nn.Module):
@@ -159,20 +174,30 @@ class MixtureOfExperts(nn.Module):
             SharedExperts(config.dim, shape.shared_ffn_dim) if shape.shared_ffn_dim else None
         )
         self.exchange: ExpertExchange | None = None
+        self.token_ranks, self.token_rank = 1, 0
+        """Tensor-parallel ranks that route a share of the tokens each, and which of them this is."""
 
     def forward(self, x_bsd: Tensor) -> Tensor:
-        """Transform each position."""
-        x_td = x_bsd.reshape(-1, x_bsd.shape[-1])
+        """Transform each position; under tensor parallelism this rank's part of a sum."""
+        x_td = as_local(x_bsd).reshape(-1, x_bsd.shape[-1])
         top, selected = self.router(x_td)
+        if self.token_ranks > 1:
+            share = x_td.shape[0] // self.token_ranks
+            first = self.token_rank * share
+            top, selected = top[first : first + share], selected[first : first + share]
         counts = _counts(selected, self.shape.count)
         order = torch.argsort(selected.view(-1), stable=True)
         weights = top.view(-1)[order].unsqueeze(1)
-        tokens = (order // self.shape.top_k).unsqueeze(1).expand(-1, x_td.shape[1])
+        places = order // self.shape.top_k
+        if self.token_ranks > 1:
+            places = places + first
+        tokens = places.unsqueeze(1).expand(-1, x_td.shape[1])
         rows = torch.gather(x_td, 0, tokens)
         if self.shape.weighs_inputs:
             rows = (rows.float() * weights).to(x_td.dtype)
         rows = self.experts(rows, counts) if self.exchange is None else self._exchanged(rows, counts)
-        out = torch.zeros_like(x_td) if self.shared_experts is None else self.shared_experts(x_td)
+        shared = self.shared_experts
+        out = torch.zeros_like(x_td) if shared is None else shared(x_bsd.reshape(-1, x_bsd.shape[-1]))
         if not self.shape.weighs_inputs:
             rows = (rows.float() * weights).to(x_td.dtype)
         return out.scatter_add(0, tokens, rows).view(x_bsd.shape)
@@ -191,6 +216,14 @@ class MixtureOfExperts(nn.Module):
         back = done.new_empty(arrived.shape[0] + 1, done.shape[1])
         back[places] = done
         return all_to_all_single_autograd(back[:-1], sent, received, group)
+
+
+def reach_experts(module: nn.Module, exchange: ExpertExchange, tensor_parallel: object) -> None:
+    """Let the mixtures of a built-in model, which hold this rank's experts, exchange tokens."""
+    del tensor_parallel  # its ranks know their share of the tokens
+    for part in module.modules():
+        if isinstance(part, MixtureOfExperts):
+            part.exchange = part.experts.exchange = exchange
 
 
 def _counts(selected: Tensor, experts: int) -> Tensor:

@@ -22,6 +22,8 @@ from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
+from fsdp2prof.estimators.models.ring import ring_width_of
+from fsdp2prof.estimators.models.transformers_experts import expert_modules, reach_experts
 from fsdp2prof.estimators.models.transformers_plan import plan_of
 from fsdp2prof.estimators.spec.model import MOST_LAYERS
 
@@ -88,19 +90,26 @@ def _build(
         )
     name = str(values.get("_name_or_path") or _name_of(path, values))
     plan = plan_of(name, module, blocks, text)
+    stacked = _stacked_experts(module)
+    dealt = expert_modules(module, stacked)
+    ring = ring_width_of(text, eager=not getattr(made, "_supports_sdpa", True))
     return Model(
         name=name,
         module=module,
         blocks=blocks,
         towers=towers,
         idle=idle,
-        experts=_stacked_experts(module),
+        experts=stacked,
+        reach_experts=None if isinstance(dealt, str) else partial(reach_experts, experts=dealt),
+        no_expert_parallel=dealt if isinstance(dealt, str) else "",
         pattern=_pattern(module, blocks, text),
         config=None,
         make_batch=partial(token_batch, int(text.vocab_size)),
         loss=partial(loss_of_model, head_of(module)),
         tensor_parallel=None if isinstance(plan, str) else plan,
         no_tensor_parallel=plan if isinstance(plan, str) else "",
+        ring_width=0 if isinstance(ring, str) else ring,
+        no_ring=ring if isinstance(ring, str) else "",
         notes=tuple(notes),
     )
 

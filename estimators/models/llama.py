@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import is_fake
 
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
+from fsdp2prof.estimators.models.local_tensors import as_local
 from fsdp2prof.estimators.models.losses import chunked_loss
 
-__all__ = ["LlamaTransformer", "TransformerBlock"]
+__all__ = ["Attention", "FeedForward", "LatentAttention", "LlamaTransformer", "TransformerBlock"]
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -115,7 +116,7 @@ class Attention(nn.Module):
             xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True
         )
         if self.sinks is not None:  # takes its part of the softmax: here a gate a head
-            out = out * torch.sigmoid(-self.sinks).view(1, -1, 1, 1)
+            out = out * torch.sigmoid(-as_local(self.sinks)).view(1, -1, 1, 1)
         projected: Tensor = self.wo(out.transpose(1, 2).contiguous().view(batch, seq, -1))
         return projected
 

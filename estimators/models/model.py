@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp2prof.estimators.models.experts import ExpertExchange
     from fsdp2prof.estimators.spec.policy import Loss
 
 __all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "TensorParallel", "elements_of"]
@@ -61,6 +62,10 @@ class TensorParallel(Protocol):
         """Whether its collectives are known by formula; else the step is executed to count them."""
 
     @property
+    def divides_sequence(self) -> bool:
+        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+
+    @property
     def note(self) -> str:
         """What is divided and how, in one sentence."""
 
@@ -72,6 +77,9 @@ class TensorParallel(Protocol):
 
     def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Shape that the first rank holds of a parameter of ``shape``."""
+
+    def with_experts_apart(self, experts: tuple[str, ...]) -> TensorParallel:
+        """The same where expert parallelism deals these modules' experts out whole."""
 
 
 def elements_of(module: nn.Module) -> int:
@@ -97,6 +105,10 @@ class Model:
     """Modules whose parameters are experts, stacked along dimension 0."""
     expert_ranks: int = 1
     """Ranks that these experts are divided among; the module holds this rank's."""
+    reach_experts: Callable[[nn.Module, ExpertExchange, DeviceMesh | None], None] | None = None
+    """Lets the module exchange tokens with ranks that hold other experts, beside a tensor-parallel mesh."""
+    no_expert_parallel: str = "has no expert-parallel plan"
+    """Why there is none, as the end of a sentence that begins with its name."""
     pattern: LayerPattern = LayerPattern()
     config: TransformerConfig | None
     """Shape of the transformer, if known."""
@@ -110,6 +122,11 @@ class Model:
     """How tensor-parallel ranks divide it; ``None`` if it has no plan."""
     no_tensor_parallel: str = "has no tensor-parallel plan"
     """Why there is none, as the end of a sentence that begins with its name."""
+    ring_width: int = 0
+    """Elements of a position's keys and values in one block, all heads, as attention around a ring of
+    context-parallel ranks moves them; 0 if it cannot run so."""
+    no_ring: str = "is not known to run attention around a ring"
+    """Why it cannot, as the end of a sentence that begins with its name."""
     notes: tuple[str, ...] = ()
     """What an estimate of it rests on, one sentence each."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.models.builtin import undivided_heads
+from fsdp2prof.estimators.models.builtin_plan import undivided_heads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,6 +67,11 @@ class TransformersPlan:
         return False
 
     @property
+    def divides_sequence(self) -> bool:
+        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+        return False
+
+    @property
     def note(self) -> str:
         """What is divided and how, in one sentence."""
         return (
@@ -104,6 +109,15 @@ class TransformersPlan:
             return shape
         parts = _PACKED_TOGETHER if style in _PACKED and len(shape) > 1 else 1
         return (*shape[:dim], parts * -(-shape[dim] // parts // ranks), *shape[dim + 1 :])
+
+    def with_experts_apart(self, experts: tuple[str, ...]) -> TransformersPlan:
+        """The same where expert parallelism deals these modules' experts out whole: its rules win."""
+        kept = {
+            name: style
+            for name, style in self.rules.items()
+            if not any(name == fqn or name.startswith(f"{fqn}.") for fqn in experts)
+        }
+        return replace(self, rules=kept)
 
 
 def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) -> TransformersPlan | str:

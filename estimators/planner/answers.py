@@ -8,7 +8,8 @@ from math import lcm
 from typing import Literal
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.planner.plan import Engine, Planning, in_this_process
+from fsdp2prof.estimators.planner.engine import Engine, in_this_process
+from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, ranked
 from fsdp2prof.results.plan import Plan, PlanAnswer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
+from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_under_way
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.memory_fit import deciding
 from fsdp2prof.estimators.models.build import build_model
@@ -16,6 +16,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.step import StepFigures, step_figures
+from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 
 __all__ = ["Check", "EngineMemory", "check_memory", "check_step", "confirmed"]
 
@@ -65,20 +66,28 @@ def check_memory(check: Check) -> EngineMemory:
 
 
 def _not_executed(mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Micro-batches of a pipeline beyond those in flight; whole rounds under an interleaved schedule."""
-    enough = micro_batches_in_flight(mesh, policy) + 1
+    """Micro-batches of a pipeline beyond those under way; whole rounds where a rank has several stages.
+
+    None where the schedule keeps another number under way with fewer of them.
+    """
+    most = micro_batches_under_way(mesh, policy)
+    enough = most.alive + 1
     if policy.stages_per_rank > 1:
         enough = -(-enough // mesh.pp) * mesh.pp if policy.grad_accum % mesh.pp == 0 else policy.grad_accum
-    return max(0, policy.grad_accum - enough)
+    if enough >= policy.grad_accum:
+        return 0
+    same = micro_batches_under_way(mesh, replace(policy, grad_accum=enough)) == most
+    return policy.grad_accum - enough if same else 0
 
 
 def _received_bytes(check: Check) -> int:
-    """Of the buffers that the first pipeline rank keeps for each micro-batch: one between two stages."""
+    """Of the buffers that a pipeline's rank keeps for each micro-batch: one between two stages."""
     mesh, policy = check.candidate.mesh, check.candidate.policy
     config = build_model(check.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype).config
     width = 0 if config is None else config.dim
     tokens = policy.batch_size * (policy.seq_len // mesh.cp // mesh.tp)
-    return (2 * policy.stages_per_rank - 1) * tokens * width * dtype_bytes(policy.compute_dtype)
+    buffers = sum(neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage))
+    return buffers * tokens * width * dtype_bytes(policy.compute_dtype)
 
 
 def check_step(check: Check) -> StepFigures:

@@ -7,20 +7,19 @@ S = P / shards, T tokens of a micro-batch on a rank, L blocks, A micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
-from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
-from fsdp2prof.estimators.memory_notes import outside_allocator_bytes
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.profile import BlockProfile, Stretch
+from fsdp2prof.estimators.planner.fast_bubble import bubble_ns
+from fsdp2prof.estimators.planner.fast_costs import BlockCost, FastCosts, Layout, padded_numel
+from fsdp2prof.estimators.planner.fast_memory import Sizes, outside_bytes, reserved_bytes
+from fsdp2prof.estimators.planner.profile import BlockKind, BlockProfile
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
-from fsdp2prof.estimators.timeline.collective_costs import transfer
-from fsdp2prof.estimators.timeline.commands import Work
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
 
 __all__ = ["FastModel", "Score"]
 
@@ -42,7 +41,8 @@ class Score:
     recompute_ns: int
     """Of the compute: what checkpointing does a second time."""
     exposed_fsdp_ns: int
-    exposed_tp_ns: int
+    exposed_parallel_ns: int
+    """Collectives of tensor and expert parallelism."""
     host_ns: int
     """Waiting for a host that issues too slowly."""
     bubble_ns: int
@@ -57,257 +57,246 @@ class Score:
     @property
     def exposed_ns(self) -> int:
         """Communication that nothing hides."""
-        return self.exposed_fsdp_ns + self.exposed_tp_ns
+        return self.exposed_fsdp_ns + self.exposed_parallel_ns
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Nanoseconds of a step, added up block by block."""
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    exposed: float = 0.0
+    sent: float = 0.0
+    host: float = 0.0
+
+    @property
+    def worked(self) -> float:
+        """All but the bubble."""
+        return self.compute + self.exposed + self.sent + self.host
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """One block's compute at some shape, in nanoseconds."""
+class _Traffic:
+    """What FSDP does for one block, in nanoseconds."""
 
-    forward: int
-    backward: int
-    tp_forward: int
-    tp_backward: int
-    host_forward: int
-    host_backward: int
+    gather: int
+    again: int
+    """The all-gather of backward."""
+    scatter: int
+    """Reduce-scatter, and the all-reduce of replicas."""
+    copies: int
+    """Beside an all-gather."""
+    reduced: int
+    """Beside a reduce-scatter."""
 
 
 class FastModel:
     """Scores configurations of one request."""
 
-    def __init__(
-        self, request: PlanRequest, profiles: Mapping[tuple[int, str], BlockProfile], model: Model
-    ) -> None:
-        self._cluster = request.cluster
+    def __init__(self, request: PlanRequest, profiles: Mapping[Layout, BlockProfile], model: Model) -> None:
         self._profiles = profiles
         self._blocks = len(model.blocks)
         self._width = 0 if model.config is None else model.config.dim
-        self._block = lru_cache(maxsize=None)(self._block_at)
-        self._ends = lru_cache(maxsize=None)(self._ends_at)
-        self._transfer = lru_cache(maxsize=None)(self._transfer_at)
+        self._costs = FastCosts(request.cluster, profiles)
+        self._traffic = lru_cache(maxsize=1 << 14)(self._traffic_of)
+        self._sizes = lru_cache(maxsize=1 << 14)(self._sizes_of)
 
     def score(self, candidate: Candidate) -> Score:
         """Return memory and step time of a configuration. ``KeyError`` for one that no profile covers."""
         mesh, policy = candidate.mesh, candidate.policy
-        mix = self._mix(mesh.tp, policy)
-        plain = self._profiles[mesh.tp, "none"]
-        return self._timed(mesh, policy, mix, plain)
+        plain = self._profiles[mesh.tp, mesh.ep, "none"]
+        mix = self._mix(mesh, policy)
+        sizes = self._sizes(mesh, _dim(mesh, policy, plain), len(policy.wrap) > 1)
+        sums = _Sums()
+        for share, mode in mix:
+            self._add_blocks(sums, mesh, policy, share, mode)
+        update = self._add_ends(sums, mesh, policy, plain, sizes)
+        bubble = bubble_ns(mesh, policy, (sums.worked - update) / policy.grad_accum, self._split(mesh, mix))
+        layers = self._blocks // mesh.pp
+        flops = sum(kind.count * kind.model_flops for kind in plain.kinds) / self._blocks * layers
+        flops += plain.model_flops_ends / mesh.pp
+        tokens = policy.batch_size * policy.seq_len / (plain.batch_size * plain.seq_len)
+        profiles = [(share, self._profiles[mesh.tp, mesh.ep, mode]) for share, mode in mix]
+        return Score(
+            reserved_bytes=round(reserved_bytes(mesh, policy, plain, profiles, sizes, self._width)),
+            outside_bytes=outside_bytes(mesh, policy),
+            step_ns=round(sums.worked + bubble),
+            compute_ns=round(sums.compute),
+            recompute_ns=round(sums.recompute),
+            exposed_fsdp_ns=round(sums.exposed),
+            exposed_parallel_ns=round(sums.sent),
+            host_ns=round(sums.host),
+            bubble_ns=round(bubble),
+            model_flops=round(flops * tokens * policy.grad_accum / mesh.cp),
+        )
 
-    def _mix(self, tp: int, policy: PolicySpec) -> list[tuple[float, BlockProfile]]:
-        """Profiles of the blocks with the share of blocks that each stands for."""
+    def _mix(self, mesh: MeshSpec, policy: PolicySpec) -> list[tuple[float, str]]:
+        """Ways of checkpointing with the share of blocks that each stands for."""
         every = policy.ac_every
         if every is None:
-            return [(1.0, self._profiles[tp, str(policy.ac)])]
+            return [(1.0, str(policy.ac))]
         checkpointed = (self._blocks // every) / self._blocks
-        return [
-            (checkpointed, self._profiles[tp, "full"]),
-            (1 - checkpointed, self._profiles[tp, "none"]),
-        ]
+        return [(checkpointed, "full"), (1 - checkpointed, "none")]
 
-    def _timed(
-        self,
-        mesh: MeshSpec,
-        policy: PolicySpec,
-        mix: list[tuple[float, BlockProfile]],
-        plain: BlockProfile,
-    ) -> Score:
-        layers = self._blocks // mesh.pp
-        micro_batches = policy.grad_accum
+    def _add_blocks(self, sums: _Sums, mesh: MeshSpec, policy: PolicySpec, share: float, mode: str) -> None:
+        """Add all micro-batches of the blocks that are checkpointed one way."""
         shape = (policy.batch_size, policy.seq_len // mesh.cp, mesh.cp)
-        gather_bytes, reduce_bytes = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
-        block, root = plain.block_numel, plain.root_numel // mesh.pp
-        gather = self._transfer("all_gather", block * gather_bytes, mesh, "fsdp")
-        if policy.offload:  # the shard comes from the host before it is gathered
-            own = block // mesh.fsdp_size * dtype_bytes(policy.orig_dtype)
-            gather += round(1e9 * own / self._cluster.hardware.host_link_bytes_per_s)
-        again = gather
-        if isinstance(policy.reshard, int) and not isinstance(policy.reshard, bool):
-            again = self._inside_node(block * gather_bytes, policy.reshard)
-        scatter = self._transfer("reduce_scatter", block * reduce_bytes, mesh, "fsdp")
-        scatter += self._transfer("all_reduce", block * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
-        copies = self._moved(3 * block * gather_bytes) if mesh.fsdp_size > 1 else 0
-        reduced = self._moved(block * (gather_bytes + reduce_bytes)) if mesh.fsdp_size > 1 else 0
-        kept = policy.reshard == "never"
-        compute = recompute = exposed = passed = host = 0.0
-        base = self._block(mesh.tp, "none", shape)
-        reductions = micro_batches if policy.sync == "each" else 1
-        for share, profile in mix:
-            mode = _mode(self._profiles, profile)
-            cost = self._block(mesh.tp, mode, shape)
-            count = share * layers
-            first_gathers = 1 if kept else micro_batches
-            for times, own, tp_ns, host_ns, sent in (
-                (first_gathers, cost.forward, cost.tp_forward, cost.host_forward, gather),
-                (micro_batches - first_gathers, cost.forward, cost.tp_forward, cost.host_forward, 0),
-                (
-                    reductions,
-                    cost.backward,
-                    cost.tp_backward,
-                    cost.host_backward,
-                    scatter + (0 if kept else again),
-                ),
-                (
-                    micro_batches - reductions,
-                    cost.backward,
-                    cost.tp_backward,
-                    cost.host_backward,
-                    0 if kept else again,
-                ),
-            ):
-                copy = (copies if sent else 0) + (reduced if sent >= scatter > 0 else 0)
-                busy = own + copy + tp_ns
+        profile = self._profiles[mesh.tp, mesh.ep, mode]
+        costs = self._costs.blocks((mesh.tp, mesh.ep, mode), shape)
+        plain = self._costs.blocks((mesh.tp, mesh.ep, "none"), shape)
+        dim = _dim(mesh, policy, profile)
+        dtypes = policy.compute_dtype, policy.gradient_dtype, policy.orig_dtype
+        for index, (kind, cost, base) in enumerate(zip(profile.kinds, costs, plain, strict=True)):
+            count = share * kind.count / mesh.pp
+            traffic = self._traffic(mesh, index, dim, dtypes, policy.reshard, policy.offload)
+            for times, own, exchanged, host_ns, sent, copy in _passes(cost, traffic, policy):
+                busy = own + copy + exchanged
                 bare = max(busy + _HIDDEN_COST * min(sent, busy), sent)
-                total = max(bare, host_ns)
                 weight = count * times
-                compute += weight * (own + copy)
-                exposed += weight * max(0.0, bare - busy)
-                passed += weight * tp_ns
-                host += weight * (total - bare)
-            recompute += count * micro_batches * max(0, cost.backward - base.backward)
-        ends, tp_ends, host_ends = self._ends(mesh.tp, shape)
-        edges = self._edges(mesh, policy, root, gather, scatter)
-        exposed += edges if mesh.fsdp_size * mesh.dp_replicate > 1 else 0
-        compute += ends * micro_batches / mesh.pp
-        passed += tp_ends * micro_batches / mesh.pp
-        numel = block * layers + root
-        shard = numel / mesh.fsdp_size
-        update = self._moved(round(plain.update_bytes * shard / plain.shard_numel))
-        compute += update
-        host += max(0, host_ends - ends) * micro_batches
-        worked = compute + exposed + passed + host
-        each = (worked - update) / micro_batches / policy.stages_per_rank
-        bubble = (mesh.pp - 1) * each if mesh.pp > 1 else 0.0
-        flops = plain.model_flops_block * layers + plain.model_flops_ends / mesh.pp
-        tokens = policy.batch_size * policy.seq_len / (plain.batch_size * plain.seq_len)
-        return Score(
-            reserved_bytes=round(self._reserved(mesh, policy, mix, plain)),
-            outside_bytes=_outside(mesh, policy),
-            step_ns=round(worked + bubble),
-            compute_ns=round(compute),
-            recompute_ns=round(recompute),
-            exposed_fsdp_ns=round(exposed),
-            exposed_tp_ns=round(passed),
-            host_ns=round(host),
-            bubble_ns=round(bubble),
-            model_flops=round(flops * tokens * micro_batches / mesh.cp),
-        )
+                sums.compute += weight * (own + copy)
+                sums.exposed += weight * max(0.0, bare - busy)
+                sums.sent += weight * exchanged
+                sums.host += weight * (max(bare, host_ns) - bare)
+            sums.recompute += count * policy.grad_accum * max(0, cost.backward - base.backward)
 
-    def _edges(self, mesh: MeshSpec, policy: PolicySpec, root: int, gather: int, scatter: int) -> float:
-        """What begins and ends a step: the root's own collectives, the first gather, the last scatter."""
+    def _add_ends(
+        self, sums: _Sums, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes
+    ) -> float:
+        """Add what is outside of the blocks, and the update, which is returned."""
+        shape = (policy.batch_size, policy.seq_len // mesh.cp, mesh.cp)
+        ends, exchanged, host = self._costs.ends((mesh.tp, mesh.ep, "none"), shape)
+        if mesh.fsdp_size * mesh.dp_replicate > 1:
+            sums.exposed += self._edges(mesh, policy, plain, sizes)
+        sums.compute += ends * policy.grad_accum / mesh.pp
+        sums.sent += exchanged * policy.grad_accum / mesh.pp
+        sums.host += max(0, host - ends) * policy.grad_accum
+        update = self._costs.moved(round(plain.update_bytes * sizes.shard / plain.shard_numel))
+        sums.compute += update
+        return update
+
+    def _edges(self, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes) -> float:
+        """What begins and ends a step: the root's own collectives, the first gather, the last scatter.
+
+        Of groups of their own at the ends, those before the blocks.
+        """
         gather_bytes, reduce_bytes = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
-        sent = self._transfer("all_gather", root * gather_bytes, mesh, "fsdp")
-        sent += self._transfer("reduce_scatter", root * reduce_bytes, mesh, "fsdp")
-        sent += self._transfer("all_reduce", root * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
+        root = sizes.root if len(policy.wrap) == 1 else sizes.root - sizes.kept_root
+        root = root * min(mesh.pp, 2) // mesh.pp
+        transfer = self._costs.transfer
+        sent = transfer("all_gather", root * gather_bytes, mesh, "fsdp")
+        sent += transfer("reduce_scatter", root * reduce_bytes, mesh, "fsdp")
+        sent += transfer("all_reduce", root * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
+        dtypes = policy.compute_dtype, policy.gradient_dtype, policy.orig_dtype
+        dim = _dim(mesh, policy, plain)
+        first = self._traffic(mesh, 0, dim, dtypes, policy.reshard, policy.offload)
         times = policy.grad_accum if policy.sync == "each" else 1
-        return times * (sent + scatter) + gather
+        return times * (sent + first.scatter) + first.gather
 
-    def _reserved(
+    def _split(self, mesh: MeshSpec, mix: list[tuple[float, str]]) -> tuple[float, float]:
+        """Shares of a block's forward and backward: the forward, and of the backward the weights' part."""
+        forward = backward = weights = 0
+        for kind in self._profiles[mesh.tp, mesh.ep, mix[0][1]].kinds:
+            forward += kind.count * sum(work.flops for work in kind.forward.works)
+            backward += kind.count * sum(work.flops for work in kind.backward.works)
+            weights += kind.count * _weight_flops(kind)
+        return forward / max(1, forward + backward), weights / max(1, backward)
+
+    def _traffic_of(
         self,
         mesh: MeshSpec,
-        policy: PolicySpec,
-        mix: list[tuple[float, BlockProfile]],
-        plain: BlockProfile,
-    ) -> float:
+        index: int,
+        dim: int,
+        dtypes: tuple[str, str, str],
+        reshard: object,
+        offload: bool,
+    ) -> _Traffic:
+        kind = self._profiles[mesh.tp, mesh.ep, "none"].kinds[index]
+        gathered, reduced, own = map(dtype_bytes, dtypes)
+        transfer = self._costs.transfer
+        groups = [(numel, name) for numel, name in _groups(kind, mesh, dim) if numel]
+        gather = sum(transfer("all_gather", numel * gathered, mesh, name) for numel, name in groups)
+        again, scatter = gather, 0
+        for numel, name in groups:
+            shards = mesh.fsdp_size if name == "fsdp" else mesh.expert_fsdp_size
+            scatter += transfer("reduce_scatter", numel * reduced, mesh, name)
+            scatter += transfer("all_reduce", numel * reduced // shards, mesh, "dp_replicate")
+            if offload:  # the shard comes from the host before it is gathered
+                gather += self._costs.from_host(numel // shards * own)
+        numel = sum(numel for numel, _ in groups)
+        if isinstance(reshard, int) and not isinstance(reshard, bool):
+            again = self._costs.inside_node(numel * gathered, reshard)
+        elif offload:
+            again = gather
+        moved = self._costs.moved
+        return _Traffic(
+            gather=gather,
+            again=0 if reshard == "never" else again,
+            scatter=scatter,
+            copies=moved(3 * numel * gathered) if mesh.fsdp_size > 1 else 0,
+            reduced=moved(numel * (gathered + reduced)) if mesh.fsdp_size > 1 else 0,
+        )
+
+    def _sizes_of(self, mesh: MeshSpec, dim: int, ends: bool) -> Sizes:
+        plain = self._profiles[mesh.tp, mesh.ep, "none"]
         layers = self._blocks // mesh.pp
-        tokens = policy.batch_size * policy.seq_len / mesh.cp / (plain.batch_size * plain.seq_len)
-        own, gathered, reduced = (
-            dtype_bytes(name) for name in (policy.orig_dtype, policy.compute_dtype, policy.gradient_dtype)
-        )
-        block, root = plain.block_numel, plain.root_numel / min(mesh.pp, 2)
-        shard = (block * layers + root) / mesh.fsdp_size
-        states = 3 * own * shard
-        gradients = max(own, reduced) * shard
-        if policy.offload:
-            gradients = max(own, reduced) * max(block, root) / mesh.fsdp_size
-            states = gradients
-        flying = micro_batches_in_flight(mesh, policy) if mesh.pp > 1 else 1
-        saved = tokens * flying * sum(share * profile.saved_bytes for share, profile in mix) * layers
-        buffers = 0.0
-        if policy.reshard == "never":
-            buffers += gathered * block * layers
-        elif isinstance(policy.reshard, int) and not isinstance(policy.reshard, bool):
-            buffers += gathered * block * layers / policy.reshard
-        if policy.grad_accum > 1 and policy.sync == "last":
-            buffers += reduced * (block * layers + root)
-        elif policy.grad_accum > 1:
-            gradients += max(own, reduced) * max(block, root) / mesh.fsdp_size
-        if mesh.pp > 1:  # a buffer of its own for what each micro-batch receives
-            received = policy.batch_size * policy.seq_len // mesh.cp // mesh.tp * self._width * gathered
-            buffers += policy.grad_accum * (2 * policy.stages_per_rank - 1) * received
-        ends = max(profile.ends_bytes for _, profile in mix) * tokens
-        working = (2 * gathered + gathered + reduced) * block
-        blocks_own = max(profile.block_peak_bytes for _, profile in mix) - working
-        in_block = working + max(0.0, blocks_own) * tokens
-        at_loss = states + buffers + saved + gathered * root + max(ends, in_block)
-        at_update = states + own * shard + gathered * root * (policy.reshard == "never")
-        return max(at_loss, at_update) + plain.pool_bytes + gradients
-
-    def _block_at(self, tp: int, mode: str, shape: tuple[int, int, int]) -> _Block:
-        profile = self._profiles[tp, mode]
-        return _Block(
-            forward=self._compute(profile, profile.forward, shape),
-            backward=self._compute(profile, profile.backward, shape),
-            tp_forward=self._passed(profile, profile.forward, shape),
-            tp_backward=self._passed(profile, profile.backward, shape),
-            host_forward=profile.forward.host_ns,
-            host_backward=profile.backward.host_ns,
+        share = layers / self._blocks
+        groups = [(kind.count, _groups(kind, mesh, dim)) for kind in plain.kinds]
+        of_rank = {"fsdp": mesh.fsdp_size, "efsdp": mesh.expert_fsdp_size}
+        stages = min(mesh.pp, 2)
+        root = padded_numel(plain.root, mesh.fsdp_size) // stages
+        tail = padded_numel(plain.tail, mesh.fsdp_size) // stages
+        shards = [sum(numel / of_rank[name] for numel, name in parts) for _, parts in groups]
+        gathered = [sum(numel for numel, _ in parts) for _, parts in groups]
+        counts = [count for count, _ in groups]
+        return Sizes(
+            layers=layers,
+            blocks=round(share * sum(map(prod, zip(counts, gathered, strict=True)))),
+            widest=max(gathered),
+            root=root,
+            kept_root=tail if ends else root,
+            shard=round(share * sum(map(prod, zip(counts, shards, strict=True))) + root / mesh.fsdp_size),
+            widest_shard=round(max(*shards, root / mesh.fsdp_size)),
         )
 
-    def _ends_at(self, tp: int, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        profile = self._profiles[tp, "none"]
-        return (
-            self._compute(profile, profile.ends, shape),
-            self._passed(profile, profile.ends, shape),
-            profile.ends.host_ns,
-        )
 
-    def _compute(self, profile: BlockProfile, stretch: Stretch, shape: tuple[int, int, int]) -> int:
-        hardware = self._cluster.hardware
-        works = (_at(work, profile, shape) for work in stretch.works if work.bytes)
-        return sum(kernel_ns(work, hardware) for work in works)
-
-    def _passed(self, profile: BlockProfile, stretch: Stretch, shape: tuple[int, int, int]) -> int:
-        batch, seq_len, _ = shape
-        mesh = MeshSpec(tp=profile.tp)
-        old = profile.batch_size * profile.seq_len
-        return sum(
-            self._transfer(op, payload * batch * seq_len // old, mesh, "tp")
-            for op, payload in stretch.tensor_parallel
-        )
-
-    def _transfer_at(self, op: str, payload: int, mesh: MeshSpec, dimension: str) -> int:
-        return transfer(op, payload, self._cluster.placement(mesh, dimension), self._cluster).ns
-
-    def _inside_node(self, payload: int, ranks: int) -> int:
-        return transfer("all_gather", payload, self._cluster.place(ranks, 1), self._cluster).ns
-
-    def _moved(self, moved: int) -> int:
-        return kernel_ns(Work("copy", "bfloat16", moved), self._cluster.hardware)
+def _passes(
+    cost: BlockCost, traffic: _Traffic, policy: PolicySpec
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Yield forwards and backwards of a block: how many, kernels, exchanges, host, FSDP's, its copies."""
+    micro_batches = policy.grad_accum
+    reductions = micro_batches if policy.sync == "each" else 1
+    gathers = 1 if policy.reshard == "never" else micro_batches
+    ahead = cost.forward, cost.sent_forward, cost.host_forward
+    back = cost.backward, cost.sent_backward, cost.host_backward
+    for times, (own, exchanged, host), gathered, scattered in (
+        (gathers, ahead, traffic.gather, 0),
+        (micro_batches - gathers, ahead, 0, 0),
+        (reductions, back, traffic.again, traffic.scatter),
+        (micro_batches - reductions, back, traffic.again, 0),
+    ):
+        sent = gathered + scattered
+        copy = (traffic.copies if sent else 0) + (traffic.reduced if scattered else 0)
+        yield times, own, exchanged, host, sent, copy
 
 
-def _at(work: Work, profile: BlockProfile, shape: tuple[int, int, int]) -> Work:
-    """Return a kernel of the probe at another batch and sequence."""
-    batch, seq_len, cp = shape
-    old, new = profile.batch_size * profile.seq_len, batch * seq_len
-    if work.kind == "attention":
-        _, heads, queries, keys, *depths = work.shape
-        flops = work.flops * batch * seq_len**2 // (profile.batch_size * profile.seq_len**2)
-        grown = (batch, heads, queries * seq_len // profile.seq_len, keys * seq_len // profile.seq_len * cp)
-        return replace(work, bytes=work.bytes * new // old, flops=flops * cp, shape=(*grown, *depths))
-    if work.kind == "matmul":
-        count, *sizes = work.shape
-        m, n, k = (size * new // old if size % old == 0 else size for size in sizes)
-        before = sizes[0] * sizes[2] + sizes[2] * sizes[1] + sizes[0] * sizes[1]
-        after = m * k + k * n + m * n
-        flops = work.flops * (m * n * k) // (sizes[0] * sizes[1] * sizes[2])
-        return replace(work, bytes=work.bytes * after // before, flops=flops, shape=(count, m, n, k))
-    return replace(work, bytes=work.bytes * new // old)
+def _groups(kind: BlockKind, mesh: MeshSpec, dim: int) -> list[tuple[int, str]]:
+    """Elements that FSDP gathers of a block, by the dimension that they are sharded over."""
+    dense = padded_numel(kind.dense, mesh.fsdp_size)
+    if not kind.experts:
+        return [(dense, "fsdp")]
+    experts = padded_numel(kind.experts, mesh.expert_fsdp_size, dim=dim)
+    return [(dense + experts, "fsdp")] if mesh.ep == 1 else [(dense, "fsdp"), (experts, "efsdp")]
 
 
-def _mode(profiles: Mapping[tuple[int, str], BlockProfile], profile: BlockProfile) -> str:
-    return next(mode for (tp, mode), known in profiles.items() if known is profile and tp == profile.tp)
+def _dim(mesh: MeshSpec, policy: PolicySpec, profile: BlockProfile) -> int:
+    """Dimension along which FSDP cuts experts."""
+    count = next((kind.experts[0][0] for kind in profile.kinds if kind.experts), 0)
+    if not count or policy.expert_shards == "experts":
+        return 0
+    return int(policy.expert_shards == "hidden" or (mesh.ep > 1 and mesh.expert_fsdp_size > count))
 
 
-def _outside(mesh: MeshSpec, policy: PolicySpec) -> int:
-    outside = outside_allocator_bytes(mesh, policy)
-    return outside.high
+def _weight_flops(kind: BlockKind) -> int:
+    """Of a block's backward: half of its products' own, which make the weights' gradients."""
+    return sum(work.flops for work in kind.forward.works if work.kind == "matmul")

@@ -1,34 +1,51 @@
 """What the search knows of a model: shallow runs of the execution engine, taken apart by block.
 
 One capture and one memory execution of a few blocks are made for each way to divide and to checkpoint a
-block. Their kernels are costed for any batch and sequence at the shapes they would have there, by the same
-cost model as the engine's; their live bytes grow with the tokens and with the blocks.
+block; where blocks are of several kinds, one of each is taken apart. Their kernels are costed for any batch
+and sequence at the shapes they would have there, by the same cost model as the engine's; their live bytes
+grow with the tokens and with the blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import TypeAlias
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import CheckpointingMode, PolicySpec
 from fsdp2prof.estimators.step import program_of
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Work
+from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
-from fsdp2prof.estimators.timeline.deepen import CannotCutError, parts_of
+from fsdp2prof.estimators.timeline.deepen import CannotCutError, Part, parts_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results import MemoryEstimate
 
-__all__ = ["BlockProfile", "Probe", "Stretch", "measure", "probes"]
+__all__ = [
+    "BlockKind",
+    "BlockProfile",
+    "Probe",
+    "Shapes",
+    "Stretch",
+    "measure",
+    "probes",
+    "repeated_kinds",
+]
 
-_BLOCKS = 3
-"""Of a shallow run: the first, one that stands for all, the last."""
+Shapes: TypeAlias = tuple[Shape, ...]
+"""Of parameters."""
+
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+
 _SHARDS = 2
 _TOKEN_SIZED = ("activation", "temporary", "input", "unattributed")
 
@@ -40,6 +57,7 @@ class Probe:
     model: ModelSpec
     tp: int
     policy: PolicySpec
+    ep: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +66,29 @@ class Stretch:
 
     works: tuple[Work, ...]
     """Kernels of the model's own, at the shapes of the probe."""
-    tensor_parallel: tuple[tuple[str, int], ...]
-    """Collectives (op, payload bytes) that the compute stream waits for."""
+    exchanges: tuple[tuple[str, int, str], ...]
+    """Collectives (op, payload bytes, mesh dimension) that the compute stream waits for."""
     host_ns: int
     """The host needs to issue all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockKind:
+    """One of the kinds of blocks that a model has."""
+
+    count: int
+    """Of the whole model's blocks."""
+    forward: Stretch
+    backward: Stretch
+    dense: Shapes
+    """Parameters that FSDP shards over all of dp_shard x cp, as a tensor-parallel rank has them."""
+    experts: Shapes
+    """Parameters of its experts, as an expert-parallel rank has them."""
+    model_flops: int
+    saved_bytes: int
+    """From its forward to its backward, at the probe's tokens."""
+    peak_bytes: int
+    """Its backward needs beside what it saved: gathered parameters, gradients, temporaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,102 +96,158 @@ class BlockProfile:
     """A shallow run, taken apart."""
 
     tp: int
+    ep: int
     batch_size: int
     seq_len: int
-    forward: Stretch
-    backward: Stretch
+    token_factor: int
+    """Sizes that it divides, and no parameter's, are numbers of tokens, or parts of them."""
+    kinds: tuple[BlockKind, ...]
     ends: Stretch
     """Embedding, head and loss, forward and backward."""
+    root: Shapes
+    """Parameters outside of the blocks."""
+    tail: Shapes
+    """Those of them that may form a group after the last block; none where they cannot."""
     update_bytes: int
     """That clipping and the optimizer move, of all parameters of the probe."""
-    update_host_ns: int
     shard_numel: int
     """Elements of the probe's shard."""
-    block_numel: int
-    """Elements of one block on a tensor-parallel rank, gathered."""
-    root_numel: int
-    """Elements of everything that is no block."""
-    model_flops_block: int
     model_flops_ends: int
-    saved_bytes: int
-    """That one block keeps from forward for backward."""
     ends_bytes: int
-    """In use at the peak beside the blocks', the parameters and the optimizer."""
+    """Alive at the loss beside what the blocks saved, at the probe's tokens."""
     pool_bytes: int
-    """Reserved on the all-gather streams."""
-    block_peak_bytes: int
-    """That one block's backward needs above what it saved, without its parameters."""
+    """The all-gather's own pool, when the root is gathered."""
 
 
-def probes(request: PlanRequest, sizes: Iterable[int], model: Model) -> list[Probe]:
-    """Return the shallow runs that a search needs: every tensor-parallel size, every checkpointing."""
-    fixed = request.fixed_policy.get("ac")
+def probes(request: PlanRequest, sizes: Sequence[tuple[int, int]], model: Model) -> list[Probe]:
+    """Return the shallow runs that a search needs, for each (tp, ep) of its meshes."""
     modes: tuple[CheckpointingMode, ...] = ("none", "op", "full")
-    if fixed in ("none", "full", "op") or not model.blocks:
-        modes = tuple(dict.fromkeys(("none", fixed or "none")))
+    fixed = request.fixed_policy.get("ac")
+    if fixed in modes:
+        modes = ("none", fixed) if fixed != "none" else ("none",)
     elif fixed is not None:
         modes = ("none", "full")
     policy = replace(request.policy, reshard="default", grad_accum=1, batch_size=_batch(request, model))
     return [
-        Probe(model=request.model, tp=tp, policy=replace(policy, ac=mode)) for tp in sizes for mode in modes
+        Probe(model=request.model, tp=tp, ep=ep, policy=replace(policy, ac=mode))
+        for tp, ep in sizes
+        for mode in modes
     ]
 
 
 def measure(probe: Probe) -> BlockProfile:
     """Run the engine on a few blocks. Raises ``ModelError`` for a model whose blocks do not repeat."""
-    spec = probe.model.with_layers(_BLOCKS)
-    mesh = MeshSpec(dp_shard=_SHARDS, tp=probe.tp)
     policy = probe.policy
+    whole = build_model(probe.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    if not whole.blocks or not whole.blocks[0].endswith("0"):
+        raise ModelError(f"plan: {whole.name} has no repeated blocks to search with")
+    kinds = repeated_kinds(whole)
+    shallow = len(kinds) if set(kinds) == set(range(len(whole.blocks))) else max(kinds) + 2
+    spec = probe.model.with_layers(shallow)
+    mesh = MeshSpec(dp_shard=_SHARDS * probe.ep, tp=probe.tp, ep=probe.ep)
     built = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
-    if not built.blocks or not built.blocks[0].endswith("0"):
-        raise ModelError(f"plan: {built.name} has no repeated blocks to search with")
-    groups = parameter_groups(built, mesh, policy)
-    numel = {group.fqn: sum(p.padded_numel for p in group.parameters) for group in groups}
-    middle = built.blocks[1]
-    if middle not in numel:
-        raise ModelError(f"plan: the blocks of {built.name} are not sharded one by one: leave wrap at block")
-    block, root = numel[middle], sum(numel.values()) - _BLOCKS * numel[middle]
+    sharded = _Sharded(built, mesh, policy)
     program = program_of(spec, mesh, policy)
     try:
-        parts = parts_of(program, built.blocks[0].removesuffix("0"), _BLOCKS)
+        parts = parts_of(program, built.blocks[0].removesuffix("0"), shallow)
     except CannotCutError:
         raise ModelError(f"plan: the blocks of {built.name} do not run one after the other") from None
-    ladders = [part for part in parts if part.block == 1]
-    if len(ladders) != 2:
-        raise ModelError(f"plan: the blocks of {built.name} do not run once forward and once backward")
-    outside = [part.commands for part in parts if part.ladder is None]
-    ends, update = _split(outside)
-    forward, backward = (_stretch(part.commands) for part in ladders)
     memory = estimate_memory(spec, mesh, policy)
-    saved = _saved(memory, middle)
-    states = _states(memory)
-    peak = memory.peak
-    flops = sum(work.flops for work in forward.works)
-    ends_bytes = peak.streams["default"] - states - root * 2 - _BLOCKS * saved
+    found = []
+    for block, count in sorted(kinds.items()):
+        own = [part for part in parts if part.block == block]
+        found.append(_kind(count, own, sharded, memory, built.blocks[: block + 1]))
+    ends, update = _split([part.commands for part in parts if part.ladder is None])
+    states, peak = _states(memory), memory.peak
+    saved = sum(_saved(memory, fqn) for fqn in built.blocks)
+    root = sum(map(prod, sharded.root))
+    flops = sum(work.flops for part in parts if part.ladder == 0 for work in _stretch(part.commands).works)
     return BlockProfile(
         tp=probe.tp,
+        ep=probe.ep,
         batch_size=policy.batch_size,
         seq_len=policy.seq_len,
+        token_factor=policy.batch_size if whole.experts else 1,
+        kinds=tuple(found),
+        ends=_stretch(ends),
+        root=sharded.root,
+        tail=sharded.tail,
+        update_bytes=sum(c.work.bytes for c in update if isinstance(c, Kernel) and c.work),
+        shard_numel=sharded.shard_numel,
+        model_flops_ends=program.model_flops - 3 * flops,
+        ends_bytes=max(0, peak.streams["default"] - states - root * 2 - saved),
+        pool_bytes=peak.streams.get("all_gather_copy_in", 0),
+    )
+
+
+def repeated_kinds(model: Model) -> dict[int, int]:
+    """Return blocks that stand for all, each with how many there are of its kind; the first does not repeat.
+
+    Those before a model's blocks repeat stand for themselves, and a whole period for the others.
+    """
+    blocks, start, period = len(model.blocks), model.pattern.start, model.pattern.period
+    first = max(start, 1)
+    if first + period >= blocks and (start, period) != (0, 1):
+        return dict.fromkeys(range(blocks), 1)
+    kinds = dict.fromkeys(range(start), 1)
+    for block in range(start, blocks):
+        at = first + (block - first) % period
+        kinds[at] = kinds.get(at, 0) + 1
+    return kinds
+
+
+class _Sharded:
+    """The parameters of a shallow run by group, as one rank has them."""
+
+    def __init__(self, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+        part = part_of(model, mesh, policy)
+        groups = parameter_groups(part, mesh, policy)
+        self.shard_numel = sum(p.padded_shard_numel for group in groups for p in group.parameters)
+        self._blocks: dict[str, list[ShardedParameter]] = {fqn: [] for fqn in model.blocks}
+        outside: list[ShardedParameter] = []
+        for group in groups:
+            self._blocks.get(group.fqn, outside).extend(group.parameters)
+        if not all(self._blocks.values()):
+            raise ModelError(
+                f"plan: the blocks of {model.name} are not sharded one by one: leave wrap at block"
+            )
+        self.root = tuple(p.shape for p in outside)
+        self.tail: Shapes = ()
+        if (units := units_of_ends(model)) is not None:
+            own = parameter_groups(part, mesh, replace(policy, wrap=units))
+            label = units[-1].replace("+", ", ")
+            self.tail = tuple(p.shape for group in own if group.fqn == label for p in group.parameters)
+
+    def of_block(self, fqn: str, *, experts: bool) -> Shapes:
+        """Shapes of a block's parameters."""
+        return tuple(p.shape for p in self._blocks[fqn] if p.is_expert == experts)
+
+
+def _kind(
+    count: int, parts: list[Part], sharded: _Sharded, memory: MemoryEstimate, until: Sequence[str]
+) -> BlockKind:
+    """Take a block apart: the last of ``until``, whose activations are alive while it runs backward."""
+    fqn = until[-1]
+    if len(parts) != 2:
+        raise ModelError("plan: the model's blocks do not run once forward and once backward")
+    forward, backward = (_stretch(part.commands) for part in parts)
+    return BlockKind(
+        count=count,
         forward=forward,
         backward=backward,
-        ends=_stretch(ends),
-        update_bytes=sum(c.work.bytes for c in update if isinstance(c, Kernel) and c.work),
-        update_host_ns=_host_ns(update),
-        shard_numel=sum(numel.values()) // _SHARDS,
-        block_numel=block,
-        root_numel=root,
-        model_flops_block=3 * flops,
-        model_flops_ends=program.model_flops - 3 * flops * _BLOCKS,
-        saved_bytes=saved,
-        ends_bytes=max(0, ends_bytes),
-        pool_bytes=peak.streams.get("all_gather_copy_in", 0),
-        block_peak_bytes=_block_peak(memory, middle),
+        dense=sharded.of_block(fqn, experts=False),
+        experts=sharded.of_block(fqn, experts=True),
+        model_flops=3 * sum(work.flops for work in forward.works),
+        saved_bytes=_saved(memory, fqn),
+        peak_bytes=_block_peak(memory, until),
     )
 
 
 def _batch(request: PlanRequest, model: Model) -> int:
     """A batch whose tokens are no size of the model's own, so that shapes tell tokens from features."""
     shapes = {size for parameter in model.module.parameters() for size in parameter.shape}
+    if model.experts:  # whose rows are a part of the tokens
+        return next((prime for prime in _PRIMES if all(size % prime for size in shapes)), _PRIMES[-1])
     sizes = {size // part for size in shapes for part in (1, 2, 4, 8, 16)}
     return next(batch for batch in (1, 3, 5, 7) if batch * request.policy.seq_len not in sizes or batch == 7)
 
@@ -182,7 +275,7 @@ def _inside_fsdp(before: Sequence[Command]) -> bool:
 
 def _stretch(commands: Sequence[Command]) -> Stretch:
     works: list[Work] = []
-    passed: list[tuple[str, int]] = []
+    passed: list[tuple[str, int, str]] = []
     labels: list[bool] = []
     for command in commands:
         if isinstance(command, Enter):
@@ -191,11 +284,11 @@ def _stretch(commands: Sequence[Command]) -> Stretch:
             if labels:
                 labels.pop()
         elif isinstance(command, Collective):
-            if command.mesh_dim == "tp":
-                passed.append((command.op, command.payload_bytes))
+            if command.mesh_dim in ("tp", "ep"):
+                passed.append((command.op, command.payload_bytes, command.mesh_dim))
         elif isinstance(command, Kernel) and command.work is not None and not any(labels):
             works.append(command.work)
-    return Stretch(works=tuple(works), tensor_parallel=tuple(passed), host_ns=_host_ns(commands))
+    return Stretch(works=tuple(works), exchanges=tuple(passed), host_ns=_host_ns(commands))
 
 
 def _host_ns(commands: Iterable[Command]) -> int:
@@ -213,9 +306,9 @@ def _states(memory: MemoryEstimate) -> int:
     return held["sharded_parameter"] + held["optimizer_state"]
 
 
-def _block_peak(memory: MemoryEstimate, fqn: str) -> int:
+def _block_peak(memory: MemoryEstimate, until: Sequence[str]) -> int:
     """Most bytes in use during a block's backward, above what is there at its start."""
-    found = [row.peak_bytes for row in memory.layers if row.fqn == fqn and row.phase == "backward"]
+    found = [row.peak_bytes for row in memory.layers if row.fqn == until[-1] and row.phase == "backward"]
     held = memory.peak.categories
     fixed = _states(memory) + held["unsharded_parameter"] + held["sharded_gradient"]
-    return max(0, max(found, default=0) - fixed - 2 * _saved(memory, fqn))
+    return max(0, max(found, default=0) - fixed - sum(_saved(memory, fqn) for fqn in until))

@@ -45,10 +45,11 @@ def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:
     node = request.cluster.gpus_per_node
     mesh = one.candidate.mesh
     where = "on the network" if mesh.fsdp_size * mesh.tp * mesh.dp_replicate > node else "in the node"
-    inside = "in the node" if mesh.tp <= node else "on the network"
+    inside = "in the node" if max(mesh.tp, mesh.ep) <= node else "on the network"
+    kinds = [word for word, size in (("tensor", mesh.tp), ("expert", mesh.ep)) if size > 1]
     text = {
         "exposed_fsdp": f"{format_frac(mine)} exposed {where}",
-        "exposed_tp": f"{format_frac(mine)} exposed tensor parallelism {inside}",
+        "exposed_parallel": f"{format_frac(mine)} exposed {' and '.join(kinds)} parallelism {inside}",
         "bubble": f"{format_frac(mine)} pipeline bubble",
         "recompute": f"{format_frac(mine)} recomputes activations",
         "host": f"{format_frac(mine)} waits for the host",
@@ -61,7 +62,7 @@ def _parts(one: Scored) -> dict[str, int]:
     fast = one.fast
     return {
         "exposed_fsdp": fast.exposed_fsdp_ns,
-        "exposed_tp": fast.exposed_tp_ns,
+        "exposed_parallel": fast.exposed_parallel_ns,
         "bubble": fast.bubble_ns,
         "recompute": fast.recompute_ns,
         "host": fast.host_ns,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
+from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.option import options_of
+from fsdp2prof.estimators.spec.pipeline import schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results.plan import Recipe
 
@@ -101,6 +103,7 @@ def _torchtitan(request: PlanRequest, one: Candidate) -> str:
         f"context_parallel_degree = {mesh.cp}",
         f"pipeline_parallel_degree = {mesh.pp}",
         *([f'pipeline_parallel_schedule = "{_schedule(policy)}"'] if mesh.pp > 1 else []),
+        *([f"expert_parallel_degree = {mesh.ep}"] if mesh.ep > 1 else []),
         f'fsdp_reshard_after_forward = "{reshard}"',
         "",
         "[activation_checkpoint]",
@@ -111,7 +114,7 @@ def _torchtitan(request: PlanRequest, one: Candidate) -> str:
 
 
 def _schedule(policy: PolicySpec) -> str:
-    return "1F1B" if policy.stages_per_rank == 1 else "Interleaved1F1B"
+    return schedule_rule(policy.pp_schedule).torchtitan_name
 
 
 def _torchtitan_note(one: Candidate) -> str:
@@ -120,6 +123,8 @@ def _torchtitan_note(one: Candidate) -> str:
         notes.append(f"resharding to {one.policy.reshard} ranks is no setting of torchtitan's")
     if one.policy.grad_accum > 1 and one.policy.sync == "last":
         notes.append("torchtitan reduces gradients after each micro-batch (sync=each)")
+    if one.mesh.pp == 1 and one.policy.reshard == "default":
+        notes.append("torchtitan shards embedding and [norm, output] as groups of their own")
     return "; ".join(notes)
 
 
@@ -154,41 +159,31 @@ def _accelerate_note(one: Candidate) -> str:
         notes.append(f"ac={one.policy.ac} is no setting of accelerate's: checkpoint in the script")
     if one.mesh.pp > 1:
         notes.append("accelerate has no pipeline of FSDP stages")
+    if len(one.policy.wrap) > 1:
+        notes.append("accelerate shards what is outside the blocks with the root")
+    if one.mesh.ep > 1:
+        notes.append("expert parallelism is set up in the script")
     return "; ".join(notes)
 
 
 def _fully_shard(one: Candidate) -> str:
     mesh, policy = one.mesh, one.policy
-    dims = [
-        (name, size)
-        for name, size in (
-            ("pp", mesh.pp),
-            ("dp_replicate", mesh.dp_replicate),
-            ("dp_shard", mesh.dp_shard),
-            ("cp", mesh.cp),
-            ("tp", mesh.tp),
-        )
-        if size > 1
-    ] or [("dp_shard", 1)]
-    names = [name for name, _ in dims]
-    fsdp: list[str] = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
-    block = {"never": "False", "default": "True", "always": "True"}.get(
+    dims = {name: size for name, size in mesh.sizes().items() if size > 1} or {"dp_shard": 1}
+    shape, listed = tuple(dims.values()), tuple(dims)
+    block = {"never": "False", "default": "True", "always": "True", "torchtitan": "True"}.get(
         str(policy.reshard), str(policy.reshard)
     )
-    shape, listed = tuple(size for _, size in dims), tuple(names)
     lines = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names={listed})']
-    taken: str | tuple[str, ...] = tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
-    if mesh.cp > 1:
-        lines.append("# context parallelism: shard over dp_shard x cp, flattened to one dimension")
-        lines.append(f'mesh[{tuple(n for n in ("dp_shard", "cp") if n in names)!r}]._flatten("dp_shard_cp")')
-        flat = [name for name in fsdp if name != "dp_shard"]
-        taken = (*flat, "dp_shard_cp") if flat else "dp_shard_cp"
+    made, taken = _sharding_dimensions(mesh, listed)
     root = block if policy.reshard in ("always", "never") else "False"
     lines += [
+        *made,
         f'policy = {{"mesh": mesh[{taken!r}], "mp_policy": MixedPrecisionPolicy(',
         f"    param_dtype=torch.{policy.compute_dtype}, reduce_dtype=torch.{policy.gradient_dtype})}}",
+        *_experts(one),
         "for block in blocks:",
-        f"    fully_shard(block, reshard_after_forward={block}, **policy)",
+        f"    fully_shard(block, reshard_after_forward={block}, **policy{_placed(one)})",
+        *_ends(policy, block),
         f"fully_shard(model, reshard_after_forward={root}, **policy)",
     ]
     if policy.grad_accum > 1 and policy.sync == "last":
@@ -198,3 +193,49 @@ def _fully_shard(one: Candidate) -> str:
         f"activation checkpointing: {policy.ac}"
     )
     return "\n".join(lines)
+
+
+def _sharding_dimensions(mesh: MeshSpec, names: tuple[str, ...]) -> tuple[list[str], str | tuple[str, ...]]:
+    """Lines that flatten what FSDP shards over, and the dimensions to give to it."""
+    fsdp = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
+    if mesh.cp == 1:
+        return [], tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
+    parts = tuple(name for name in ("dp_shard", "cp") if name in names)
+    lines = [
+        "# context parallelism: shard over dp_shard x cp, flattened to one dimension",
+        f'mesh[{parts!r}]._flatten("dp_shard_cp")',
+    ]
+    flat = [name for name in fsdp if name != "dp_shard"]
+    return lines, (*flat, "dp_shard_cp") if flat else "dp_shard_cp"
+
+
+def _experts(one: Candidate) -> list[str]:
+    """Lines that place experts."""
+    mesh, policy = one.mesh, one.policy
+    if mesh.ep > 1:
+        return [
+            f"# expert parallelism: {mesh.ep} ranks of dp_shard x cp hold a part of the experts each, and",
+            f"# shard_placement_fn gives these parameters the mesh of the other {mesh.expert_fsdp_size}",
+        ]
+    if policy.expert_shards != "hidden":
+        return []
+    return [
+        "# experts are cut along their hidden dimension: there are too few of them for the ranks",
+        "placement = lambda parameter: Shard(1) if parameter.ndim == 3 else None",
+    ]
+
+
+def _placed(one: Candidate) -> str:
+    return ", shard_placement_fn=placement" if one.mesh.ep > 1 or one.policy.expert_shards == "hidden" else ""
+
+
+def _ends(policy: PolicySpec, block: str) -> list[str]:
+    """Calls for what is outside of the blocks; under torchtitan's rule the last of them stays gathered."""
+    units = policy.wrap[1:]
+    lines = []
+    for unit in units:
+        modules = [f"model.{name}" for name in unit.split("+")]
+        what = modules[0] if len(modules) == 1 else f"[{', '.join(modules)}]"
+        kept = "False" if policy.reshard == "torchtitan" and unit == units[-1] else block
+        lines.append(f"fully_shard({what}, reshard_after_forward={kept}, **policy)")
+    return lines

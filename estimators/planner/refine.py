@@ -1,8 +1,8 @@
 """What the search does not see, tried on the best configuration by the engine.
 
-Explicit prefetching, and units that keep their parameters, change when things happen and nothing else: the
-best of them wins. Another precision changes the training's numbers, and a compiler its code: what they would
-gain is shown, and they win only where they are fixed.
+Explicit prefetching changes when things happen and nothing else: the best of it wins. Another precision
+changes the training's numbers, and a compiler its code: what they would gain is shown, and they win only
+where they are fixed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 __all__ = ["REFINED", "Variant", "variants"]
 
 REFINED = ("forward_prefetch", "backward_prefetch", "reduce_dtype", "float8", "compile")
-"""Options that are tried; ``reshard`` is searched, too."""
+"""Options that are tried."""
 
 _FLOAT8 = "float8_e4m3fn"
 
@@ -37,8 +37,6 @@ def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
         ({"backward_prefetch": 2}, False),
         ({"reduce_dtype": "bfloat16"}, True),
     ]
-    if best.mesh.pp == 1:
-        tried.append(({"reshard": "torchtitan"}, False))
     if not best.policy.compile:
         tried.append(({"compile": True}, True))
     elif request.cluster.hardware.flops.get(_FLOAT8):

@@ -33,8 +33,9 @@ _SEARCHED = (
     "float8",
     "pp_schedule",
     "allocator",
+    "expert_shards",
 )
-_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class PlanRequest:
             raise ModelError(f"plan: reserve must be from 0% to less than 100%, not {self.reserve_frac:.0%}")
         product = 1
         for name, size in self.fixed_mesh.items():
-            product *= size
+            product *= size if name != "ep" else 1  # out of the ranks of dp_shard x cp
             if self.gpus % size:
                 raise ModelError(f"plan: {name}={size} does not divide {self.gpus} GPUs")
         if self.gpus % product:
@@ -127,5 +128,5 @@ def family_of(mesh: MeshSpec) -> str:
     first = "HSDP" if mesh.dp_replicate > 1 else "FSDP"
     if mesh.dp_replicate > 1 and mesh.fsdp_size == 1:
         first = "DDP"
-    more = [name.upper() for name in ("tp", "cp", "pp") if getattr(mesh, name) > 1]
+    more = [name.upper() for name in ("tp", "cp", "pp", "ep") if getattr(mesh, name) > 1]
     return " + ".join([first, *more])

@@ -88,9 +88,9 @@ class Correction:
 
 
 def _likeness(one: Candidate, other: Candidate) -> int:
-    if (one.mesh.tp, one.mesh.pp > 1) != (other.mesh.tp, other.mesh.pp > 1):
+    if (one.mesh.tp, one.mesh.ep, one.mesh.pp > 1) != (other.mesh.tp, other.mesh.ep, other.mesh.pp > 1):
         return 0
-    names = ("ac", "reshard", "sync", "batch_size", "offload")
+    names = ("ac", "reshard", "sync", "batch_size", "offload", "pp_schedule")
     same: int = sum(getattr(one.policy, name) == getattr(other.policy, name) for name in names)
     return 1 + 2 * same + (one.mesh.fsdp_size == other.mesh.fsdp_size) + (one.mesh.cp == other.mesh.cp)
 

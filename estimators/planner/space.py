@@ -10,9 +10,11 @@ from typing import Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import Every, Interleaved, PolicySpec
+from fsdp2prof.estimators.spec.pipeline import Interleaved, ZeroBubble, schedule_rule
+from fsdp2prof.estimators.spec.policy import Every, PolicySpec
 from fsdp2prof.estimators.traffic.parallel import check_parallelism
 
 __all__ = ["candidates", "meshes"]
@@ -20,15 +22,15 @@ __all__ = ["candidates", "meshes"]
 _MAX_CP = 16
 _MAX_BATCH = 32
 _EVERY = (2, 4)
-_STAGES_PER_RANK = 2
-"""Of a pipeline's rank under interleaved 1F1B."""
+_SEVERAL_STAGES = (Interleaved(2), ZeroBubble(2), "zbv")
+"""Schedules of two stages a rank."""
 
 
 def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
     """Yield the meshes of all GPUs that the model and the sequence can be divided over.
 
-    Tensor and context parallelism stay within a node where it has room for them; shards of a replica fill
-    whole nodes or a part of one.
+    Tensor and expert parallelism stay within a node unless they are fixed; shards of a replica fill whole
+    nodes or a part of one.
     """
     node = request.cluster.gpus_per_node
     for pp, tp, cp in product(*(_sizes(request, name) for name in ("pp", "tp", "cp"))):
@@ -44,9 +46,10 @@ def meshes(request: PlanRequest, model: Model) -> Iterator[MeshSpec]:
                 continue
             if replicas > 1 and not _fills_nodes(shards * cp * tp, node):
                 continue
-            mesh = MeshSpec(pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp)
-            if _divides(request, model, mesh):
-                yield mesh
+            for ep in _expert_ranks(request, model, shards * cp * tp, tp):
+                mesh = MeshSpec(pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp, ep=ep)
+                if _divides(request, model, mesh):
+                    yield mesh
 
 
 def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[Candidate]:
@@ -57,6 +60,7 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
         return
     per_rank = request.global_batch // data
     checkpointing = ("none", "op", *map(Every, _EVERY), "full") if model.blocks else ("none",)
+    units = _units(request, model, mesh)
     for batch in _divisors(per_rank):
         if (batch > _MAX_BATCH and "batch_size" not in fixed) or batch != fixed.get("batch_size", batch):
             continue
@@ -66,13 +70,15 @@ def candidates(request: PlanRequest, model: Model, mesh: MeshSpec) -> Iterator[C
         choices: dict[str, tuple[Any, ...]] = {
             "sync": ("last",) if accumulated == 1 or mesh.pp > 1 else ("last", "each"),
             "ac": checkpointing,
-            "reshard": _reshards(request, mesh),
-            "pp_schedule": _schedules(model, mesh, accumulated),
+            "pp_schedule": _schedules(request, model, mesh, accumulated),
+            "expert_shards": _expert_shards(model, mesh),
         }
         choices |= {name: (value,) for name, value in fixed.items() if name in choices}
         rest = {name: value for name, value in fixed.items() if name not in choices}
-        for values in product(*choices.values()):
-            chosen = dict(zip(choices, values, strict=True))
+        for (wrap, reshard), *values in product(units, *choices.values()):
+            chosen = {**dict(zip(choices, values, strict=True)), "wrap": wrap, "reshard": reshard}
+            if schedule_rule(chosen["pp_schedule"]).splits_backward and chosen["ac"] != "none":
+                continue  # recomputed for the input's part and again for every group of weights
             options = {**rest, **chosen, "batch_size": batch, "grad_accum": accumulated}
             yield Candidate(mesh, _policy(request.policy, tuple(options.items())))
 
@@ -83,21 +89,71 @@ def _policy(base: PolicySpec, options: tuple[tuple[str, Any], ...]) -> PolicySpe
     return replace(base, **dict(options))
 
 
-def _reshards(request: PlanRequest, mesh: MeshSpec) -> tuple[Any, ...]:
+def _units(request: PlanRequest, model: Model, mesh: MeshSpec) -> list[tuple[tuple[str, ...], Any]]:
+    """What is sharded together, and which of it stays gathered after forward.
+
+    Blocks and the root; where a model allows it also groups for what lies before and after the blocks, of
+    which the last stays gathered, as torchtitan has them.
+    """
+    fixed, wrap = request.fixed_policy, request.policy.wrap
+    found: list[tuple[tuple[str, ...], Any]] = []
     if mesh.pp > 1:
-        return ("never",)
-    node = request.cluster.gpus_per_node
-    inside = (node,) if mesh.tp == 1 and mesh.fsdp_size > node and mesh.fsdp_size % node == 0 else ()
-    return ("default", "never", *inside)
+        found = [(wrap, "never")]
+    else:
+        node = request.cluster.gpus_per_node
+        inside = mesh.tp == 1 and mesh.fsdp_size > node and mesh.fsdp_size % node == 0
+        found = [(wrap, "default"), (wrap, "never"), *([(wrap, node)] if inside and mesh.ep == 1 else [])]
+        ends = units_of_ends(model)
+        if ends is not None and mesh.fsdp_size > 1:
+            found.append((ends, "torchtitan"))
+    if "reshard" in fixed:
+        found = list(dict.fromkeys((units, fixed["reshard"]) for units, _ in found))
+    return found
 
 
-def _schedules(model: Model, mesh: MeshSpec, micro_batches: int) -> tuple[Any, ...]:
-    """One stage a rank, and two where layers and micro-batches divide so."""
-    stages = _STAGES_PER_RANK
-    if mesh.pp == 1 or model.config is None or model.config.layers % (mesh.pp * stages):
+def _expert_ranks(request: PlanRequest, model: Model, ranks: int, tp: int) -> list[int]:
+    """Numbers of ranks that experts can be divided among; beside tensor parallelism the most, or one."""
+    fixed = request.fixed_mesh.get("ep")
+    if fixed is not None:
+        return [fixed]
+    count = _experts(model)
+    found = [ep for ep in _divisors(min(count, request.cluster.gpus_per_node)) if count % ep == 0]
+    if tp > 1:
+        found = sorted({1, found[-1]})
+    return [ep for ep in found if ranks % ep == 0]
+
+
+def _experts(model: Model) -> int:
+    """Of a layer; 1 where it has none."""
+    shapes = _expert_shapes(model)
+    return shapes[0][0] if shapes else 1
+
+
+def _expert_shapes(model: Model) -> list[tuple[int, ...]]:
+    """Of one layer's stacked experts."""
+    modules = [model.module.get_submodule(fqn) for fqn in model.experts[:1]]
+    return [tuple(parameter.shape) for module in modules for parameter in module.parameters()]
+
+
+def _expert_shards(model: Model, mesh: MeshSpec) -> tuple[str, ...]:
+    """What FSDP cuts stacked experts into: also their hidden dimension, where there are too few of them."""
+    count = _experts(model)
+    if count == 1 or mesh.ep > 1 or count % mesh.fsdp_size == 0:
+        return ("auto",)
+    divides = all(width % mesh.fsdp_size == 0 for _, width, *_ in _expert_shapes(model))
+    return ("auto", "hidden") if divides else ("auto",)
+
+
+def _schedules(request: PlanRequest, model: Model, mesh: MeshSpec, micro_batches: int) -> tuple[Any, ...]:
+    """One stage a rank, and two where layers and micro-batches divide so; a backward whole, or in parts."""
+    if mesh.pp == 1 or model.config is None:
         return ("1f1b",)
-    full_rounds = micro_batches % max(1, micro_batches // mesh.pp) == 0
-    return ("1f1b", Interleaved(stages)) if full_rounds else ("1f1b",)
+    rounds = micro_batches % max(1, micro_batches // mesh.pp) == 0
+    found: list[Any] = ["1f1b", *(["zb1p"] if rounds else [])]
+    if model.config.layers % (mesh.pp * 2) == 0:
+        found += [one for one in _SEVERAL_STAGES if rounds or one == "zbv"]
+    compiled = request.fixed_policy.get("compile", request.policy.compile)
+    return tuple(one for one in found if not (compiled and schedule_rule(one).splits_backward))
 
 
 def _sizes(request: PlanRequest, name: str) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ __all__ = ["Cluster", "Placement"]
 
 _DIMENSIONS = ("tp", "fsdp", "dp_replicate", "pp")
 """From the innermost, whose ranks are neighbours, outwards; fsdp is dp_shard x cp."""
+_EXPERTS = ("ep", "efsdp")
+"""The same of the ranks of fsdp x tp as the experts regroup them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,9 @@ class Cluster:
 
     def placement(self, mesh: MeshSpec, dimension: str) -> Placement:
         """Where the groups of a mesh dimension are: ranks are numbered with tp innermost, then fsdp."""
+        if dimension in _EXPERTS:
+            apart = dimension == "efsdp"
+            return self.place(mesh.expert_fsdp_size if apart else mesh.ep, mesh.ep if apart else 1)
         sizes = {"tp": mesh.tp, "fsdp": mesh.fsdp_size, "dp_replicate": mesh.dp_replicate, "pp": mesh.pp}
         stride = 1
         for name in _DIMENSIONS:
@@ -88,14 +93,18 @@ class Cluster:
 
     def bus_bytes_per_s(self, placement: Placement) -> float:
         """Bus bandwidth of a large collective: the slower of the node's links and its network share."""
-        inside = (
-            self.hardware.node_bus_bytes_per_s(min(placement.per_node, placement.ranks))
-            if placement.per_node > 1
-            else float("inf")
-        )
-        if placement.nodes == 1:
-            return inside
+        inside = self.node_bytes_per_s(placement)
+        return inside if placement.nodes == 1 else min(inside, self.network_bytes_per_s(placement))
+
+    def node_bytes_per_s(self, placement: Placement) -> float:
+        """Bus bandwidth of a group's ranks on one node; infinite for one rank."""
+        if placement.per_node == 1:
+            return float("inf")
+        return self.hardware.node_bus_bytes_per_s(min(placement.per_node, placement.ranks))
+
+    def network_bytes_per_s(self, placement: Placement) -> float:
+        """What one group gets of a node's network."""
         assert self.network is not None
         nics = self.nics_per_node or self.gpus_per_node
         network = nics * self.network.gb_per_s * self.network.achieved_frac * 1e9
-        return min(inside, network / placement.groups_per_node)
+        return network / placement.groups_per_node

@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["EightBitAdam"]
+from fsdp2prof.estimators.spec.eight_bit_sizes import BLOCK, MOMENTS, is_quantized
 
-_BLOCK = 256
-"""Elements that share one fp32 scale: torchao's ``block_size``, bitsandbytes' ``blocksize``."""
-_LEAST = 4096
-"""Smaller tensors, and those that blocks do not divide, keep states of their own dtype (torchao)."""
+__all__ = ["EightBitAdam"]
 
 
 class EightBitAdam(Optimizer):
@@ -40,11 +37,11 @@ class EightBitAdam(Optimizer):
 def _states(parameter: Tensor) -> dict[str, Any]:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     states: dict[str, Any] = {"step": torch.zeros(())}
-    for name in ("exp_avg", "exp_avg_sq"):
-        if local.numel() < _LEAST or local.numel() % _BLOCK:
+    for name in MOMENTS:
+        if not is_quantized(local.numel()):
             states[name] = torch.zeros_like(local)
             continue
         states[name] = torch.zeros_like(local, dtype=torch.uint8)
-        states[f"{name}_scale"] = torch.zeros(local.numel() // _BLOCK)
-        states[f"{name}_map"] = torch.zeros(_BLOCK)
+        states[f"{name}_scale"] = torch.zeros(local.numel() // BLOCK)
+        states[f"{name}_map"] = torch.zeros(BLOCK)
     return states

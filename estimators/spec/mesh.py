@@ -32,7 +32,8 @@ class MeshSpec:
     tp: int = 1
     """Tensor-parallel ranks, sequence parallelism included."""
     ep: int = 1
-    """Expert-parallel ranks, out of those of dp_shard x cp: each holds a part of the experts whole."""
+    """Expert-parallel ranks, neighbours among those of dp_shard x cp x tp: each holds a part of the experts
+    whole."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,24 +70,16 @@ class MeshSpec:
 
     @property
     def expert_fsdp_size(self) -> int:
-        """Ranks over which FSDP shards the experts: what ep leaves of dp_shard x cp."""
-        return self.fsdp_size // self.ep
+        """Ranks over which FSDP shards the experts: what ep leaves of dp_shard x cp x tp.
+
+        Without ep it is :attr:`fsdp_size`: tp divides every expert.
+        """
+        return self.fsdp_size if self.ep == 1 else self.fsdp_size * self.tp // self.ep
 
     @property
     def fsdp_dim(self) -> str:
         """Name of the dimension FSDP shards on: ``dp_shard``, or ``dp_shard_cp`` flattened."""
         return "dp_shard" if self.cp == 1 else "dp_shard_cp"
-
-    def dimensions(self) -> dict[str, int]:
-        """Sizes by name, the slowest first, of a mesh whose ranks are their product.
-
-        Raises ``ModelError`` with expert parallelism, whose ranks are some of dp_shard x cp.
-        """
-        if self.ep > 1:
-            raise ModelError(
-                "mesh: ep regroups ranks of dp_shard x cp and has no place of its own: leave it out"
-            )
-        return self.sizes()
 
     def sizes(self) -> dict[str, int]:
         """Sizes by name, the slowest first, of the dimensions whose product is the ranks: all but ep."""

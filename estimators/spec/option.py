@@ -224,16 +224,23 @@ class Words:
 
     words: tuple[str, ...]
     none: bool = False
-    counted: type[Counted] | None = None
+    counted: type[Counted] | tuple[type[Counted], ...] | None = None
+    """Words that take a count."""
     number: str | None = None
     """What a number from 1 on means."""
     factory: bool = False
     """``package.module:factory`` is taken, too."""
 
     @property
+    def _counted(self) -> tuple[type[Counted], ...]:
+        if self.counted is None:
+            return ()
+        return self.counted if isinstance(self.counted, tuple) else (self.counted,)
+
+    @property
     def values(self) -> str:
         """The words, and what else there is."""
-        counted = [f"{self.counted.word}:K"] if self.counted is not None else []
+        counted = [f"{kind.word}:K" for kind in self._counted]
         counted += ["PACKAGE:FACTORY"] * self.factory
         return "|".join([*self.words, *["none"] * self.none, *counted, *["K"] * (self.number is not None)])
 
@@ -246,13 +253,13 @@ class Words:
         text = str(value)
         if self.number is not None and not isinstance(value, bool) and (number := _count(text)):
             return number
-        if self.counted is not None:
-            word, _, count = text.partition(":")
-            if word == self.counted.word and (number := _count(count)):
-                return self.counted(number)
+        word, _, count = text.partition(":")
+        for kind in self._counted:
+            if word == kind.word and (number := _count(count)):
+                return kind(number)
         if self.factory and _FACTORY.fullmatch(text):
             return text
-        last = [f"{self.counted.word}:K with K >= 1"] if self.counted is not None else []
+        last = [f"{kind.word}:K with K >= 1" for kind in self._counted]
         last += ["package.module:factory"] * self.factory
         last += [self.number] if self.number is not None else []
         listed = " or ".join([", ".join(self.words), *["none"] * self.none, *last])

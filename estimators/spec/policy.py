@@ -39,6 +39,15 @@ from fsdp2prof.estimators.spec.option import (
     plain,
     read_options,
 )
+from fsdp2prof.estimators.spec.pipeline import (
+    Interleaved,
+    LoopedBfs,
+    PipelineSchedule,
+    ScheduleWord,
+    ZeroBubble,
+    schedule_rule,
+    stages_of,
+)
 from fsdp2prof.estimators.torch_rules import TorchRules, torch_rules
 
 __all__ = [
@@ -50,8 +59,8 @@ __all__ = [
     "Every",
     "ExpertShards",
     "Float8",
-    "Interleaved",
     "Loss",
+    "Norm",
     "PolicySpec",
     "Reshard",
     "Sync",
@@ -74,7 +83,7 @@ Sync = Literal["last", "each"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
 Norm = Literal["composed", "fused"]
-Float8 = Literal["tensorwise", "rowwise"]
+Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +91,6 @@ class Every(Counted):
     """Every K-th block is checkpointed."""
 
     word: ClassVar[str] = "every"
-
-
-@dataclass(frozen=True, slots=True)
-class Interleaved(Counted):
-    """Each rank of a pipeline holds K stages and works on them in turn."""
-
-    word: ClassVar[str] = "interleaved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ class PolicySpec:
     float8: Float8 | None = option(
         None,
         Words(words=get_args(Float8), none=True),
-        "float8 training of the linear layers inside blocks.",
+        "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
     )
     fp8_all_gather: bool = option(
         False, Flag(), "Gather the weights of linear layers inside blocks as float8."
@@ -294,10 +296,11 @@ class PolicySpec:
         Integer(0, MOST_LAYERS),
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
     )
-    pp_schedule: Literal["1f1b"] | Interleaved = option(
+    pp_schedule: PipelineSchedule = option(
         "1f1b",
-        Words(words=("1f1b",), counted=Interleaved),
-        "Order of a pipeline's work: one stage a rank, or K stages a rank under interleaved 1F1B.",
+        Words(words=get_args(ScheduleWord), counted=(Interleaved, LoopedBfs, ZeroBubble)),
+        "Order of a pipeline's work: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
+        "rank; zb1p and zbv are the zero-bubble schedules.",
     )
     extra_model: ExtraModels | None = option(
         None,
@@ -381,7 +384,12 @@ class PolicySpec:
     @property
     def stages_per_rank(self) -> int:
         """Stages that a rank of a pipeline holds."""
-        return self.pp_schedule.count if isinstance(self.pp_schedule, Interleaved) else 1
+        return stages_of(self.pp_schedule)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether its pipeline runs a backward in two parts."""
+        return schedule_rule(self.pp_schedule).splits_backward
 
     @property
     def loss_chunks(self) -> int | None:

@@ -118,6 +118,25 @@ STACKS: Mapping[str, Stack] = {
             "allocator": "run_train.sh: expandable_segments:True",
         },
     ),
+    "torchtitan-2025-08": Stack(
+        what="torchtitan 8a749c618 (August 2025), launched by run_train.sh",
+        policy={
+            **_TITAN,
+            "torch": "2.9",
+            "wrap": "block,tok_embeddings,norm+output",
+            "norm": "fused",
+            "allocator": "expandable",
+            "optimizer_impl": "fused",
+        },
+        sources={
+            "torch": "the nightly of that month",
+            "wrap,reshard": "apply_fsdp since 83e694105 (#1094)",
+            "attention": "models/attention.py: flash first; the efficient kernel behind latent attention",
+            "norm": "nn.RMSNorm, one kernel from torch 2.9 on",
+            "allocator": "run_train.sh: expandable_segments:True",
+            "optimizer_impl": "job_config.py: fused",
+        },
+    ),
     "torchtitan-2025-10": Stack(
         what="torchtitan 92ed8b318 (October 2025), launched by run_train.sh",
         policy={

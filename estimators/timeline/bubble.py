@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
+
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.commands import Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.simulate import Timeline
-from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order, waiting_ns
-from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.estimators.traffic.pipeline_order import Kind, enough_micro_batches, order_of, waiting_ns
+from fsdp2prof.labels import AUTOGRAD_NODE, PIPELINE_ACTION
+from fsdp2prof.tables import IntArray
 
-__all__ = ["bubble_ns_of"]
+__all__ = ["bubble_ns_of", "stage_durations", "with_waiting"]
+
+_ACTION = re.compile(rf"{re.escape(PIPELINE_ACTION)}\d+([FBIW])\d+")
+_ONLY_OF_WHOLE = ("aten::add_", "aten::embedding_dense_backward")
 
 
 def bubble_ns_of(
@@ -22,20 +30,84 @@ def bubble_ns_of(
     if mesh.pp == 1:
         return 0
     whole = whole or policy
-    backwards = [
-        position
-        for position, command in enumerate(program.commands)
-        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
-    ]
-    end = int(timeline.end_ns[: _matching_leave(program, backwards[-1])].max())
+    end = int(timeline.end_ns[: _end_of_backwards(program)].max())
     started = timeline.start_ns[timeline.start_ns >= 0]
     each = (end - int(started.min())) // policy.grad_accum
-    stages = whole.stages_per_rank
-    if stages == 1:
+    if whole.pp_schedule in ("1f1b", "gpipe"):
         return (mesh.pp - 1) * each
-    forward = round(each * _forward_frac(program, timeline) / stages)
-    orders = interleaved_order(mesh.pp, stages, whole.grad_accum)
-    return waiting_ns(orders, whole.pp_stage, forward, each // stages - forward)
+    of_stage = each // whole.stages_per_rank
+    enough = enough_micro_batches(whole.pp_schedule, mesh.pp, whole.grad_accum)
+    orders = order_of(whole.pp_schedule, mesh.pp, enough)
+    return waiting_ns(orders, whole.pp_stage, stage_durations(program, timeline, of_stage, whole))
+
+
+def with_waiting(program: Program, timeline: Timeline, bubble_ns: int) -> Timeline:
+    """Return the times of a step with what it waits for other ranks: one gap, before its reductions."""
+    cut = _end_of_backwards(program)
+
+    def later(times: IntArray) -> IntArray:
+        moved = np.where(times < 0, times, times + bubble_ns)
+        return np.concatenate([times[:cut], moved[cut:]])
+
+    return Timeline(
+        host_ns=later(timeline.host_ns),
+        host_end_ns=later(timeline.host_end_ns),
+        start_ns=later(timeline.start_ns),
+        end_ns=later(timeline.end_ns),
+    )
+
+
+def stage_durations(
+    program: Program, timeline: Timeline, of_stage: int, policy: PolicySpec
+) -> dict[Kind, int]:
+    """Divide a stage's time of a micro-batch among its forward and the parts of its backward."""
+    if not policy.splits_backward:
+        forward = round(of_stage * _forward_frac(program, timeline))
+        return {"F": forward, "B": of_stage - forward}
+    sums = _by_action(program, timeline)
+    if not sums["I"]:  # the first stage's backward is one, and that of the others is to be divided
+        sums["W"], only_here = _of_weights(program, timeline)
+        sums["I"] = sums["B"] - sums["W"] - only_here
+    scale = of_stage / max(1, sums["F"] + sums["B"])
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    return {kind: round(sums[kind] * scale) for kind in kinds}
+
+
+def _by_action(program: Program, timeline: Timeline) -> dict[str, int]:
+    """Time of the compute stream's kernels in each kind of action; B is the backward, whichever part."""
+    sums = dict.fromkeys("FBIW", 0)
+    spans = (timeline.end_ns - timeline.start_ns).tolist()
+    kinds: list[str | None] = []
+    for command, span in zip(program.commands, spans, strict=True):
+        if isinstance(command, Enter):
+            match = _ACTION.fullmatch(command.name)
+            kinds.append(match[1] if match else kinds[-1] if kinds else None)
+        elif isinstance(command, Leave):
+            kinds.pop()
+        elif isinstance(command, Kernel) and command.stream == 0 and kinds and kinds[-1] is not None:
+            sums[kinds[-1]] += span
+    sums["B"] += sums["I"] + sums["W"]
+    return sums
+
+
+def _of_weights(program: Program, timeline: Timeline) -> tuple[int, int]:
+    """Time of the weights' part of a whole backward: half of its products, and what only a whole one has.
+
+    That is the embedding's gradient, and the accumulation that FSDP does where autograd's hooks run.
+    """
+    products = only_here = depth = since = 0
+    spans = (timeline.end_ns - timeline.start_ns).tolist()
+    for command, span in zip(program.commands, spans, strict=True):
+        if isinstance(command, Enter):
+            depth += 1
+            since = since or depth * command.name.startswith(AUTOGRAD_NODE)
+        elif isinstance(command, Leave):
+            since = 0 if since == depth else since
+            depth -= 1
+        elif since and isinstance(command, Kernel) and command.work is not None:
+            products += span * (command.work.kind == "matmul")
+            only_here += span * (command.op in _ONLY_OF_WHOLE)
+    return products // 2, only_here
 
 
 def _forward_frac(program: Program, timeline: Timeline) -> float:
@@ -58,6 +130,16 @@ def _forward_frac(program: Program, timeline: Timeline) -> float:
         ):
             sums[since > 0] += span
     return sums[0] / max(1, sum(sums))
+
+
+def _end_of_backwards(program: Program) -> int:
+    """Position after the last backward."""
+    backwards = [
+        position
+        for position, command in enumerate(program.commands)
+        if isinstance(command, Enter) and command.name.startswith(AUTOGRAD_NODE)
+    ]
+    return _matching_leave(program, backwards[-1])
 
 
 def _matching_leave(program: Program, enter: int) -> int:

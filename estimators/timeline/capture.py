@@ -32,6 +32,8 @@ from fsdp2prof.plain_operators import Arguments, PlainOperators
 
 __all__ = ["Capture"]
 
+_EXCHANGED = "ep"
+"""Experts' dimension: all that exchange, over a group that may be another dimension's too."""
 _BACKWARD = f"{AUTOGRAD_NODE}: backward"
 
 
@@ -160,7 +162,7 @@ class Capture:
             Collective(
                 stream=self.stream(),
                 group=group[0],
-                mesh_dim=self._mesh_dims.get(group[0], ""),
+                mesh_dim=_EXCHANGED if made.op == "all_to_all" else self._mesh_dims.get(group[0], ""),
                 group_size=group[1],
                 event=event,
                 op=made.op,

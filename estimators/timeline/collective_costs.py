@@ -53,6 +53,8 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
     moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
     link = "network" if placement.nodes > 1 else cluster.node_link
     bandwidth = cluster.bus_bytes_per_s(placement)
+    if op == "all_to_all" and placement.nodes > 1:
+        moved, bandwidth = _exchanged(payload_bytes, placement, cluster)
     steps = 1 if op in ("send_recv",) else passes * (n - 1)
     across = 0 if placement.nodes == 1 else min(steps, passes * placement.nodes)
     times = {}
@@ -67,3 +69,14 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
     if op == "all_reduce" and cluster.nvls_bytes_per_s and placement.nodes == 1:
         seconds = min(seconds, _NVLS_BASE_US * 1e-6 + moved / cluster.nvls_bytes_per_s)
     return Transfer(round(1e9 * seconds), link, bandwidth)
+
+
+def _exchanged(payload_bytes: int, placement: Placement, cluster: Cluster) -> tuple[float, float]:
+    """Bytes of an all-to-all over the slower of the node's links and its network, and that one's bandwidth.
+
+    Every rank of a node sends its own bytes to other nodes, where a ring passes the same ones on.
+    """
+    n, here = placement.ranks, placement.per_node
+    inside = payload_bytes * (n - 1) / n, cluster.node_bytes_per_s(placement)
+    across = here * payload_bytes * (n - here) / n, cluster.network_bytes_per_s(placement)
+    return max(inside, across, key=lambda part: part[0] / part[1])

@@ -95,7 +95,7 @@ class ClusterCosts:
         dimension = {"dp_shard": "fsdp", "cp": "fsdp", "dp_shard_cp": "fsdp"}.get(
             collective.mesh_dim, collective.mesh_dim
         )
-        if dimension in ("tp", "fsdp", "dp_replicate"):
+        if dimension in ("tp", "fsdp", "dp_replicate", "ep", "efsdp"):
             return self.cluster.placement(self.mesh, dimension)
         return self.cluster.place(collective.group_size, self.mesh.tp)  # a part of the shard dimension
 

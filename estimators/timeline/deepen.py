@@ -78,7 +78,7 @@ def parts_of(program: Program, prefix: str, blocks: int) -> list[Part]:
 
     The blocks are ``prefix`` with a number. Raises ``CannotCutError`` if they do not follow each other.
     """
-    named = re.compile(rf"FSDP::(\w+) \({re.escape(prefix)}(\d+)\)")
+    named = re.compile(rf"FSDP::(\w+) \({re.escape(prefix)}(\d+)\)(?: \[pg=\d+\])?")
     found: list[tuple[int, int, str, int]] = []  # start, end, kind, block
     depth, backward_depth = 0, 0
     labels: list[int | None] = []
@@ -91,7 +91,9 @@ def parts_of(program: Program, prefix: str, blocks: int) -> list[Part]:
             labels.append(int(match[2]) if match else None)
             kind = "pre_backward" if backward_depth else "pre_forward"
             if match and match[1] == kind:
-                found.append((position, position, kind, int(match[2])))
+                same = bool(found) and found[-1][2:] == (kind, int(match[2]))
+                if not same:  # the first of a block's parameter groups
+                    found.append((position, position, kind, int(match[2])))
         elif isinstance(command, Leave):
             block = labels.pop()
             if backward_depth == depth:

@@ -35,8 +35,8 @@ _ON_HOST = frozenset(
 _MATMULS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 """Matrix product -> positions of its factors."""
 
-_GROUPED = "aten::_grouped_mm"
-"""A product a group: rows of one factor, or the inner dimension, are cut into groups at given offsets."""
+_GROUPED = frozenset({"aten::_grouped_mm", "aten::grouped_mm", "aten::_scaled_grouped_mm"})
+"""Products of rows that lie group by group with a matrix a group, or the gradients of these matrices."""
 
 _GATHERS = frozenset(
     f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "nll_loss_forward")
@@ -148,7 +148,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return None
     if name in _MATMULS:
         return _matmul(name, args, inputs, outputs)
-    if name == _GROUPED:
+    if name in _GROUPED:
         return _grouped(args, inputs, outputs)
     if "attention" in name and "scaled_dot_product" in name:
         return _attention(name, args, inputs, outputs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.engine import second_models, sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
+from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
@@ -56,6 +57,7 @@ def capture_step(
     With ``graphs`` blocks run as compiled ones do, and keep their graphs there. Raises ``ModelError`` for a
     model, mesh or policy that cannot be run.
     """
+    policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())
@@ -78,7 +80,7 @@ def capture_step(
         with naming_the_culprit(spec):
             loop.forward_backward()
             loop.update()
-            with Capture(_mesh_dims(device_mesh)) as capture:
+            with Capture(_mesh_dims(device_mesh, expert_mesh(mesh))) as capture:
                 loop.forward_backward()
                 loop.update()
         parameters = elements_of(model.module)
@@ -92,9 +94,17 @@ def capture_step(
     )
 
 
-def _mesh_dims(mesh: DeviceMesh) -> dict[str, str]:
-    assert mesh.mesh_dim_names is not None
-    return {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names}
+def _mesh_dims(*meshes: DeviceMesh | None) -> dict[str, str]:
+    """Name of a process group -> the mesh dimension it belongs to, the first that has it.
+
+    A dimension over the whole world shares its group with every other such.
+    """
+    names: dict[str, str] = {}
+    for mesh in meshes:
+        if mesh is not None:
+            assert mesh.mesh_dim_names is not None
+            names = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names} | names
+    return names
 
 
 def _forward_flops(commands: list[Command]) -> tuple[int, int]:

@@ -9,23 +9,21 @@ gradient back per micro-batch. B batch, S sequence, D model dim, c bytes of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import ceil
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.models.adapters import with_adapters
-from fsdp2prof.estimators.models.builtin import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.sharding import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
-from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
+from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
-from fsdp2prof.estimators.traffic.pipeline_order import interleaved_order
+from fsdp2prof.estimators.traffic.parts import expert_count
+from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, neighbours_of, order_of
 
-__all__ = ["add_parallel_traffic", "check_parallelism", "part_of", "stage_blocks", "stage_of"]
+__all__ = ["add_parallel_traffic", "check_parallelism", "counted_by_execution"]
 
 
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
@@ -33,20 +31,19 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     config = model.config
     if mesh.pp > 1 and policy.extra_model is not None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
-    for dim in ("cp", "pp", "ep"):
-        if getattr(mesh, dim) > 1 and config is None:
-            raise ModelError(
-                f"mesh: {dim}={getattr(mesh, dim)} is modelled for built-in models, not {model.name}"
-            )
+    if mesh.pp > 1 and config is None:
+        raise ModelError(f"mesh: pp={mesh.pp} is modelled for built-in models, not {model.name}")
+    if mesh.cp > 1 and not model.ring_width:
+        raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
     if mesh.ep == 1 and policy.imbalance != 1:
         raise ModelError("imbalance: rows are exchanged under expert parallelism only: add ep to the mesh")
-    if config is not None:
-        _check_expert_parallelism(config, mesh, policy)
+    if mesh.ep > 1:
+        _check_expert_parallelism(model, mesh, policy)
     if policy.async_tp and mesh.tp == 1:
         raise ModelError("async_tp: there is no tensor parallelism on this mesh; add tp to it")
     if mesh.tp > 1:
         _check_tensor_parallelism(model, mesh, policy)
-    divides_sequence = model.tensor_parallel is not None and model.tensor_parallel.is_analysed
+    divides_sequence = model.tensor_parallel is not None and model.tensor_parallel.divides_sequence
     pieces = (2 * mesh.cp if mesh.cp > 1 else 1) * (mesh.tp if divides_sequence else 1)
     if policy.seq_len % pieces:
         raise ModelError(
@@ -64,53 +61,62 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
     stages = policy.stages_per_rank
-    if stages > 1 and mesh.pp == 1:
+    if policy.pp_schedule != "1f1b" and mesh.pp == 1:
         raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
+    if policy.splits_backward and policy.ac == "op":
+        raise ModelError(
+            f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and torch's selective "
+            "checkpointing allows one backward: use ac=none (or full, recomputed for each part)"
+        )
+    if policy.splits_backward and policy.compile:
+        raise ModelError(
+            f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and compiled blocks have one: "
+            "torch refuses it; leave compile out"
+        )
     if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
         raise ModelError(
             f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
             f"layers of {model.name}"
         )
-    if stages > 1:
-        interleaved_order(mesh.pp, stages, policy.grad_accum)
+    if mesh.pp > 1:
+        order_of(
+            policy.pp_schedule,
+            mesh.pp,
+            enough_micro_batches(policy.pp_schedule, mesh.pp, policy.grad_accum),
+        )
 
 
 def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     plan = model.tensor_parallel
     if plan is None:
         raise ModelError(f"mesh: tp={mesh.tp}: {model.name} {model.no_tensor_parallel}")
+    if mesh.ep > 1:
+        plan = plan.with_experts_apart(model.experts)
     if refusal := plan.refusal(mesh.tp):
         raise ModelError(f"mesh: {refusal}")
-    if policy.async_tp and not plan.is_analysed:
-        raise ModelError("async_tp is modelled for built-in models only")
     if policy.extra_model is not None and not plan.is_analysed:
         raise ModelError(
-            "tensor parallelism with a second model (extra_model) is modelled for built-ins only"
+            "tensor parallelism with a second model (extra_model) is modelled for dense built-ins only"
         )
     if policy.async_tp and not plan.is_analysed:
-        raise ModelError(f"async_tp: modelled for built-in models, not {model.name}")
-    divided = plan.is_analysed and policy.loss in ("compiled", "fused", "logprobs", "dpo")
+        raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")
+    divided = plan.divides_sequence and policy.loss in ("compiled", "fused", "logprobs", "dpo")
     if divided or policy.loss == "fused":
         raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
     if any(isinstance(value, int) for value in values_of(policy.reshard)):
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 
 
-def _check_expert_parallelism(config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
-    if mesh.cp > 1 and config.latent is not None:
-        raise ModelError(f"mesh: cp={mesh.cp} is not modelled for the latent attention of {config.name}")
-    if mesh.ep == 1:
-        return
-    if config.experts is None:
-        raise ModelError(f"mesh: ep={mesh.ep} for {config.name}, which has no experts")
-    if config.experts.count % mesh.ep:
-        raise ModelError(
-            f"mesh: ep={mesh.ep} does not divide the {config.experts.count} experts of {config.name}"
-        )
-    if mesh.fsdp_size % mesh.ep:
-        raise ModelError(f"mesh: ep={mesh.ep} does not divide the {mesh.fsdp_size} ranks of dp_shard x cp")
-    if mesh.tp * mesh.cp * mesh.pp > 1:
-        raise ModelError("expert parallelism is modelled with FSDP and HSDP: leave tp, cp and pp at 1")
+def _check_expert_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+    if not model.experts:
+        raise ModelError(f"mesh: ep={mesh.ep} for {model.name}, which has no experts")
+    if model.reach_experts is None:
+        raise ModelError(f"mesh: ep={mesh.ep}: {model.name} {model.no_expert_parallel}")
+    count = expert_count(model)
+    if count % mesh.ep:
+        raise ModelError(f"mesh: ep={mesh.ep} does not divide the {count} experts of {model.name}")
+    if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:
+        raise ModelError(f"mesh: ep={mesh.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
     if policy.trainable is not None or policy.lora is not None or policy.offload:
         raise ModelError("expert parallelism with frozen or offloaded parameters is not modelled")
     if isinstance(policy.reshard, int):
@@ -119,110 +125,70 @@ def _check_expert_parallelism(config: TransformerConfig, mesh: MeshSpec, policy:
         raise ModelError(f"mesh: ep={mesh.ep}: {refusal}; 2.11 or newer gives experts one of their own")
 
 
-def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range:
-    """Layers of one pipeline stage: as even as possible, the first stages one longer."""
-    size, longer = divmod(config.layers, mesh.pp)
-    start = stage * size + min(stage, longer)
-    return range(start, start + size + (stage < longer))
-
-
-def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
-    adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
-    if policy.lora is not None and policy.lora.quantized is not None:
-        if mesh.tp * mesh.pp > 1:
-            raise ModelError("lora: a quantized base is modelled with FSDP and HSDP: leave tp and pp at 1")
-        if policy.lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
-            raise ModelError(f"lora: base={policy.lora.quantized}: {refusal}")
-        quantize_blocks(adapted, policy.lora.quantized, policy.compute_dtype, mesh.fsdp_size)
-    return _with_local_experts(stage_of(adapted, mesh, policy), mesh)
-
-
-def _with_local_experts(model: Model, mesh: MeshSpec) -> Model:
-    if mesh.ep == 1:
-        return model
-    from torch import nn
-
-    for fqn in model.experts:
-        module = model.module.get_submodule(fqn)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            local = parameter.data.narrow(0, 0, parameter.shape[0] // mesh.ep).clone()
-            module.register_parameter(name, nn.Parameter(local))
-    return replace(model, expert_ranks=mesh.ep)
-
-
-def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline.
-
-    The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
-    to those for the stage after.
-    """
-    if mesh.pp == 1 or model.config is None:
-        return model
-    from torch import nn
-
-    kept = stage_blocks(model.config, mesh, policy.pp_stage)
-    module = model.module
-    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
-    module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
-    absent: set[str] = set()
-    if policy.pp_stage > 0:
-        absent.add("tok_embeddings")
-        if model.config.family == "gpt":
-            module.pos_embeddings = None  # type: ignore[assignment]
-    if policy.pp_stage < mesh.pp - 1:
-        absent |= {"norm", "output"}
-    for name in absent:
-        module.register_module(name, nn.Identity())
+def counted_by_execution(model: Model, mesh: MeshSpec) -> bool:
+    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them."""
     plan = model.tensor_parallel
-    if isinstance(plan, BuiltinPlan):
-        plan = replace(plan, absent=frozenset(absent))
-    return replace(
-        model,
-        blocks=tuple(f"layers.{index}" for index in kept),
-        experts=tuple(fqn for fqn in model.experts if int(fqn.split(".")[1]) in kept),
-        tensor_parallel=plan,
-    )
+    if mesh.tp > 1 and plan is not None and not plan.is_analysed:
+        return True
+    return mesh.ep > 1 and model.config is None
 
 
 def add_parallel_traffic(
     ledger: Ledger, model: Model, groups: Sequence[ParameterGroup], mesh: MeshSpec, policy: PolicySpec
 ) -> list[str]:
-    """Add TP, CP and PP collectives of a step to ``ledger``; return the assumptions made."""
-    notes: list[str] = []
-    config = model.config
-    if config is None:
-        return notes
+    """Add TP, EP, CP and PP collectives of a step to ``ledger``; return the assumptions made.
+
+    Where tensor parallelism is not known by formula, it is counted elsewhere, expert parallelism with it.
+    """
+    config, executed = model.config, counted_by_execution(model, mesh)
     owner_of = {part: group.fqn for group in groups for part in group.fqn.split(", ")}
-    owners = [owner_of.get(block, "") for block in model.blocks]
-    if mesh.tp > 1:
-        _add_tensor_parallel(ledger, config, owners, mesh, policy)
+    blocks = {block: owner_of.get(block, "") for block in model.blocks}
+    notes: list[str] = []
+    if mesh.tp > 1 and config is not None and not executed:
+        _add_tensor_parallel(ledger, config, list(blocks.values()), mesh, policy)
         _add_ends(ledger, config, owner_of, mesh, policy)
         _add_replicated_gradients(ledger, groups, Axis(size=mesh.tp, mesh_dim="tp"), policy)
         notes.append(
             "tensor parallelism as analysed: sequence-parallel norms and residuals, vocabulary-sharded "
             f"embedding and head, loss {'parallel' if policy.loss_parallel else 'over gathered logits'}"
         )
-    if mesh.ep > 1 and config.experts is not None:
-        _add_expert_parallel(ledger, config, owners, mesh, policy)
-        notes.append(
-            f"expert parallelism: each of {mesh.ep} ranks holds {config.experts.count // mesh.ep} of "
-            f"{config.experts.count} experts whole; tokens go to {config.experts.top_k}, none is dropped, "
-            f"and this rank's experts receive {policy.imbalance:g} times the mean"
-        )
+    if mesh.ep > 1:
+        if config is not None and not executed:
+            _add_expert_parallel(ledger, config, blocks, model.experts, mesh, policy)
+        notes.append(_expert_note(model, mesh, policy))
     if mesh.cp > 1:
-        _add_context_parallel(ledger, config, owners, mesh, policy)
-        notes.append(
-            "context parallelism as analysed: K and V move with their own grouped heads; a model that "
-            f"repeats them before attention moves {config.heads // config.kv_heads} times as much"
-        )
-    if mesh.pp > 1:
+        _add_context_parallel(ledger, model.ring_width // mesh.tp, list(blocks.values()), mesh, policy)
+        notes.append(_context_note(model))
+    if mesh.pp > 1 and config is not None:
         _add_pipeline(ledger, config, mesh, policy)
         notes.append(
             f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: layers {model.blocks[0]} to "
             f"{model.blocks[-1]}, one send per micro-batch and neighbour, parameters gathered once a step"
         )
     return notes
+
+
+def _expert_note(model: Model, mesh: MeshSpec, policy: PolicySpec) -> str:
+    config = model.config
+    held = "a part" if not model.experts else str(expert_count(model))
+    chosen = f" go to {config.experts.top_k}," if config is not None and config.experts is not None else ""
+    shares = "; tensor-parallel ranks share theirs among themselves" if mesh.tp > 1 else ""
+    return (
+        f"expert parallelism: each of {mesh.ep} ranks holds {held} of a block's experts whole; "
+        f"tokens{chosen} spread evenly, none is dropped, and this rank's experts receive "
+        f"{policy.imbalance:g} times the mean{shares}"
+    )
+
+
+def _context_note(model: Model) -> str:
+    config = model.config
+    note = "context parallelism as analysed: K and V move with their own heads"
+    if config is None or config.latent is not None or config.heads == config.kv_heads:
+        return note
+    return (
+        f"{note}; a model that repeats them before attention moves {config.heads // config.kv_heads} times "
+        "as much"
+    )
 
 
 def _recomputed(policy: PolicySpec, block: int) -> bool:
@@ -255,11 +221,12 @@ def _add_ends(
     """The embedding scatters its partial sums; the head gathers the sequence; the loss joins the logits."""
     add = _activation_adder(ledger, mesh, policy)
     tokens = _tokens(mesh, policy)
-    if policy.pp_stage == 0:
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    if is_first:
         embedding = owner_of.get("tok_embeddings", "")
         add(embedding, "forward", "reduce_scatter", 1, tokens * config.dim)
         add(embedding, "backward", "all_gather", 1, tokens * config.dim)
-    if policy.pp_stage == mesh.pp - 1:
+    if is_last:
         head = owner_of.get("output", "")
         add(head, "forward", "all_gather", 1, tokens * config.dim)
         add(head, "backward", "reduce_scatter", 1, tokens * config.dim)
@@ -316,9 +283,16 @@ def _add_replicated_gradients(
 
 
 def _add_expert_parallel(
-    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
+    ledger: Ledger,
+    config: TransformerConfig,
+    blocks: Mapping[str, str],
+    sparse: Sequence[str],
+    mesh: MeshSpec,
+    policy: PolicySpec,
 ) -> None:
     """Rows go to their experts and come back, and so do their gradients; recomputing sends them again.
+
+    ``blocks`` are those of this rank with their groups, ``sparse`` its modules of experts.
 
     Under both kinds of checkpointing the exchange is recomputed up to what came back, whose sum with the
     tokens saves no more than its place.
@@ -326,8 +300,8 @@ def _add_expert_parallel(
     assert config.experts is not None
     rows = _tokens(mesh, policy) * config.experts.top_k
     sizes = {"there": rows, "back": ceil(rows * policy.imbalance)}
-    for block, fqn in enumerate(owners):
-        if not config.experts.is_in(block):
+    for block, (name, fqn) in enumerate(blocks.items()):
+        if not any(one.startswith(f"{name}.") for one in sparse):
             continue
         recomputes = policy.ac == "op" or _recomputed(policy, block)
         for phase, times in (("forward", 1), ("backward", int(recomputes))):
@@ -363,10 +337,11 @@ def _exchange(
 
 
 def _add_context_parallel(
-    ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
+    ledger: Ledger, width: int, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
+    """Each block's K and V, ``width`` elements a position on this rank's heads, go around the ring."""
     axis = Axis(size=mesh.cp, mesh_dim="cp")
-    elements = 2 * policy.sequences * policy.seq_len * config.kv_heads // mesh.tp * config.head_dim
+    elements = policy.sequences * policy.seq_len * width
     payload = elements * dtype_bytes(policy.compute_dtype)
     for block, fqn in enumerate(owners):
         passes = {"forward": 1, "backward": 2 if _recomputed(policy, block) else 1}
@@ -398,11 +373,8 @@ def _add_context_parallel(
 def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
     local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
     payload = local * dtype_bytes(policy.compute_dtype)
-    stages = policy.stages_per_rank
-    sends = {
-        "forward": stages - (policy.pp_stage == mesh.pp - 1),
-        "backward": stages - (policy.pp_stage == 0),
-    }
+    before, after = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    sends = {"forward": after, "backward": before}
     for phase, of_stages in sends.items():
         ledger.add(
             root=0,

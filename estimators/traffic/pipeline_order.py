@@ -1,44 +1,114 @@
 """The order of a pipeline's work, by torch's own schedules.
 
-``torch.distributed.pipelining`` writes an interleaved schedule down before it runs it: for each rank the
-forwards and backwards of its stages. Here its classes are given stages without modules, and asked for that
-order. A rank r of P holds the stages r, r + P, r + 2P, ...
+``torch.distributed.pipelining`` writes a schedule of several stages a rank down before it runs it: for each
+rank the forwards and backwards of its stages, or the two parts of a backward. Here its classes are given
+stages without modules, and asked for that order. Of its schedules with one stage a rank, which are loops, the
+order is written here. A rank r of P holds the stages r, r + P, r + 2P, ..., or r and 2P - 1 - r in a V.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.pipeline import PipelineSchedule, ScheduleRule, schedule_rule, stages_of
 
-__all__ = ["StageWork", "interleaved_order", "most_in_flight", "waiting_ns"]
+__all__ = [
+    "InFlight",
+    "Kind",
+    "Order",
+    "StageWork",
+    "enough_micro_batches",
+    "in_flight",
+    "neighbours_of",
+    "order_of",
+    "rank_of_stage",
+    "waiting_ns",
+]
 
-_ACTION = re.compile(r"(\d+)([FB])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+_ROUNDS = 4
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+"""A forward, a whole backward, the gradients of a stage's input, those of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """One forward or backward of one stage's micro-batch."""
+    """One stage's work on one micro-batch."""
 
     stage: int
-    backward: bool
+    kind: Kind
     micro_batch: int
 
 
-@lru_cache(maxsize=256)
-def interleaved_order(
-    ranks: int, stages_per_rank: int, micro_batches: int
-) -> tuple[tuple[StageWork, ...], ...]:
-    """Return what every rank does, in order, under interleaved 1F1B.
+Order: TypeAlias = tuple[StageWork, ...]
+"""What one rank does, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Most micro-batches of single stages that are under way at once on a rank."""
+
+    forwards: int
+    """Whose forward has run and whose backward, or the first part of it, has not."""
+    weights: int
+    """Whose weights' gradients alone are still to come."""
+    alive: int
+    """Whose forward has run and whose backward has not ended."""
+
+
+@lru_cache(maxsize=1024)
+def order_of(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> tuple[Order, ...]:
+    """Return what every rank does, in order.
 
     Raises ``ModelError`` for a number of micro-batches that the schedule does not take.
     """
-    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+    if schedule == "1f1b":
+        return tuple(_one_forward_one_backward(ranks, rank, micro_batches) for rank in range(ranks))
+    if schedule == "gpipe":
+        return tuple(
+            tuple(StageWork(rank, kind, batch) for kind in ("F", "B") for batch in range(micro_batches))
+            for rank in range(ranks)
+        )
+    return _by_torch(schedule_rule(schedule), stages_of(schedule), ranks, micro_batches)
 
+
+def enough_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> int:
+    """Return as few micro-batches as wait for each other, and are under way, as the given ones are.
+
+    After :data:`_ROUNDS` whole rounds a schedule repeats itself; not one that runs all forwards first.
+    """
+    rest = micro_batches % ranks
+    if schedule in ("1f1b", "zbv") or not rest:
+        return min(micro_batches, _ROUNDS * ranks + rest)
+    return micro_batches
+
+
+def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Order:
+    """As ``Schedule1F1B`` runs: P - r forwards, then a backward and a forward in turn."""
+    ahead = min(ranks - rank, micro_batches)
+    order = [StageWork(rank, "F", batch) for batch in range(ahead)]
+    for batch in range(micro_batches):
+        order.append(StageWork(rank, "B", batch))
+        if ahead + batch < micro_batches:
+            order.append(StageWork(rank, "F", ahead + batch))
+    return tuple(order)
+
+
+def _by_torch(rule: ScheduleRule, stages_per_rank: int, ranks: int, micro_batches: int) -> tuple[Order, ...]:
+    """Ask torch's class for its order."""
+    from torch.distributed.pipelining import schedules
+
+    known = getattr(schedules, rule.torch_class, None)
+    if known is None:
+        raise ModelError(f"pp_schedule: this torch has no {rule.torch_class}")
     stages: list[Any] = [
         SimpleNamespace(
             num_stages=ranks * stages_per_rank,
@@ -47,15 +117,18 @@ def interleaved_order(
             stage_index=index * ranks,
             group=None,
             has_backward=True,
+            submod=None,
         )
         for index in range(stages_per_rank)
     ]
+    # What the ranks send each other is worked out at length, and not asked for here.
+    silent = type(rule.torch_class, (known,), {"_prepare_schedule_with_comms": lambda *_, **__: None})
     try:
-        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=micro_batches)
+        schedule = silent(stages, n_microbatches=micro_batches)
     except ValueError:
         rounds = max(1, micro_batches // ranks)
         raise ModelError(
-            f"pp_schedule: interleaved 1F1B over {ranks} ranks has rounds of equally many micro-batches: "
+            f"pp_schedule: {rule.title} over {ranks} ranks has rounds of equally many micro-batches: "
             f"{micro_batches} do not fill {rounds}"
         ) from None
     return tuple(
@@ -68,25 +141,45 @@ def _work(action: object) -> StageWork:
     match = _ACTION.fullmatch(str(action))
     if match is None:
         raise ModelError(f"pp_schedule: torch's schedule has a step that is not modelled: {action}")
-    return StageWork(int(match[1]), match[2] == "B", int(match[3]))
+    kind: Kind = match[2]  # type: ignore[assignment]
+    return StageWork(int(match[1]), kind, int(match[3]))
 
 
-def most_in_flight(order: tuple[StageWork, ...]) -> int:
-    """Return the most forwards of single stages whose backward has not run, at any time on one rank."""
-    alive = most = 0
+def rank_of_stage(schedule: PipelineSchedule, ranks: int, stage: int) -> int:
+    """Return the rank that holds a stage."""
+    around, place = divmod(stage, ranks)
+    return ranks - 1 - place if schedule_rule(schedule).is_v and around % 2 else place
+
+
+def neighbours_of(schedule: PipelineSchedule, ranks: int, rank: int) -> tuple[int, int]:
+    """Return how many of a rank's stages receive from a stage before, and from one after, on other ranks."""
+    count = ranks * stages_of(schedule)
+    holders = [rank_of_stage(schedule, ranks, stage) for stage in range(count)]
+    own = [stage for stage in range(count) if holders[stage] == rank]
+    before = sum(stage > 0 and holders[stage - 1] != rank for stage in own)
+    after = sum(stage < count - 1 and holders[stage + 1] != rank for stage in own)
+    return before, after
+
+
+def in_flight(order: Order) -> InFlight:
+    """Return how much of a rank's work is under way at most, at any time."""
+    forwards = weights = 0
+    most = InFlight(0, 0, 0)
     for work in order:
-        alive += -1 if work.backward else 1
-        most = max(most, alive)
+        forwards += {"F": 1, "B": -1, "I": -1}.get(work.kind, 0)
+        weights += {"I": 1, "W": -1}.get(work.kind, 0)
+        most = InFlight(
+            max(most.forwards, forwards), max(most.weights, weights), max(most.alive, forwards + weights)
+        )
     return most
 
 
-def waiting_ns(
-    orders: tuple[tuple[StageWork, ...], ...], rank: int, forward_ns: int, backward_ns: int
-) -> int:
+def waiting_ns(orders: tuple[Order, ...], rank: int, durations_ns: Mapping[Kind, int]) -> int:
     """Return how long a rank waits for others in a step whose stages all take equally long.
 
     A forward waits for that of the stage before, a backward for that of the stage after; what stages send
-    each other takes no time.
+    each other takes no time. The first stage has no input to make gradients for: its weights' part is its
+    whole backward, as torch runs it.
     """
     last = max(work.stage for order in orders for work in order)
     done: dict[StageWork, int] = {}
@@ -101,22 +194,39 @@ def waiting_ns(
                 ready = _ready(work, last, done)
                 if ready is None:
                     break
-                clock[index] = max(clock[index], ready) + (backward_ns if work.backward else forward_ns)
+                clock[index] = max(clock[index], ready) + _lasts(work, durations_ns)
                 done[work] = clock[index]
                 at[index] += 1
                 moved = True
-    own = sum(backward_ns if work.backward else forward_ns for work in orders[rank])
-    return max(clock) - own
+    if any(place < len(order) for place, order in zip(at, orders, strict=True)):
+        raise ModelError("pp_schedule: torch's order waits for itself with these micro-batches")
+    return max(clock) - sum(_lasts(work, durations_ns) for work in orders[rank])
 
 
-def _ready(work: StageWork, last: int, done: dict[StageWork, int]) -> int | None:
+def _lasts(work: StageWork, durations_ns: Mapping[Kind, int]) -> int:
+    if work.stage == 0 and work.kind in ("I", "W"):
+        return 0 if work.kind == "I" else durations_ns["B"]
+    return durations_ns[work.kind]
+
+
+def _ready(work: StageWork, last: int, done: Mapping[StageWork, int]) -> int | None:
     """When what a stage's work needs is there; None while it is not known."""
-    if work.backward:
-        needs = [StageWork(work.stage, False, work.micro_batch)]
-        if work.stage < last:
-            needs.append(StageWork(work.stage + 1, True, work.micro_batch))
-    else:
-        needs = [StageWork(work.stage - 1, False, work.micro_batch)] if work.stage else []
-    if any(need not in done for need in needs):
-        return None
-    return max((done[need] for need in needs), default=0)
+    times = [_first_done(work.stage, kinds, work.micro_batch, done) for kinds in _own_needs(work)]
+    if work.kind == "F" and work.stage:
+        times.append(_first_done(work.stage - 1, ("F",), work.micro_batch, done))
+    if work.kind in ("B", "I") and work.stage < last:
+        times.append(_first_done(work.stage + 1, ("B", "I"), work.micro_batch, done))
+    return None if None in times else max((time for time in times if time is not None), default=0)
+
+
+def _own_needs(work: StageWork) -> tuple[tuple[Kind, ...], ...]:
+    """What a stage has to have done of the same micro-batch."""
+    if work.kind == "F":
+        return ()
+    return (("I",),) if work.kind == "W" else (("F",),)
+
+
+def _first_done(
+    stage: int, kinds: tuple[Kind, ...], micro_batch: int, done: Mapping[StageWork, int]
+) -> int | None:
+    return next((done[work] for kind in kinds if (work := StageWork(stage, kind, micro_batch)) in done), None)

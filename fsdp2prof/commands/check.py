@@ -90,7 +90,8 @@ def run(run: Path, *, fail_at: str, output: Output) -> None:
 @click.option(
     "--shard",
     metavar="PKG:FUNCTION",
-    help="shard(module, mesh) calls fully_shard; by default on every member of a list, and on the root.",
+    help="shard(module, mesh) calls fully_shard; by default on every member of a list, and on the root. "
+    "With ep in the mesh: shard(module, mesh, experts).",
 )
 @click.option("--steps", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of each step.")
@@ -120,11 +121,10 @@ def parity(
     from fsdp2prof.workflows.parity import check_parity
 
     sizes = _sizes(mesh, world_size)
-    if math.prod(sizes.values()) > _MOST_RANKS:
-        raise UsageError(
-            f"--mesh: {math.prod(sizes.values())} ranks on one machine are more than {_MOST_RANKS}"
-        )
-    with output.progress(f"training {model} on {math.prod(sizes.values())} ranks"):
+    ranks = math.prod(size for name, size in sizes.items() if name != "ep")
+    if ranks > _MOST_RANKS:
+        raise UsageError(f"--mesh: {ranks} ranks on one machine are more than {_MOST_RANKS}")
+    with output.progress(f"training {model} on {ranks} ranks"):
         found = check_parity(
             model=model,
             batch=batch,
@@ -193,7 +193,7 @@ def balance(
 
 
 def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
-    """The dimensions of the mesh that have more than one rank, in its order; ``dp_shard`` always."""
+    """Dimensions of the mesh with more than one rank, in its order; ``dp_shard`` always, ``ep`` last."""
     from fsdp2prof.estimators.spec.mesh import MeshSpec
 
     if mesh is None:
@@ -201,7 +201,10 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
     spec = MeshSpec.parse(mesh)
     if world_size is not None and world_size != spec.world_size:
         raise UsageError(f"--mesh has {spec.world_size} ranks, --world-size says {world_size}; give one")
-    return {name: size for name, size in spec.dimensions().items() if size > 1 or name == "dp_shard"}
+    if (ranks := spec.fsdp_size * spec.tp) % spec.ep:
+        raise UsageError(f"--mesh: ep={spec.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
+    sizes = {name: size for name, size in spec.sizes().items() if size > 1 or name == "dp_shard"}
+    return sizes | ({"ep": spec.ep} if spec.ep > 1 else {})
 
 
 @check.command(

@@ -16,12 +16,12 @@ from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.workflows.trackers import TRACKERS, Tracker, tracking
 from fsdp2prof.workflows.urls import copies, shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job_files import JobFiles
-    from fsdp2prof.workflows.trackers import Tracker
 
 __all__ = ["export"]
 
@@ -131,7 +131,7 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
 @click.option(
     "--log",
     "tracker",
-    type=click.Choice(["wandb", "mlflow", "tensorboard"]),
+    type=click.Choice(TRACKERS),
     help="Log what stands for the whole run to a tracker instead; tensorboard's folder is -o.",
 )
 @destination_options("Write to this file instead of stdout.")
@@ -179,8 +179,6 @@ class _Scalars:
 
 
 def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
-    from fsdp2prof.workflows.trackers import log_scalars
-
     if tracker == "tensorboard" and output.path is None:
         raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
     if tracker != "tensorboard":
@@ -188,8 +186,9 @@ def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions,
     scalars = write_finished(
         None, lambda: _job(path, choice), options, output, _Scalars(copies()), doing=f"analysing {path}"
     )
-    where = log_scalars(tracker, scalars, name=path.name, folder=output.path)
-    output.tell(f"logged {plural(len(scalars), 'number')} to {where}")
+    with tracking(tracker, name=path.name, folder=output.path) as log:
+        log(scalars)
+        output.tell(f"logged {plural(len(scalars), 'number')} to {log.where}")
 
 
 def _analysis(path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> Any:

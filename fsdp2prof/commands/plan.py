@@ -42,7 +42,8 @@ __all__ = ["plan"]
     metavar="NAME=VALUE,...",
     default="",
     help="Search nothing else for these: mesh dimensions (tp=8), batch_size, grad_accum, ac, reshard, sync, "
-    "offload, reduce_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule.",
+    "offload, reduce_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule, allocator, "
+    "expert_shards.",
 )
 @click.option(
     "--reserve", metavar="SHARE", default="10%", show_default=True, help="Device memory to leave free."
@@ -64,7 +65,7 @@ __all__ = ["plan"]
 @click.option(
     "--refine",
     is_flag=True,
-    help="Try prefetching, precision and what stays gathered on the winner, by the engine.",
+    help="Try prefetching, precision and compilation on the winner, by the engine.",
 )
 @click.option("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
 @output_options()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import click
@@ -12,8 +13,13 @@ from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import replacing
 from fsdp2prof.results import WatchedRun
+from fsdp2prof.workflows.trackers import TRACKERS, Log, Tracker, tracking
 
 __all__ = ["watch"]
+
+_STEP_METRIC = "fsdp2prof/watched_step"
+_TENSORBOARD = "tensorboard"
+"""Folder in a run."""
 
 
 @click.command()
@@ -41,6 +47,12 @@ __all__ = ["watch"]
     metavar="FILE",
     help="Keep the numbers in a file that a node exporter reads, as OpenMetrics text.",
 )
+@click.option(
+    "--log",
+    "tracker",
+    type=click.Choice(TRACKERS),
+    help="Log the numbers of each view to a tracker, by step; tensorboard's go into RUN/tensorboard.",
+)
 @output_options()
 def watch(
     run: Path,
@@ -50,6 +62,7 @@ def watch(
     follow: bool | None,
     interval: float,
     metrics: Path | None,
+    tracker: Tracker | None,
     output: Output,
 ) -> None:
     """How a job does that `fsdp2prof record --watch -o RUN` runs: its last steps, slow ranks, memory."""
@@ -58,26 +71,39 @@ def watch(
     if follow and output.path is not None:
         raise UsageError("--follow shows one view after the other: leave out -o, or ask --once")
     follows = output.to_terminal and output.format == "text" if follow is None else follow
-    while True:
-        try:
-            seen: WatchedRun | None = watch_run(run, window=window, tokens_per_step=tokens_per_step)
-        except RunDirectoryError as error:
-            if not follows or "no rank has ended a step yet" not in str(error):
-                raise
-            seen = None
-        if seen is not None:
-            _show(seen, metrics, output, clear=follows and output.to_terminal)
-        if not follows or (seen is not None and seen.state != "running"):
-            return
-        time.sleep(interval)
+    with ExitStack() as opened:
+        log: Log | None = None
+        while True:
+            try:
+                seen: WatchedRun | None = watch_run(run, window=window, tokens_per_step=tokens_per_step)
+            except RunDirectoryError as error:
+                if not follows or "no rank has ended a step yet" not in str(error):
+                    raise
+                seen = None
+            if seen is not None:
+                if tracker is not None and log is None:
+                    log = opened.enter_context(_tracked(tracker, run))
+                _show(seen, metrics, log, output, clear=follows and output.to_terminal)
+            if not follows or (seen is not None and seen.state != "running"):
+                return
+            time.sleep(interval)
 
 
-def _show(seen: WatchedRun, metrics: Path | None, output: Output, *, clear: bool) -> None:
+def _tracked(tracker: Tracker, run: Path) -> AbstractContextManager[Log]:
+    name = run.absolute().name
+    return tracking(tracker, name=name, folder=run / _TENSORBOARD, step_metric=_STEP_METRIC)
+
+
+def _show(seen: WatchedRun, metrics: Path | None, log: Log | None, output: Output, *, clear: bool) -> None:
     if metrics is not None:
         from fsdp2prof.reporters.open_metrics import open_metrics
 
         with replacing(metrics) as temporary:
             temporary.write_text(open_metrics(seen))
+    if log is not None:
+        from fsdp2prof.reporters.open_metrics import tracker_scalars
+
+        log(tracker_scalars(seen), seen.last_step)
     if clear:
         click.clear()
     output.render(seen)

@@ -3,7 +3,7 @@
 ::
 
     Document
-      verdict, numbers              what a reader needs first
+      verdict, changes, numbers     what a reader needs first
       Section                       a heading
         Table | Chart | Facts | Sentences | Findings
 
@@ -98,6 +98,8 @@ class Spark:
 
     values: Sequence[float]
     """Heights from left to right, zero or more."""
+    title: str = ""
+    """What the heights are, where the chart's own title says something else."""
     full: str
     """What the full height is, in words: ``12.0 MiB``."""
     marks: str = ""
@@ -182,6 +184,8 @@ class Document:
     subtitle: str = ""
     verdict: Sequence[str] = ()
     """At most three sentences: what bounds this, the most expensive place, what to try."""
+    changes: Sequence[str] = ()
+    """What would help most, the best first, each with what it gained when it was tried."""
     numbers: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     warnings: Sequence[str] = ()

@@ -26,8 +26,10 @@ from fsdp2prof.results import (
     RankMemory,
     RunAnalysis,
     RunComparison,
+    StepEstimate,
     TraceAnalysis,
 )
+from fsdp2prof.units import format_ns
 from fsdp2prof.workflows.analyze import analyze_any
 from fsdp2prof.workflows.job_files import JobFiles, open_job
 from fsdp2prof.workflows.kept import Kept, cut, is_kept, read_baseline, read_kept
@@ -136,7 +138,25 @@ def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
     world_size = result.mesh.world_size
     if isinstance(result, CommEstimate):
         return Side(path=str(path), kind="estimate", communication=result, world_size=world_size)
+    if isinstance(result, StepEstimate):
+        return _of_step(path, result)
     return Side(path=str(path), kind="estimate", peaks={0: _predicted_peak(result)}, world_size=world_size)
+
+
+def _of_step(path: Path, estimate: StepEstimate) -> Side:
+    warnings = list(estimate.trace.warnings)
+    if estimate.bubble_ns:
+        bubble = format_ns(estimate.bubble_ns)
+        warnings.append(
+            f"its step is that of one pipeline stage: {bubble} of waiting for the others come on top"
+        )
+    return Side(
+        path=str(path),
+        kind="estimate",
+        trace=estimate.trace,
+        world_size=estimate.mesh.world_size,
+        warnings=warnings,
+    )
 
 
 def _of_run(path: Path, analysis: RunAnalysis) -> Side:

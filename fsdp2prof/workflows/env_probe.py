@@ -18,12 +18,12 @@ from statistics import median
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2prof.recorder.devices import package_versions
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import identify
 from fsdp2prof.tables.environment import DimensionSum, GatherTime, RankProbe
+from fsdp2prof.workflows.rank_meshes import expert_mesh_of, mesh_of
 
 __all__ = ["main"]
 
@@ -68,14 +68,16 @@ def main(folder: Path, mesh: str) -> None:
 
 
 def _sums(mesh: str, device: torch.device) -> list[DimensionSum]:
-    """Add up rank + 1 over every dimension."""
-    sizes = (
-        dict(item.split("=") for item in mesh.split(",")) if mesh else {"world": str(dist.get_world_size())}
-    )
-    shape = tuple(int(size) for size in sizes.values())
-    made = init_device_mesh(device.type, shape, mesh_dim_names=tuple(sizes))
+    """Add up rank + 1 over every dimension, those that expert parallelism regroups ranks into among them."""
+    sizes = {"world": dist.get_world_size()}
+    if mesh:
+        sizes = {name: int(size) for name, size in (item.split("=") for item in mesh.split(","))}
+    whole, experts = mesh_of(device.type, sizes), expert_mesh_of(device.type, sizes)
+    meshes = dict.fromkeys((name for name in sizes if name != "ep"), whole)
+    if experts is not None:
+        meshes |= {"efsdp": experts, "ep": experts}
     found = []
-    for name in sizes:
+    for name, made in meshes.items():
         group = made.get_group(name)
         number = torch.tensor([dist.get_rank() + 1], dtype=torch.int64, device=device)
         dist.all_reduce(number, group=group)

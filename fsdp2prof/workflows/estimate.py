@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
-from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.policy_of_run import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
+from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
@@ -88,6 +89,10 @@ def describe(
     of_file = {} if config is None else load_config(config)
     has_model = "model" in of_file or "model" in given
     recorded = values_of_run(manifest) if manifest is not None and has_model else {}
+    source = given.get("model") or of_file.get("model")
+    if manifest is not None and source and ModelSpec(source=str(source)).kind == "builtin":
+        norm = norm_of_run(manifest)
+        recorded["policy"] |= {} if norm is None else {"norm": norm}
     policies = [recorded.get("policy", {}), of_file.get("policy", {}), policy]
     merged = {name: value for one in policies for name, value in one.items()}
     return Described(values={**recorded, **of_file, **given, "policy": merged}, manifest=manifest)

@@ -19,12 +19,14 @@ from fsdp2prof.results import (
     MEMORY_ESTIMATE_SCHEMA,
     MEMORY_SCHEMA,
     RUN_ANALYSIS_SCHEMA,
+    STEP_ESTIMATE_SCHEMA,
     TRACE_SCHEMA,
     Baseline,
     CommEstimate,
     MemoryAnalysis,
     MemoryEstimate,
     RunAnalysis,
+    StepEstimate,
     TraceAnalysis,
 )
 from fsdp2prof.workflows.choices import require
@@ -32,7 +34,9 @@ from fsdp2prof.workflows.kept_checks import check_numbers, check_timeline
 
 __all__ = ["Kept", "cut", "is_kept", "read_baseline", "read_kept"]
 
-Kept: TypeAlias = "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate"
+Kept: TypeAlias = (
+    "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate | StepEstimate"
+)
 """Results that can be compared."""
 
 _DOCUMENTS: dict[str, type[Kept]] = {
@@ -41,6 +45,7 @@ _DOCUMENTS: dict[str, type[Kept]] = {
     MEMORY_SCHEMA: MemoryAnalysis,
     MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
     COMM_ESTIMATE_SCHEMA: CommEstimate,
+    STEP_ESTIMATE_SCHEMA: StepEstimate,
 }
 _SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
 _HEAD_BYTES = 256
@@ -108,7 +113,7 @@ def cut(result: Kept, path: Path, ranks: Collection[int] | None, steps: Collecti
 
     Raises ``InputError`` for those it does not have.
     """
-    if isinstance(result, (MemoryEstimate, CommEstimate)):
+    if isinstance(result, (MemoryEstimate, CommEstimate, StepEstimate)):
         return result
     trace, memory = _parts(result)
     traced = [] if trace is None else trace.ranks

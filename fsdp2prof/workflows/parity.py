@@ -30,7 +30,8 @@ def check_parity(
     """Train plain on one process and sharded on several, and compare every loss, gradient and parameter.
 
     ``model``, ``batch`` and ``shard`` are ``package.module:function``; ``mesh`` maps dimensions to sizes,
-    the slowest first. Raises ``ModelError`` where the user's functions fail, hang or give nothing to train.
+    the slowest first, and ``ep`` to the ranks in a row that experts are dealt out to. Raises ``ModelError``
+    where the user's functions fail, hang or give nothing to train.
     """
     if shard is None and not mesh.keys() <= {"dp_replicate", "dp_shard"}:
         raise UsageError(

@@ -14,18 +14,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.tables.parity import Measured
+from fsdp2prof.workflows.rank_meshes import expert_mesh_of, mesh_of
 
 __all__ = ["ParitySettings", "run_plain", "run_rank"]
 
@@ -42,7 +44,7 @@ class ParitySettings:
     batch: str
     shard: str | None
     mesh: Mapping[str, int]
-    """Dimension -> size, slowest first."""
+    """Dimension -> size, slowest first; ``ep`` regroups ranks of the others."""
     steps: int
     micro_batches: int
     seed: int
@@ -54,10 +56,7 @@ class ParitySettings:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        total = 1
-        for size in self.mesh.values():
-            total *= size
-        return total
+        return prod(size for name, size in self.mesh.items() if name != "ep")
 
     @property
     def data_ranks(self) -> int:
@@ -165,19 +164,21 @@ def run_rank(settings: ParitySettings, rank: int) -> tuple[list[Measured], list[
 
 
 def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[list[Measured], list[float]]:
-    mesh = init_device_mesh(
-        settings.device, tuple(settings.mesh.values()), mesh_dim_names=tuple(settings.mesh)
-    )
+    mesh, experts = (make(settings.device, settings.mesh) for make in (mesh_of, expert_mesh_of))
+    assert mesh is not None
     training = _Training(settings)
     if settings.shard is None:
         _shard_by_default(training.module, mesh)
-    else:
+    elif experts is None:
         _load(settings.shard)(training.module, mesh)
+    else:
+        _load(settings.shard)(training.module, mesh, experts)
+    part = _Part() if experts is None else _Part(experts["ep"].size(), experts["ep"].get_local_rank())
     training.start()
     data_rank = rank // settings.mesh.get("tp", 1)
     precision = _precision(training.module)
     start = _read(folder / "start.pt")["parameters"]
-    measured = list(_compare(-1, "parameter", start, training.parameters(), precision))
+    measured = list(_compare(-1, "parameter", start, training.parameters(), precision, part))
     means = []
     for step in range(settings.steps):
         losses = {}
@@ -191,9 +192,10 @@ def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[l
         digests = {f"{index}.{one}": digest for (index, one), digest in training.digests.items()}
         measured += _compare_batches(step, plain["digests"], digests)
         measured += _compare_losses(step, plain["losses"], losses, precision)
-        measured += _compare(step, "gradient", plain["gradients"], training.gradients(), precision)
+        gradients, held = training.gradients(), training.parameters()
+        measured += _compare(step, "gradient", plain["gradients"], gradients, precision, part)
         training.update()
-        measured += _compare(step, "parameter", plain["parameters"], training.parameters(), precision)
+        measured += _compare(step, "parameter", plain["parameters"], held, precision, part)
         means.append(float(sum(losses.values())) / settings.micro_batches)
         training.digests.clear()
     return measured, means
@@ -235,20 +237,41 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Which of the experts a rank holds: one of ``ranks`` equal parts of dimension 0."""
+
+    ranks: int = 1
+    rank: int = 0
+
+    def of(self, plain: Tensor, like: Tensor) -> Tensor:
+        """This rank's part of a tensor if ``like``, gathered whole, is no more than that; else all of it."""
+        rows = plain.shape[0] // self.ranks if plain.dim() else 0
+        if self.ranks == 1 or like.shape != (rows, *plain.shape[1:]):
+            return plain
+        return plain[self.rank * rows : (self.rank + 1) * rows]
+
+
 def _compare(
     step: int,
     kind: str,
     plain: Mapping[str, Tensor],
     sharded: Mapping[str, Tensor | None],
     precision: Mapping[str, str],
+    part: _Part,
 ) -> Iterator[Measured]:
-    """Measure tensors that both have, whole; every rank must call it, for gathering is a collective."""
+    """Measure tensors that both have, whole; every rank must call it, for gathering is a collective.
+
+    Of experts that expert parallelism dealt out, what a rank's group has of them.
+    """
     names = list(dict.fromkeys([*sharded, *plain]))
     for position, name in enumerate(names):
         mine, its = sharded.get(name), plain.get(name)
         if mine is None and its is None:
             continue
         whole = None if mine is None else mine.full_tensor() if isinstance(mine, DTensor) else mine
+        if its is not None and whole is not None:
+            its = part.of(its, whole)
         yield _measure(step, kind, name, position, precision.get(name, "float32"), its, whole)
 
 

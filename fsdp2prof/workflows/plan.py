@@ -19,7 +19,8 @@ import fsdp2prof
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.planner.answers import Question, answer
 from fsdp2prof.estimators.planner.confirm import EngineMemory, check_memory, check_step
-from fsdp2prof.estimators.planner.plan import Call, Planning, run_one
+from fsdp2prof.estimators.planner.engine import Call, run_one
+from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.step import StepFigures

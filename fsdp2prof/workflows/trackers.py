@@ -1,71 +1,111 @@
-"""Numbers of a run to an experiment tracker: each by its own client, told where to by its own environment."""
+"""Numbers to an experiment tracker: each by its own client, told where to by its own environment."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from fsdp2prof.errors import InputError
 
-__all__ = ["Tracker", "log_scalars"]
+__all__ = ["TRACKERS", "Log", "Tracker", "tracking"]
 
 Tracker: TypeAlias = Literal["wandb", "mlflow", "tensorboard"]
+TRACKERS: tuple[Tracker, ...] = ("wandb", "mlflow", "tensorboard")
 
-_PACKAGES: dict[Tracker, str] = {"wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard"}
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. /]")
 _LONGEST_IN_MLFLOW = 250
 
 
-def log_scalars(tracker: Tracker, scalars: Mapping[str, float], *, name: str, folder: Path | None) -> str:
-    """Log numbers as those of one run called ``name``; returns where they went.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Log:
+    """A tracker's run, open; called with numbers by name, of a training step or of a run as a whole."""
 
-    ``folder`` is where TensorBoard's event file goes. Raises ``InputError`` if the tracker's package is not
-    installed, or the tracker refuses.
+    where: str
+    """Address or folder."""
+    tracker: Tracker
+    take: Callable[[Mapping[str, float], int | None], None]
+
+    def __call__(self, scalars: Mapping[str, float], step: int | None = None) -> None:
+        """Log numbers. Raises ``InputError`` if the tracker refuses."""
+        with _understood(self.tracker):
+            self.take(scalars, step)
+
+
+@contextmanager
+def tracking(tracker: Tracker, *, name: str, folder: Path | None, step_metric: str = "") -> Iterator[Log]:
+    """Open a run of a tracker, called ``name``.
+
+    ``folder`` is where TensorBoard's event file goes. ``step_metric`` is the name under which the numbers
+    themselves say their step: Weights & Biases draws them over it, whose own steps may be another program's.
+    Raises ``InputError`` if the tracker's package is not installed, or the tracker refuses.
     """
+    with ExitStack() as stack:
+        with _understood(tracker):
+            log = stack.enter_context(_OPENED[tracker](name, folder, step_metric))
+        yield log
+
+
+@contextmanager
+def _understood(tracker: Tracker) -> Iterator[None]:
+    """Say what a tracker's client does not like."""
     try:
-        return _LOGGERS[tracker](scalars, name, folder)
+        yield
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != _PACKAGES[tracker]:
+        if (error.name or "").split(".")[0] != tracker:
             raise
         raise InputError(f"--log {tracker} needs its package: pip install 'fsdp2prof[{tracker}]'") from error
-    except InputError:
-        raise
     except Exception as error:  # of as many kinds as trackers have: no server, no login, a full disk
         raise InputError(f"{tracker} did not take the numbers: {error}") from error
 
 
-def _wandb(scalars: Mapping[str, float], name: str, _: Path | None) -> str:
+@contextmanager
+def _wandb(name: str, _: Path | None, step_metric: str) -> Iterator[Log]:
     import wandb
 
     with wandb.init(name=name, job_type="fsdp2prof", settings=wandb.Settings(silent=True)) as run:
-        run.log(dict(scalars))
-        return str(run.url or run.dir)
+        if step_metric:
+            run.define_metric("fsdp2prof/*", step_metric=step_metric)
+        where = str(run.url or run.dir)
+        yield Log(where=where, tracker="wandb", take=lambda scalars, _: run.log(dict(scalars)))
 
 
-def _mlflow(scalars: Mapping[str, float], name: str, _: Path | None) -> str:
+@contextmanager
+def _mlflow(name: str, _: Path | None, __: str) -> Iterator[Log]:
     import mlflow
 
+    def log(scalars: Mapping[str, float], step: int | None) -> None:
+        named = {_NOT_IN_MLFLOW.sub("_", key)[:_LONGEST_IN_MLFLOW]: value for key, value in scalars.items()}
+        mlflow.log_metrics(named, step=step)
+
     with mlflow.start_run(run_name=name) as run:
-        mlflow.log_metrics({_mlflow_name(key): value for key, value in scalars.items()})
-        return f"{mlflow.get_tracking_uri()}, run {run.info.run_id}"
+        yield Log(where=f"{mlflow.get_tracking_uri()}, run {run.info.run_id}", tracker="mlflow", take=log)
 
 
-def _mlflow_name(name: str) -> str:
-    return _NOT_IN_MLFLOW.sub("_", name)[:_LONGEST_IN_MLFLOW]
-
-
-def _tensorboard(scalars: Mapping[str, float], name: str, folder: Path | None) -> str:
+@contextmanager
+def _tensorboard(name: str, folder: Path | None, _: str) -> Iterator[Log]:
     from tensorboard.summary import Writer
 
     assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
     writer = Writer(str(folder / name))
-    for key, value in scalars.items():
-        writer.add_scalar(key, value, step=0)
-    writer.close()
-    return str(folder / name)
+
+    def log(scalars: Mapping[str, float], step: int | None) -> None:
+        for key, value in scalars.items():
+            writer.add_scalar(key, value, step=step or 0)
+        writer.flush()
+
+    try:
+        yield Log(where=str(folder / name), tracker="tensorboard", take=log)
+    finally:
+        writer.close()
 
 
-_LOGGERS = {"wandb": _wandb, "mlflow": _mlflow, "tensorboard": _tensorboard}
+_OPENED: dict[Tracker, Callable[[str, Path | None, str], AbstractContextManager[Log]]] = {
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+}

@@ -168,6 +168,42 @@ def test_print_keeps_the_severity_and_its_colour(page: Page, file: Path) -> None
     page.call("Emulation.setEmulatedMedia", media="")
 
 
+def test_paper_is_light_and_its_charts_fit(page: Page, file: Path) -> None:
+    """Printed from a wide, dark screen; after that the screen is as it was."""
+    page.open(file, width=DESK, dark=True)
+    chart = "document.querySelector('.chart .main-svg')"
+    drawn = (
+        f"{chart}.getBoundingClientRect().width",
+        "document.querySelector('.chart .xtick text').style.fill",
+    )
+    before = [page.evaluate(one) for one in drawn]
+    assert before[0] > 700
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(drawn[0]) == 700
+    assert page.evaluate(drawn[1]) != before[1]
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    page.evaluate("Promise.all(work).then(() => null)")
+    assert [page.evaluate(one) for one in drawn] == before
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.call("Emulation.setEmulatedMedia", media="print", features=[])
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_what_is_wider_than_the_screen_scrolls_by_keyboard(page: Page, file: Path) -> None:
+    places = "[...document.querySelectorAll('.scroll')].filter(place => place.checkVisibility())"
+    stops = f"{places}.filter(place => place.tabIndex === 0).length"
+    wide = f"{places}.filter(place => place.scrollWidth > place.clientWidth).length"
+    for width in (PHONE, DESK):
+        page.open(file, width=width)
+        page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.evaluate(stops) == page.evaluate(wide)
+    page.open(file, width=PHONE)
+    assert page.evaluate(wide) >= 1
+    named = "[...document.querySelectorAll('.scroll, .chart')].every(one => one.getAttribute('aria-label'))"
+    assert page.evaluate(named)
+
+
 def test_a_hostile_name_is_text_everywhere(page: Page, file: Path) -> None:
     page.open(file)
     assert page.evaluate("document.querySelectorAll('img, body b b, a[href^=javascript]').length") == 0

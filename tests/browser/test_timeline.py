@@ -106,14 +106,14 @@ def test_buttons_move_and_zoom(page: Page, file: Path) -> None:
         low, high = page.evaluate(f"{T}.view")
         return low, high
 
-    whole = press("The whole step")
+    whole = press("All: the whole step")
     half = press("Zoom in")
     assert half[1] - half[0] == pytest.approx((whole[1] - whole[0]) / 2)
     later = press("Later")
     assert later[0] > half[0]
     assert later[1] - later[0] == pytest.approx(half[1] - half[0])
     assert press("Earlier")[0] < later[0]
-    assert press("The whole step") == whole
+    assert press("All: the whole step") == whole
     drawn = page.evaluate(f"{T}.place.layout.xaxis.range")
     assert drawn == pytest.approx([whole[0] / 1e6, whole[1] / 1e6])
 

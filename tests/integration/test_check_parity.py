@@ -69,6 +69,24 @@ def test_planted_faults_are_named(
     assert tensor in " ".join(found["verdict"])
 
 
+def test_experts_on_ranks_of_their_own_agree(judged: dict[str, Any]) -> None:
+    """Each rank holds two of four experts, compared with its part of the plain model's."""
+    found = judged["expert_parallel"]
+    assert found["passed"], found["verdict"]
+    experts = [row for row in found["rows"] if ".experts." in row["name"] and row["kind"] == "gradient"]
+    assert len(experts) == 2 * 2 * 2
+    assert {row["state"] for row in experts} <= {"equal", "close"}
+    assert max(row["relative_error"] for row in found["rows"]) < 1e-5
+
+
+def test_experts_whose_gradients_are_averaged_over_their_own_ranks_alone(judged: dict[str, Any]) -> None:
+    found = judged["experts_of_too_few"]
+    assert not found["passed"]
+    assert (found["first"]["kind"], found["first"]["name"]) == ("gradient", "layers.1.experts.up")
+    wrong = {row["name"] for row in found["rows"] if row["state"] not in ("equal", "close")}
+    assert {name for name in wrong if ".experts." in name} == wrong
+
+
 def test_what_the_training_raises_is_told_in_one_line(judged: dict[str, Any]) -> None:
     said = judged["that_fails"]
     assert said.startswith("parity: rank ")

@@ -41,7 +41,12 @@ from fsdp2prof.estimators.execution.fake_world import (
 )
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.builtin import build_builtin
-from fsdp2prof.estimators.models.catalog import ExpertShape, LatentShape, TransformerConfig
+from fsdp2prof.estimators.models.catalog import (
+    BUILTIN_MODELS,
+    ExpertShape,
+    LatentShape,
+    TransformerConfig,
+)
 from fsdp2prof.estimators.policy_of_run import values_of_run
 from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.inputs import make_spec
@@ -51,7 +56,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
-from fsdp2prof.estimators.traffic.parallel import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.readers.run_directory import open_run
 
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
@@ -406,13 +411,14 @@ def test_the_rows_are_those_of_the_trace(recorded, script, nproc):
         assert measured == predicted_rows
 
 
-def test_expert_parallelism_of_real_ranks(tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_expert_parallelism_of_real_ranks(tmp_path, tp, monkeypatch):
     """A mixture written apart, with real routing and split sizes, under torchrun: to the byte."""
     if expert_mesh_refusal():
         pytest.skip("this torch has one mesh for a module")
     script = load_script(script_path("experts"), "experts_script")
     output = tmp_path / "counts.json"
-    command = torchrun(script_path("experts"), script.RANKS, str(output))
+    command = torchrun(script_path("experts"), script.RANKS, str(output), str(tp))
     done = subprocess.run(
         command, env=training_environment(), capture_output=True, text=True, timeout=240, check=False
     )
@@ -420,9 +426,11 @@ def test_expert_parallelism_of_real_ranks(tmp_path):
     counted = {
         (phase, op, dtype, size): count for phase, op, dtype, size, count in json.loads(output.read_text())
     }
-    mesh = MeshSpec(dp_shard=script.RANKS, ep=script.EP)
-    policy = PolicySpec(seq_len=script.SEQ_LEN, batch_size=script.BATCH, clip_grad=False)
-    assert summed_rows(estimate(script.CONFIG, mesh, policy)) == summed(counted)
+    mesh = MeshSpec(dp_shard=script.RANKS // tp, tp=tp, ep=script.EP)
+    policy = PolicySpec(seq_len=script.SEQ_LEN, batch_size=script.BATCH, clip_grad=False, loss_parallel=False)
+    monkeypatch.setitem(BUILTIN_MODELS, script.CONFIG.name, script.CONFIG)
+    made = estimate_comm(ModelSpec(source=script.CONFIG.name), mesh, policy)
+    assert summed_rows(made) == summed(counted)
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,30 @@ def test_a_run_is_opened_at_once_and_read_when_asked(run: Path) -> None:
     assert opened.run.world_size == 2
     assert {"run", "trace", "memory"} & set(vars(opened)) == {"run"}
     assert opened.trace is not None
-    assert [rank.rank for rank in opened.trace.ranks] == [0, 1]
+    assert [rank.rank for rank in opened.trace.result.ranks] == [0, 1]
     assert opened.trace is opened.trace
     assert opened.memory is not None
-    assert opened.memory.ranks[0].peak.allocated_bytes > 0
+    assert opened.memory.result.ranks[0].peak.allocated_bytes > 0
+
+
+def test_tables_of_an_opened_run_are_data_frames(run: Path) -> None:
+    opened = fsdp2prof.load(run)
+    assert opened.trace is not None
+    assert opened.memory is not None
+    layers = opened.trace.by_layer.sort_values("exposed_ns", ascending=False)
+    rows = opened.trace.result.by_layer
+    assert layers["exposed_ns"].iloc[0] == max(row.exposed_ns for row in rows)
+    assert len(layers) == len(rows)
+    assert {"by_layer", "verdict", "figure", "result"} <= set(dir(opened.trace))
+    assert opened.trace.verdict == opened.trace.result.verdict
+    assert opened.trace.figure("timeline").data
+    assert "Where the step goes" in opened.trace._repr_html_()
+    peak = opened.memory.result.ranks[0].peak
+    assert set(opened.memory.by_category.columns) >= {"category"}
+    assert repr(opened.memory).startswith("<MemoryAnalysis: ")
+    assert peak.allocated_bytes in set(opened.memory.ranks["allocated_bytes"])
+    with pytest.raises(AttributeError, match="by_layers"):
+        _ = opened.trace.by_layers
 
 
 def test_a_choice_of_ranks_and_a_single_file(run: Path) -> None:

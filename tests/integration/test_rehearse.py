@@ -113,7 +113,18 @@ def key_of(rows: Counter[tuple[object, ...]]) -> Counter[tuple[object, ...]]:
     [
         ("hsdp", 4, 2),
         pytest.param("train_tiny_fsdp2", 2, 1, marks=pytest.mark.slow),
-        pytest.param("uneven", 2, 0, marks=pytest.mark.slow),
+        *(
+            pytest.param(script, nproc, rank, marks=pytest.mark.slow)
+            for script, nproc, rank in (
+                ("uneven", 2, 0),
+                ("accumulation", 2, 1),
+                ("checkpointing", 2, 0),
+                ("int_reshard", 4, 3),
+                ("two_models", 2, 0),
+                ("adapters", 2, 1),
+                ("gan", 2, 1),
+            )
+        ),
     ],
 )
 def test_a_real_run_equals_its_rehearsal(recorded, tmp_path, script, nproc, rank):

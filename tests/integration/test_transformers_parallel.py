@@ -22,6 +22,7 @@ from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.parts import part_of
 
 from .conftest import SCRIPTS, torchrun, training_environment
 
@@ -148,3 +149,58 @@ def test_a_real_run_of_four_ranks(family, tmp_path):
         assert found["held"] == held
         counts = {tuple(key): count for *key, count in found["rows"]}
         assert summed(counts) == sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"), [("qwen3_moe", 1, 2), ("mixtral", 1, 4), ("qwen3_moe", 2, 4), ("mixtral", 2, 2)]
+)
+def test_experts_that_transformers_deals_out_on_four_ranks(family, tp, ep, tmp_path):
+    """Real routing: what comes back from an expert differs from rank to rank, its sum does not."""
+    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, clip_grad=False)
+    mesh = MeshSpec(dp_shard=4 // tp, tp=tp, ep=ep)
+    command = torchrun(SCRIPTS / "transformers_experts.py", 4, spec.source, str(tmp_path), str(tp), str(ep))
+    subprocess.run(command, check=True, env=training_environment(), timeout=300)
+    groups = parameter_groups(part_of(build_model(spec, seq_len=16), mesh, policy), mesh, policy)
+    rows = summed_rows(estimate_comm(spec, mesh, policy))
+    totals: Counter[Any] = Counter()
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        held = {
+            p.fqn: 4 * p.shard_numel(rank // ep if p.is_expert else rank // tp)
+            for group in groups
+            for p in group.parameters
+        }
+        assert found["held"] == held
+        sums = summed({tuple(key): count for *key, count in found["rows"]})
+        exchanged = {key: value for key, value in sums.items() if key[1] == "all_to_all"}
+        assert {key: value for key, value in sums.items() if key not in exchanged} == {
+            key: value for key, value in rows.items() if key[1] != "all_to_all"
+        }
+        for key, (count, size) in exchanged.items():
+            assert count == rows[key][0]
+            totals[key] += size
+    assert totals == {key: 4 * size for key, (_, size) in rows.items() if key[1] == "all_to_all"}
+
+
+def test_experts_of_a_configuration_are_dealt_out(tmp_path):
+    """By hand: 32 tokens go to 2 of 8 experts, 64 numbers of bf16 each, there and back."""
+    spec = config_of(tmp_path, "qwen3_moe", num_hidden_layers=2, num_experts_per_tok=2)
+    found = summed_rows(estimate_comm(spec, MeshSpec(dp_shard=2, ep=2), PolicySpec(**SIZES)))
+    rows = 2 * 2 * 32 * 2 * 64 * 2
+    assert found["forward", "all_to_all", "bfloat16"] == (4, rows)
+    assert found["backward", "all_to_all", "bfloat16"] == (4, rows)
+    assert found["forward", "all_to_all", "int64"] == (2, 2 * 8 * 8)
+    with pytest.raises(ModelError, match="which has no experts"):
+        estimate_comm(config_of(tmp_path, "llama"), MeshSpec(dp_shard=2, ep=2), PolicySpec(**SIZES))
+
+
+def test_a_ring_takes_plain_attention_alone(tmp_path):
+    """Keys and values of 2 heads of 16, of 32 tokens in 3 blocks; windows and eager attention are refused."""
+    mesh, policy = MeshSpec(dp_shard=1, cp=2), PolicySpec(**SIZES)
+    for family in ("llama", "qwen3_moe"):
+        found = summed_rows(estimate_comm(config_of(tmp_path, family), mesh, policy))
+        assert found["backward", "all_to_all", "float32"] == (6, 3 * 32 * 2 * 2 * 16 * 4)
+    windows = {"model_type": "mistral", "sliding_window": 8}
+    with pytest.raises(ModelError, match="cp=2: mistral has a mask of its own"):
+        estimate_comm(config_of(tmp_path, "llama", **windows), mesh, policy)

@@ -55,6 +55,8 @@ class Interception(TorchDispatchMode):
                 return "reduce_scatter", args[0]
             case "all_to_all_single":
                 return "all_to_all", args[0]
+            case "alltoall_base":
+                return "all_to_all", args[1]
             case "allreduce":
                 return "all_reduce", args[0][0]
             case "all_reduce":

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -111,6 +112,91 @@ def missing_sync(module: Any, mesh: DeviceMesh) -> None:
 
 def wrong_dimension(module: Any, mesh: DeviceMesh) -> None:
     _shard(module, mesh["dp_shard"])
+
+
+EXPERTS, TOP_K = 4, 2
+
+
+class Experts(nn.Module):
+    """Two-layer experts, stacked; of those that a rank has, the one that each row names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 8, DIM) * 0.3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, DIM, 8) * 0.3)
+
+    def forward(self, rows: Tensor, of_expert: Tensor) -> Tensor:
+        up, down = self.up[of_expert], self.down[of_expert]
+        hidden = torch.relu(torch.einsum("rhd,rd->rh", up, rows))
+        return torch.einsum("rdh,rh->rd", down, hidden).clone()
+
+
+class Mixture(nn.Module):
+    """Top-k experts of a token; ``group`` holds a part of them on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.gate = nn.Linear(DIM, EXPERTS)
+        self.experts = Experts()
+        self.group: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weights, chosen = torch.topk(self.gate(flat).softmax(1), TOP_K, dim=1)
+        order = torch.argsort(chosen.flatten(), stable=True)
+        rows, ids = flat[order // TOP_K], chosen.flatten()[order]
+        done = self.experts(rows, ids) if self.group is None else self._exchanged(rows, ids)
+        done = done * weights.flatten()[order].unsqueeze(1)
+        return x + torch.zeros_like(flat).index_add(0, order // TOP_K, done).view(x.shape)
+
+    def _exchanged(self, rows: Tensor, ids: Tensor) -> Tensor:
+        local = EXPERTS // self.group.size()
+        sent = torch.bincount(ids // local, minlength=self.group.size())
+        received = torch.empty_like(sent)
+        torch.distributed.all_to_all_single(received, sent, group=self.group)
+        there, back = received.tolist(), sent.tolist()
+        arrived = all_to_all_single_autograd(rows, there, back, self.group)
+        asked = torch.empty(sum(there), dtype=ids.dtype)
+        torch.distributed.all_to_all_single(asked, ids, there, back, group=self.group)
+        return all_to_all_single_autograd(self.experts(arrived, asked % local), back, there, self.group)
+
+
+class SparseTower(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Mixture(), Mixture()])
+
+
+def sparse_model() -> tuple[nn.Module, Any]:
+    return SparseTower(), loss
+
+
+def expert_parallel(module: Any, mesh: DeviceMesh, experts: DeviceMesh) -> None:
+    deal_out(module, experts, divide_factor=mesh.size())
+    _shard(module, _data(mesh))
+
+
+def experts_of_too_few(module: Any, mesh: DeviceMesh, experts: DeviceMesh) -> None:
+    """The mean over the ranks that share an expert, of gradients that all ranks gave it."""
+    deal_out(module, experts, divide_factor=None)
+    _shard(module, _data(mesh))
+
+
+def deal_out(module: Any, experts: DeviceMesh, divide_factor: float | None) -> None:
+    group = experts["ep"].get_group()
+    for layer in module.layers:
+        if not isinstance(layer, Mixture):
+            continue
+        layer.group, local = group, EXPERTS // group.size()
+        held: Any = layer.experts
+        for name, whole in list(held.named_parameters()):
+            own = whole.detach()[group.rank() * local : (group.rank() + 1) * local].clone()
+            held.register_parameter(name, nn.Parameter(own))
+        fully_shard(held, mesh=experts["efsdp"])
+        if divide_factor is not None:
+            held.set_force_sum_reduction_for_comms(True)
+            held.set_gradient_divide_factor(divide_factor)
 
 
 def that_fails(module: Any, mesh: DeviceMesh) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from fsdp2prof.estimators.planner.plan import Call, Planning, in_this_process
+from fsdp2prof.estimators.planner.engine import Call, in_this_process
+from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec

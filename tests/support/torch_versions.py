@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 
 __all__ = [
-    "COMPILED_BLOCKS_REPEAT",
     "FROZEN_PARAMETERS_MAY_DIFFER_IN_DTYPE",
     "REPLICAS_TRAIN_ON_CPU",
     "TENSOR_PARALLEL_SHARDS_UNEVENLY",
 ]
 
 _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
-
-COMPILED_BLOCKS_REPEAT = _VERSION >= (2, 13)
-"""On torch 2.7 and 2.10 the middle blocks of a compiled model do not count alike, and all are executed."""
 
 FROZEN_PARAMETERS_MAY_DIFFER_IN_DTYPE = _VERSION >= (2, 9)
 """FSDP2 of torch 2.7 wants one original dtype of all parameters of a group, not of those that are trained."""

@@ -89,7 +89,7 @@ def test_an_empty_trace_has_no_window() -> None:
     assert overlap.communication(tables.run, tables.windows, tables.exposure).overlap_frac is None
 
 
-def test_on_cpu_only_leaf_operators_of_issuing_threads_compute() -> None:
+def test_on_cpu_the_operators_of_issuing_threads_compute_that_do_the_work_themselves() -> None:
     trace = TraceBuilder()
     trace.label("ProfilerStep#1", 0, 100)
     trace.label("FSDP::pre_forward (a)", 0, 30)
@@ -99,12 +99,17 @@ def test_on_cpu_only_leaf_operators_of_issuing_threads_compute() -> None:
     trace.host("gloo:all_gather", 14, 28, "user_annotation", WORKER)
     trace.host("aten::copy_", 15, 20, thread=WORKER)
     trace.host("aten::linear", 40, 60)
-    trace.host("aten::addmm", 45, 50)
+    trace.host("aten::addmm", 42, 57)
+    trace.host("aten::resolve_conj", 43, 44)
+    trace.host("aten::view_as_real", 43, 44)
+    trace.host("aten::mul", 61, 69)  # of a DTensor: its arguments are gathered first
+    trace.host("c10d::_allgather_base_", 62, 64)
+    trace.host("aten::mul", 66, 67)
     trace.host("autograd::engine::evaluate_function: MmBackward0", 70, 80)
     trace.host("aten::mm", 72, 79)
     trace.host("aten::gelu", 95, 105)
     assert parts(rank_tables(trace.build())) == [
-        {"compute": 5 + 7 + 5, "fsdp_copy": 4, "exposed_all_gather": 14, "idle": 65}
+        {"compute": 15 + 1 + 7 + 5, "fsdp_copy": 4 + 0, "exposed_all_gather": 14, "idle": 54}
     ]
 
 

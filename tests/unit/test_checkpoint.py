@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,6 +64,80 @@ def test_replicas_share_the_writing():
 )
 def test_state_of_one_parameter(optimizer, shape, expected):
     assert optimizer_state_bytes(PolicySpec(optimizer=optimizer), shape, "float32") == expected
+
+
+def test_eight_bit_states_by_hand():
+    """A byte an element, 4 bytes for 256, and a table of 256 fp32 values for each moment of each shard.
+
+    Of 65 norms of 4096 elements a rank of 8 has 512: their moments stay in fp32.
+    """
+    norms = 65 * 4096
+    matrices, weights = 291 - 65, PARAMETERS - norms
+    estimate = estimate_checkpoint(LLAMA, MeshSpec(dp_shard=8), PolicySpec(optimizer="adamw8bit"))
+    states = 2 * (weights + weights // 64 + 4 * norms) + 4 * 291
+    assert estimate.optimizer_bytes == states + 2 * matrices * 1024
+    assert estimate.full_bytes == 4 * PARAMETERS + states + 2 * matrices * 1024
+    assert estimate.sharded_bytes == 4 * PARAMETERS + states + 8 * 2 * matrices * 1024
+    assert estimate.rank_bytes_max == (estimate.sharded_bytes - 4 * 291) // 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_eight_bit_states_are_as_large_as_torchao_writes_them(tmp_path):
+    """One shard of a weight and one of a norm, written by torch.distributed.checkpoint."""
+    optim = pytest.importorskip("torchao.optim", reason="needs torchao")
+    weight, norm = torch.nn.Parameter(torch.ones(96, 128)), torch.nn.Parameter(torch.ones(96))
+    optimizer = optim.AdamW8bit([weight, norm])
+    moments = {
+        f"{name}.{signed}": optimizer._new_buffer(parameter, signed)
+        for name, parameter in (("weight", weight), ("norm", norm))
+        for signed in (True, False)
+    }
+    dcp.save(moments, checkpoint_id=tmp_path, no_dist=True)
+    written = sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+    policy = PolicySpec(optimizer="adamw8bit")
+    said = sum(optimizer_state_bytes(policy, p.shape, "float32") for p in (weight, norm))
+    assert said == 2 * (96 * 128 + 96 * 128 // 64 + 1024) + 2 * 96 * 4
+    assert said < written < said + 4 * 4096  # each tensor is a pickle of its own
+
+
+def adamw(parameters):
+    """What ``adamw`` is, made by a function."""
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def row_statistics(parameters):
+    """A DTensor of rows, and a plain tensor of the shard's size."""
+
+    class RowStatistics(torch.optim.Optimizer):
+        """State in step."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    local = parameter.to_local()
+                    self.state[parameter]["rows"] = (
+                        parameter.norm(dim=-1) if parameter.ndim > 1 else parameter.abs()
+                    )
+                    self.state[parameter]["codes"] = torch.zeros_like(local, dtype=torch.uint8)
+
+    return RowStatistics(parameters, {})
+
+
+def test_an_optimizer_by_factory_is_run(monkeypatch):
+    """One that is AdamW writes what adamw does, on ranks with short and with empty shards too."""
+    monkeypatch.setitem(sys.modules, "checkpoint_factories", sys.modules[__name__])
+    spec, mesh = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=5)
+    policy = PolicySpec(seq_len=16, optimizer="checkpoint_factories:adamw")
+    named, made = (estimate_checkpoint(spec, mesh, one) for one in (PolicySpec(seq_len=16), policy))
+    for key in ("optimizer_bytes", "sharded_bytes", "full_bytes"):
+        assert getattr(made, key) == getattr(named, key)
+    counters = -(-4 * 16 // 5)  # spread over the writers
+    assert made.rank_bytes_max == named.rank_bytes_max + counters
+    assert made.rank_bytes_min == named.rank_bytes_min + 4 * 16 // 5
+    assert "its state as of one step" in made.assumptions[-1]
+    other = estimate_checkpoint(spec, mesh, replace(policy, optimizer="checkpoint_factories:row_statistics"))
+    assert any("in plain tensors, no DTensors" in line for line in other.assumptions)
 
 
 def chunk_bytes(item):

@@ -21,7 +21,7 @@ from fsdp2prof.estimators.spec.policy import Every, PolicySpec
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
-from fsdp2prof.estimators.traffic.parallel import stage_blocks
+from fsdp2prof.estimators.traffic.parts import stage_blocks
 
 CONFIG = TransformerConfig(
     name="tiny",

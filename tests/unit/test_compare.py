@@ -25,6 +25,7 @@ from support.results import (
     run_summary,
     trace_analysis,
 )
+from support.samples import SAMPLES
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
@@ -455,6 +456,24 @@ def test_an_estimate_kept_as_json_is_a_side(tmp_path) -> None:
     read = read_side(kept)
     assert (read.kind, read.world_size) == ("estimate", 2)
     assert read.communication == estimate(trace_analysis())
+
+
+def test_a_predicted_step_kept_as_json_stands_above_a_recorded_one(tmp_path) -> None:
+    made = SAMPLES["step_estimate"][2]()
+    kept = tmp_path / "estimate.json"
+    kept.write_text(as_json(made))
+    read = read_side(kept)
+    assert (read.kind, read.world_size) == ("estimate", made.mesh.world_size)
+    recorded = side("b", replace(made.trace, ranks=[replace(made.trace.ranks[0], rank=1)]))
+    comparison = compare(read, recorded)
+    assert times(comparison)["step"] == (made.step_ns, made.step_ns, 0)
+    document = build(comparison)
+    detail = document.charts()["timeline"].detail
+    assert detail is not None
+    assert [one["name"] for one in detail["sides"]] == ["predicted", "recorded"]
+    stage = replace(made, bubble_ns=3 * MS)
+    kept.write_text(as_json(stage))
+    assert any("3.00 ms of waiting for the others" in line for line in read_side(kept).warnings)
 
 
 def test_documents_that_cannot_be_compared(tmp_path, capfd) -> None:

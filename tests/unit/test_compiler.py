@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.torch_versions import COMPILED_BLOCKS_REPEAT
 from torch import Tensor, nn
 
+from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
 from fsdp2prof.estimators.compiler.launches import told_of_launches
 from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.models.llama import TransformerBlock
@@ -173,10 +174,7 @@ POLICY = PolicySpec(seq_len=128, compile=True, allocator="expandable")
 
 def test_a_compiled_estimate_says_how_and_repeats_its_blocks() -> None:
     estimate = predict_memory(GPT, MeshSpec(dp_shard=4), POLICY).estimate
-    if COMPILED_BLOCKS_REPEAT:
-        assert (
-            estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
-        )
+    assert estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
     assert estimate.assumptions[1].startswith("compile: each block's graph traced whole")
     assert not estimate.unknowns
 
@@ -204,3 +202,21 @@ def test_fused_kernels_move_each_tensor_once() -> None:
             out.backward(torch.empty(TOKENS, DIM))
     assert moved[:forward] == [2 * SMALL, 2 * LARGE + RELU_MASK, 3 * SMALL]
     assert sorted(moved[forward:]) == [4 * SMALL, 2 * LARGE + RELU_MASK]
+
+
+@pytest.mark.parametrize("ac", ["none", "full", "op"])
+def test_tensor_parallel_blocks_are_partitioned_under_every_checkpointing(ac: CheckpointingMode) -> None:
+    """Two ranks: fully checkpointed, a block leaves its result alone, this rank's half of the tokens.
+
+    Else it leaves the gathered tokens, too, which the first products of attention and feed-forward read.
+    """
+    llama, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, tp=2)
+    recording = execute(llama, mesh, replace(POLICY, ac=ac), graphs={}).recording
+    attributed = attribute(recording, recording.steps)
+    allocations = attributed.allocations
+    rows = allocations.fqn.equals("layers.0") & allocations.activity.equals("compute")
+    rows &= allocations.phase.equals("forward") & (allocations.step == 2) & ~attributed.recomputed
+    rows &= attributed.alloc_row != attributed.free_row
+    kept = int(allocations.size[rows].sum())
+    half = 128 // 2 * 4096 * 2
+    assert (half <= kept < half + 1024) if ac == "full" else (kept > 3 * half)

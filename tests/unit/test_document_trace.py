@@ -202,16 +202,10 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         change("reshard=always", -3 * MS, -MIB),
         change("backward_prefetch=2", None),
     ]
-    (block,) = (
-        block
-        for section in build(replace(trace_analysis(), what_if=tried)).sections
-        for block in section.blocks
-        if block.title.startswith("Changes worth most")
-    )
-    assert isinstance(block, Sentences)
-    assert block.lines == [
-        "`reshard=never`: with reshard=never: 5.00 ms (10.0%) less of a step, 3.00 MiB more memory.",
-        "`forward_prefetch=2`: with forward_prefetch=2: 4.00 ms (8.0%) less of a step.",
-        "`reduce_dtype=bfloat16`: with reduce_dtype=bfloat16: 2.00 ms (4.0%) less of a step, "
-        "1.00 MiB less memory.",
+    document = build(replace(trace_analysis(), what_if=tried))
+    assert document.changes == [
+        "With reshard=never (`reshard=never`): 5.00 ms less a step (10.0%), for 3.00 MiB more memory.",
+        "With forward_prefetch=2 (`forward_prefetch=2`): 4.00 ms less a step (8.0%).",
+        "With reduce_dtype=bfloat16 (`reduce_dtype=bfloat16`): 2.00 ms less a step (4.0%), and 1.00 MiB less "
+        "memory.",
     ]

@@ -222,7 +222,11 @@ def test_tensor_parallelism_is_executed() -> None:
 @pytest.mark.parametrize(
     ("mesh", "changes", "message"),
     [
-        (MESH, {"float8": "rowwise"}, "float8 without compile"),
+        (
+            MESH,
+            {"float8": "tensorwise", "fp8_all_gather": True, "reshard": 2},
+            "not supported by FSDP2 with float8",
+        ),
         (MeshSpec(dp_shard=2, tp=5), {}, "tp=5: gpt2 has no tensor-parallel plan"),
         (MeshSpec(dp_shard=2, cp=3), {}, "seq_len 256 is not a multiple of 6"),
         (MESH, {"reshard": 3}, "reshard: 3 ranks do not divide the 4 ranks"),

@@ -34,7 +34,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
 from fsdp2prof.estimators.torch_rules import packed_parameters_refusal
-from fsdp2prof.estimators.traffic.parallel import check_parallelism, part_of
+from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 
 CONFIG = TransformerConfig(
@@ -103,14 +104,15 @@ def test_the_busiest_rank_receives_its_multiple() -> None:
         ({"dp_shard": 2, "ep": 4}, {}, "ep=4 does not divide the 2 ranks"),
         ({"dp_shard": 4}, {"imbalance": 2}, "add ep to the mesh"),
         ({"dp_shard": 4, "ep": 4}, {"trainable": "router"}, "frozen or offloaded"),
-        ({"dp_shard": 4, "ep": 2, "tp": 2}, {}, "leave tp, cp and pp at 1"),
+        ({"dp_shard": 1, "cp": 2, "ep": 4}, {}, "does not divide the 2 ranks of dp_shard x cp x tp"),
+        ({"dp_shard": 4, "ep": 2, "tp": 2}, {"seq_len": 15}, "seq_len 15 is not a multiple of 2"),
         ({"dp_shard": 4, "ep": 2}, {"reshard": 2}, "reshard to a number"),
     ],
 )
 def test_what_expert_parallelism_refuses(mesh, options, reason) -> None:
     model = build_builtin(CONFIG, 16, "float32")
     with pytest.raises(ModelError, match=reason):
-        check_parallelism(model, MeshSpec(**mesh), PolicySpec(seq_len=16, **options))
+        check_parallelism(model, MeshSpec(**mesh), PolicySpec(**{"seq_len": 16, **options}))
 
 
 def test_a_model_without_experts_has_no_expert_parallelism() -> None:
@@ -124,8 +126,10 @@ def test_padded_experts_are_found_with_what_avoids_it() -> None:
     assert "4 experts on 16 ranks are padded to 4 times their size" in finding.how
     assert "expert_shards=hidden" in finding.how
     # Of w1, w2 and w3 in two layers a rank holds one expert of 512 numbers, not 4 x 512 / 16 = 128:
-    # parameter, gradient and two moments in fp32.
-    assert finding.saves_bytes == 2 * 3 * (512 - 128) * 4 * 4
+    # parameter, gradient and two moments in fp32. Of a block's 3 x 4 x 512 numbers four times as many are
+    # gathered, in bf16, three copies at once, and reduced in fp32, from two inputs.
+    states, buffers = 2 * 3 * (512 - 128) * 4 * 4, 3 * 3 * 4 * 512 * (3 * 2 + 2 * 4)
+    assert finding.saves_bytes == states + buffers
     hidden = replace(policy, expert_shards="hidden")
     assert expert_padding(parameter_groups(model, mesh, hidden), hidden) is None
 

@@ -96,7 +96,7 @@ def test_experts_have_a_mesh_of_their_own() -> None:
     sharding = lay_out_shards(
         shard_model(ModelSpec(source="mixtral-8x7b", layers=1), MeshSpec(dp_shard=8, ep=2), PolicySpec())
     )
-    assert [one.shard_dim for one in sharding.meshes] == ["dp_shard", "ep_shard"]
+    assert [one.shard_dim for one in sharding.meshes] == ["dp_shard", "efsdp"]
     experts = [one for one in sharding.parameters if one.mesh == 1]
     assert experts
     for one in experts:

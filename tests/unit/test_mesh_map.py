@@ -85,21 +85,21 @@ def test_expert_parallelism_regroups_the_ranks_that_fsdp_shards_over() -> None:
     by_name = {one.name: one for one in found.dimensions}
     groups = {name: [one.ranks for one in found.groups if one.dimension == name] for name in by_name}
     assert groups["ep"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert groups["ep_shard"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [(by_name[name].stride, by_name[name].groups_across_nodes) for name in ("ep", "ep_shard")] == [
+    assert groups["efsdp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [(by_name[name].stride, by_name[name].groups_across_nodes) for name in ("ep", "efsdp")] == [
         (1, 0),
         (4, 4),
     ]
     assert found.mesh == "dp_shard=8,ep=4"
-    assert found.ranks[5].groups == {"dp_shard": 0, "ep": 1, "ep_shard": 1}
+    assert found.ranks[5].groups == {"dp_shard": 0, "ep": 1, "efsdp": 1}
 
 
 def test_expert_groups_beside_other_dimensions_are_torchs_own() -> None:
-    """As a mesh whose dp_shard x cp is cut in two gives them, the last part the fastest."""
+    """As a mesh whose dp_shard x cp x tp is cut in two gives them, the last part the fastest."""
     import torch
 
     found = map_mesh({"dp_replicate": 2, "dp_shard": 4, "cp": 2, "tp": 3}, gpus_per_node=8, ep=4)
-    mesh = torch.arange(48).view(2, 2, 4, 3)  # dp_replicate, ep_shard, ep, tp
-    for name, dim in (("ep", 2), ("ep_shard", 1)):
+    mesh = torch.arange(48).view(2, 6, 4)  # dp_replicate, efsdp, ep
+    for name, dim in (("ep", 2), ("efsdp", 1)):
         expected = mesh.movedim(dim, -1).reshape(-1, mesh.shape[dim]).tolist()
         assert sorted(one.ranks for one in found.groups if one.dimension == name) == sorted(expected)

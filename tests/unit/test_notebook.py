@@ -55,4 +55,4 @@ def test_html_of_a_notebook_has_no_script_and_escapes() -> None:
     assert "<img" not in html
     assert "data-figure" not in html
     assert "vectorized_elementwise_kernel" in html
-    assert html.count("Communication by layer") == 1
+    assert html.count(">Communication by layer<") == 1

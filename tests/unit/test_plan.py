@@ -15,13 +15,15 @@ from support.plans import ENGINE, NODE, SMALL, small_plan, small_planning
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators import memory as memory_estimates
+from fsdp2prof.estimators import step as steps
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.memory_fit import fit_sentence, room_on
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
 from fsdp2prof.estimators.planner.budget import room
+from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
-from fsdp2prof.estimators.planner.plan import Call, Planning
+from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import measure
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
 from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front, ranked
@@ -165,7 +167,7 @@ def test_what_is_fixed_is_not_searched() -> None:
     ("text", "message"),
     [
         ("tp", "'tp' is not NAME=VALUE"),
-        ("ep=8", "no 'ep' to fix"),
+        ("np=8", "no 'np' to fix"),
         ("ac=some", "ac: unknown value 'some'"),
         ("tp=0", "tp=0 must be a positive integer"),
     ],
@@ -215,7 +217,7 @@ def random_scores(count: int) -> list[Scored]:
         size, step = chance.randrange(50), chance.randrange(50)
         score = Score(
             reserved_bytes=size, outside_bytes=0, step_ns=step, compute_ns=0, recompute_ns=0,
-            exposed_fsdp_ns=0, exposed_tp_ns=0, host_ns=0, bubble_ns=0, model_flops=0,
+            exposed_fsdp_ns=0, exposed_parallel_ns=0, host_ns=0, bubble_ns=0, model_flops=0,
         )  # fmt: skip
         candidate = Candidate(MeshSpec(dp_shard=index + 1), PolicySpec())
         made.append(Correction().apply(candidate, score))
@@ -237,12 +239,19 @@ def test_nothing_on_the_pareto_front_is_beaten_and_everything_else_is() -> None:
 
 
 @pytest.mark.slow
-def test_many_micro_batches_take_what_all_of_them_simulated_take() -> None:
-    policy = replace(SMALL.policy, grad_accum=6, sync="each")
-    short = step_figures(SMALL.model, MeshSpec(dp_shard=4), policy, NODE)
-    full = estimate_step(SMALL.model, MeshSpec(dp_shard=4), policy, NODE)
+@pytest.mark.parametrize("mesh", ["dp_shard=4", "pp=2,dp_shard=2"])
+def test_many_micro_batches_take_what_all_of_them_simulated_take(
+    mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = MeshSpec.parse(mesh)
+    policy = replace(SMALL.policy, grad_accum=6, sync="last", reshard="never")
+    full = estimate_step(SMALL.model, spec, policy, NODE)
+    whole = step_figures(SMALL.model, spec, policy, NODE)
+    assert (whole.step_ns, whole.bubble_ns) == (full.step_ns, full.bubble_ns)
+    monkeypatch.setattr(steps, "_MOST_WHOLE", {False: 3, True: 3})
+    short = step_figures(SMALL.model, spec, policy, NODE)
     assert short.extended_from == 3
-    assert short.step_ns == pytest.approx(full.step_ns, rel=0.002)
+    assert short.step_ns == pytest.approx(full.step_ns, rel=0.005)
 
 
 @pytest.mark.parametrize("sync", ["last", pytest.param("each", marks=pytest.mark.slow)])
@@ -328,8 +337,8 @@ def test_refining_tries_what_the_search_does_not_see_and_precision_never_wins(pl
     assert changed["compile=True"].step_ns > 0
 
 
-def test_a_pipeline_may_win_without_being_fixed_and_comes_in_both_schedules() -> None:
+def test_a_pipeline_may_win_without_being_fixed_and_comes_in_every_schedule() -> None:
     model = build_model(SMALL.model, seq_len=SMALL.policy.seq_len, orig_dtype=SMALL.policy.orig_dtype)
     mesh = MeshSpec(pp=2, dp_shard=2)
     schedules = {str(one.policy.pp_schedule) for one in candidates(SMALL, model, mesh)}
-    assert schedules == {"1f1b", "interleaved:2"}
+    assert schedules == {"1f1b", "interleaved:2", "zb1p", "zb1p:2", "zbv"}

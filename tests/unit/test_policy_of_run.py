@@ -17,7 +17,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.policy_of_run import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -289,3 +289,25 @@ def test_software_of_a_run_on_gpus() -> None:
     manifest.versions = {"torch": "2.8.0"}
     assert "record_streams" not in values_of_run(manifest)["policy"]
     assert replace(PolicySpec(), torch="2.8").records_streams is False
+
+
+@pytest.mark.parametrize(
+    ("norms", "version", "norm"),
+    [
+        (["torch.nn.modules.normalization.RMSNorm"], "2.13.0+cu130", "fused"),
+        (["torch.nn.modules.normalization.RMSNorm"], "2.8.0", "composed"),
+        (
+            ["torch.nn.modules.normalization.LayerNorm", "torchtitan.models.norms.RMSNorm"],
+            "2.13.0",
+            "composed",
+        ),
+        (["liger_kernel.transformers.rms_norm.LigerRMSNorm"], "2.8.0", "fused"),
+        (["transformers.models.llama.modeling_llama.LlamaRMSNorm"], "2.13.0", "composed"),
+        (["my.RMSNorm"], "2.13.0", None),
+        (["my.RMSNorm", "apex.normalization.fused_layer_norm.FusedRMSNorm"], "2.13.0", None),
+        (["torch.nn.modules.normalization.LayerNorm"], "2.13.0", None),
+        ([], "2.13.0", None),
+    ],
+)
+def test_how_a_run_s_norms_were_computed(norms: list[str], version: str, norm: str | None) -> None:
+    assert norm_of_run(RankManifest(norms=norms, versions={"torch": version})) == norm

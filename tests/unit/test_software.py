@@ -84,6 +84,30 @@ def test_before_2_5_reduce_scatters_keep_their_input_on_their_own_stream() -> No
     assert len(births) == len(set(births.tolist()))
 
 
+def test_before_2_6_what_replicas_reduce_is_dropped_where_gradients_are_cast_from_it() -> None:
+    """Gradients reduced in fp32 for bf16 parameters: a shard in fp32 each, of two blocks and the root."""
+    mesh = MeshSpec(dp_shard=2, dp_replicate=2)
+    policy = replace(POLICY, orig_dtype="bf16")
+    recording = on_device(policy, mesh=mesh)
+    older = as_in_torch(recording, torch_rules("2.5"))
+    assert as_in_torch(recording, torch_rules("2.6")) is recording
+    held = np.flatnonzero(older.allocations.free_order != recording.allocations.free_order)
+    block, root = 12 * 768 * 768 + 13 * 768, (50_258 + 1024 + 2) * 768
+    assert sorted(recording.allocations.size[held].tolist()) == sorted(
+        [4 * block // 2] * 4 + [4 * root // 2] * 2
+    )
+    # Newer torch has all of a step's at once; older drops each when it is cast, into one of half its size.
+    allocations = older.allocations
+    for row in held.tolist():
+        own, freed = allocations.alloc_order[row], allocations.free_order[row]
+        between = (allocations.alloc_order > own) & (allocations.alloc_order < freed)
+        assert allocations.size[row] // 2 in allocations.size[between]
+        assert not np.isin(np.flatnonzero(between), held).any()
+    for one, other in ((POLICY, mesh), (policy, MESH)):  # no cast; no replicas
+        unchanged = on_device(one, mesh=other)
+        assert as_in_torch(unchanged, torch_rules("2.5")) is unchanged
+
+
 def test_before_2_8_the_root_stays_gathered_in_bytes_too() -> None:
     def gathers(version: str) -> int:
         policy = PolicySpec(seq_len=256, torch=version, reshard="always", allocator="expandable")

@@ -6,14 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from support.cli import call
 from support.results import HOSTILE, run_analysis
+from support.watched import watched_steps
 from synthetic import Schedule, record, transformer, write_run
 
 import fsdp2prof
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo
 from fsdp2prof.reporters.open_metrics import tracker_scalars
 
 
@@ -64,6 +72,63 @@ print(json.dumps({{tag: float(make_ndarray(read.Tensors(tag)[-1].tensor_proto)) 
     assert json.loads(read.stdout.splitlines()[-1]) == pytest.approx(expected, rel=1e-6)
 
 
+def watched(folder: Path) -> Path:
+    """A run of one rank that has ended 20 steps and is over."""
+    place = folder / "watched" / "rank-00000"
+    place.mkdir(parents=True)
+    write_json(place.parent / "run.json", RunInfo(state="complete", options=RecordOptions(watch=True)))
+    write_json(place / "manifest.json", RankManifest(rank=0, world_size=1))
+    lines = [msgspec.json.encode(line) for line in watched_steps(0)]
+    (place / "steps.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    return place.parent
+
+
+def test_a_watched_job_is_logged_by_step(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for a tracker's client: what it is given, and that its run is opened once and closed."""
+    said: list[Any] = []
+
+    @contextmanager
+    def start_run(run_name: str) -> Iterator[Any]:
+        said.append(run_name)
+        yield SimpleNamespace(info=SimpleNamespace(run_id="r"))
+        said.append("closed")
+
+    client = ModuleType("mlflow")
+    vars(client).update(
+        start_run=start_run,
+        log_metrics=lambda metrics, step: said.append((step, metrics)),
+        get_tracking_uri=lambda: "file:///x",
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    ended = call(capfd, "watch", watched(tmp_path), "--follow", "--log", "mlflow", "--format", "json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["last_step"] == 19
+    name, (step, metrics), closed = said
+    assert (name, step, closed) == ("watched", 19, "closed")
+    assert metrics["fsdp2prof/watched_step_seconds"] == 0.1
+    assert metrics["fsdp2prof/watched_exposed_seconds"] == 0.02
+    assert metrics["fsdp2prof/watched_step"] == 19
+
+
+@pytest.mark.slow
+def test_tensorboard_draws_a_watched_job_over_its_steps(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    run = watched(tmp_path)
+    assert call(capfd, "watch", run, "--once", "--log", "tensorboard").code == 0
+    script = f"""
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+read = EventAccumulator({str(run / "tensorboard" / "watched")!r})
+read.Reload()
+print(read.Tensors("fsdp2prof/watched_step_seconds")[-1].step)
+"""
+    read = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert read.stdout.split()[-1] == "19"
+
+
 @pytest.mark.slow
 def test_mlflow_keeps_them_in_its_store(run: Path, expected: dict[str, float], tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
@@ -95,3 +160,5 @@ def test_what_a_tracker_cannot_take_is_said(
     call(capfd, "export", "metrics", run, "--log", "wandb", "-o", tmp_path / "x").refused("--output", code=2)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     call(capfd, "export", "metrics", run, "--log", "mlflow").refused("pip install 'fsdp2prof[mlflow]'")
+    job = watched(tmp_path)
+    call(capfd, "watch", job, "--once", "--log", "mlflow").refused("pip install 'fsdp2prof[mlflow]'")

@@ -2,6 +2,10 @@
 // Charts are made for light paper; on a dark page some of their colours become others.
 const [figures, dark] = ["figures", "dark"].map(id => JSON.parse(document.getElementById(id).textContent));
 const inTheDark = matchMedia("(prefers-color-scheme: dark)");
+const PAPER_WIDTH = 700;  // of a printed page, less its margins
+let printing = false;
+const isDark = () => inTheDark.matches && !printing;
+const widthOf = place => (printing ? PAPER_WIDTH : place.clientWidth);
 const config = {
   responsive: true,
   displaylogo: false,
@@ -18,17 +22,26 @@ function recoloured(value) {
 
 function drawOne(place) {
   const figure = figures[place.dataset.figure];
-  const { data, layout } = inTheDark.matches ? recoloured(figure) : structuredClone(figure);
-  if (place.clientWidth < 640) {
+  const { data, layout } = isDark() ? recoloured(figure) : structuredClone(figure);
+  if (widthOf(place) < 640) {
     layout.height += 19 * data.length;  // the legend has one entry a line
   }
-  Plotly.react(place, data, layout, config);
+  if (printing) layout.width = PAPER_WIDTH;
+  return Plotly.react(place, data, layout, config);
 }
 
-function draw() {
-  const places = [...document.querySelectorAll("[data-figure]")].filter(place => !place.closest("[data-timeline]"));
-  work.push(oneByOne(places, drawOne));
-}
+const places = [...document.querySelectorAll("[data-figure]")].filter(place => !place.closest("[data-timeline]"));
+const draw = () => work.push(oneByOne(places, drawOne));
 
 draw();
 inTheDark.addEventListener("change", draw);
+
+// Paper is light and narrow: charts are drawn anew for it, at once.
+addEventListener("beforeprint", () => {
+  printing = true;
+  places.forEach(drawOne);
+});
+addEventListener("afterprint", () => {
+  printing = false;
+  work.push(oneByOne(places, place => drawOne(place).then(() => Plotly.Plots.resize(place))));
+});

@@ -18,7 +18,7 @@ function distance(place) {
 async function oneByOne(places, act) {
   for (const place of nearestFirst(places)) {
     await whenIdle();
-    act(place);
+    await act(place);
   }
 }
 

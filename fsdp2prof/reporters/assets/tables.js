@@ -49,6 +49,15 @@ function enliven(table) {
   table.closest(".scroll").before(bar);
 }
 
+// What is wider than its place scrolls by keyboard, too.
+const widths = new ResizeObserver(entries => {
+  for (const { target } of entries) {
+    if (target.scrollWidth > target.clientWidth) target.tabIndex = 0;
+    else target.removeAttribute("tabindex");
+  }
+});
+for (const place of document.querySelectorAll(".scroll")) widths.observe(place);
+
 const tables = [...document.querySelectorAll("main table")];
 for (const table of tables) table.closest("details")?.addEventListener("toggle", () => enliven(table), { once: true });
 work.push(oneByOne(tables.filter(table => table.closest("details") === null), enliven));

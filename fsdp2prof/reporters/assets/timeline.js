@@ -77,7 +77,7 @@ class Timeline {
 
   choose(what) {
     this.chosen = what;
-    const most = Math.max(1, Math.floor((this.place.clientWidth < NARROW ? 1 : 4) / this.sides.length));
+    const most = Math.max(1, Math.floor((widthOf(this.place) < NARROW ? 1 : 4) / this.sides.length));
     const waited = rank => rank.stalls.reduce((sum, stall) => sum + stall.length, 0);
     let ranks = this.ranks;
     if (what === "most") {
@@ -139,11 +139,11 @@ class Timeline {
     const [low, high] = this.view;
     const margin = (high - low) / 2;  // is there already when the view is dragged
     const from = Math.max(this.first, low - margin), to = Math.min(this.total, high + margin);
-    const pixels = Math.max(200, this.place.clientWidth - 160) * Math.min(1, MOST_ROWS / this.rows.length);
+    const pixels = Math.max(200, widthOf(this.place) - 160) * Math.min(1, MOST_ROWS / this.rows.length);
     const count = Math.max(1, Math.round(pixels * (to - from) / (high - low)));
-    const { data: [base], layout: given } = inTheDark.matches ? recoloured(this.figure) : structuredClone(this.figure);
+    const { data: [base], layout: given } = isDark() ? recoloured(this.figure) : structuredClone(this.figure);
     const [ink, paper, stalled] = ["ink", "paper", "stall"].map(key => (
-      inTheDark.matches ? dark[this.detail[key]] ?? this.detail[key] : this.detail[key]
+      isDark() ? dark[this.detail[key]] ?? this.detail[key] : this.detail[key]
     ));
     const width = (to - from) / count;
     const heatmap = {
@@ -176,6 +176,7 @@ class Timeline {
       shapes: this.edges(paper, ink),
     };
     const texts = this.texts(low, high, ink, paper);
+    if (printing) layout.width = PAPER_WIDTH;
     this.place.style.minHeight = `${layout.height}px`;
     this.drawn = Plotly.react(this.place, [heatmap, this.hatched(from, to, width, stalled), texts], layout, {
       ...config, modeBarButtons: [["toImage"], ["zoom2d", "pan2d"]],
@@ -209,7 +210,7 @@ class Timeline {
   }
 
   texts(low, high, ink, paper) {
-    const pixel = (high - low) / Math.max(200, this.place.clientWidth - 160);
+    const pixel = (high - low) / Math.max(200, widthOf(this.place) - 160);
     const found = [];
     this.rows.forEach((row, y) => {
       if (!row.key) return;
@@ -241,7 +242,7 @@ class Timeline {
 
   // From the end of a collective to the compute stream that stood still for it.
   arrows(low, high, colour) {
-    const pixel = (high - low) / Math.max(200, this.place.clientWidth - 160);
+    const pixel = (high - low) / Math.max(200, widthOf(this.place) - 160);
     return this.stallsIn(low, high, 3 * pixel).slice(0, ARROWS).flatMap(stall => {
       const to = this.row(stall.rank, "compute"), from = this.row(stall.rank, stall.lane);
       if (from === to || from < 0) return [];
@@ -362,13 +363,13 @@ class Timeline {
       bar.append(made);
       return made;
     };
-    const worst = button("Show the worst", "Show the longest wait, then the next", () => this.showWorst());
+    const worst = button("Show the worst", "Show the worst: the longest wait, then the next", () => this.showWorst());
     worst.className = "worst";
     button("+", "Zoom in", () => this.zoom(0.5));
     button("−", "Zoom out", () => this.zoom(2));
     button("←", "Earlier", () => this.pan(-0.4));
     button("→", "Later", () => this.pan(0.4));
-    button("All", "The whole step", () => this.look(this.first, this.total));
+    button("All", "All: the whole step", () => this.look(this.first, this.total));
     this.select = document.createElement("select");
     this.select.setAttribute("aria-label", "Ranks shown");
     const options = [["most", this.ranks.length > 4 ? "ranks that wait longest" : "lanes of each rank"]];
@@ -402,7 +403,7 @@ class Timeline {
     const tip = this.box.querySelector(".tip");
     this.place.on("plotly_hover", ({ points: [point], event }) => {
       const row = this.rows[point.y];
-      const tolerance = 3 * (this.view[1] - this.view[0]) / Math.max(200, this.place.clientWidth - 160);
+      const tolerance = 3 * (this.view[1] - this.view[0]) / Math.max(200, widthOf(this.place) - 160);
       const lines = row && this.at(row, point.x * MS, tolerance);
       tip.hidden = !lines;
       if (!lines) return;
@@ -427,6 +428,11 @@ class Timeline {
       this.zoom(event.deltaY > 0 ? 1.25 : 0.8, around);
     }, { passive: false });
     inTheDark.addEventListener("change", () => this.draw());
+    addEventListener("beforeprint", () => this.draw());
+    addEventListener("afterprint", () => {
+      this.draw();
+      this.drawn = this.drawn.then(() => Plotly.Plots.resize(this.place));
+    });
     let waiting = 0;
     new ResizeObserver(() => {
       cancelAnimationFrame(waiting);

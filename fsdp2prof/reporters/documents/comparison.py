@@ -32,6 +32,7 @@ _ROWS = 12
 
 def comparison_document(comparison: RunComparison) -> Document:
     """Lay out what is compared and how it was set up, then time, communication and memory."""
+    before, after = _names(comparison)
     return Document(
         kind="compare",
         title="What changed",
@@ -50,7 +51,7 @@ def comparison_document(comparison: RunComparison) -> Document:
                 ],
             ),
             *_sections("step", "Step time", _step_table(comparison)),
-            *timelines_section(comparison.before_timeline, comparison.after_timeline),
+            *timelines_section({before: comparison.before_timeline, after: comparison.after_timeline}),
             *_sections(
                 "communication",
                 "Communication",
@@ -67,6 +68,13 @@ def comparison_document(comparison: RunComparison) -> Document:
         result=comparison,
         data=[changes_table(comparison)],
     )
+
+
+def _names(comparison: RunComparison) -> tuple[str, str]:
+    """Name the two sides: where one is a prediction and the other is not, by that."""
+    sides = comparison.before, comparison.after
+    before, after = ("predicted" if side.kind == "estimate" else "recorded" for side in sides)
+    return ("before", "after") if before == after else (before, after)
 
 
 def _sections(anchor: str, title: str, blocks: Sequence[Block]) -> list[Section]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters.document import Block, Column, Document, Facts, Section, Table, Value
-from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks
 from fsdp2prof.reporters.documents.sharding import rows_blocks
@@ -42,9 +42,10 @@ def run_document(analysis: RunAnalysis) -> Document:
         title=f"Run {run.path}",
         subtitle=", ".join(part for part in (_state(run), _world(run)) if part),
         verdict=analysis.verdict,
+        changes=changes_worth_most(trace.what_if) if trace else (),
         numbers=[*(trace_numbers(trace) if trace else ()), *(memory_numbers(memory) if memory else ())],
         sections=[
-            *findings_section(analysis.findings, analysis.advice, trace.what_if if trace else ()),
+            *findings_section(analysis.findings, analysis.advice),
             *(trace_sections(trace) if trace else ()),
             *(memory_sections(memory) if memory else ()),
             *_layout_sections(analysis),

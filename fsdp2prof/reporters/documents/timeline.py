@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdp2prof.reporters.charts.timeline import Side, timeline_detail, timeline_figure
 from fsdp2prof.reporters.document import Chart, Section, Spark, Table, Value
@@ -21,10 +21,10 @@ def timeline_section(timeline: StepTimeline | None) -> list[Section]:
     return [] if timeline is None else [_section([("", timeline)])]
 
 
-def timelines_section(before: StepTimeline | None, after: StepTimeline | None) -> list[Section]:
-    """Lay out a step of each side above the other, on one scale."""
-    sides = [(name, side) for name, side in (("before", before), ("after", after)) if side is not None]
-    return [_section(sides)] if sides else []
+def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]:
+    """Lay out a step of each side, by name, above the other, on one scale."""
+    known = [(name, side) for name, side in sides.items() if side is not None]
+    return [_section(known)] if known else []
 
 
 def _section(sides: Sequence[Side]) -> Section:
@@ -80,6 +80,7 @@ def _spark(name: str, timeline: StepTimeline) -> Spark | None:
     seen = [word for word in PHASES.values() if word.header in letters]
     return Spark(
         values=timeline.compute_frac,
+        title=f"What part of the ranks computes in step {timeline.step}",
         full="every rank computes",
         marks="".join(letters),
         legend=", ".join(f"{word.header} {word.label}" for word in seen),

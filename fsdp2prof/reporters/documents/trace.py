@@ -17,7 +17,7 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.documents import trace_titles as titles
-from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.documents.work_tables import kernel_table, operator_table
@@ -45,11 +45,9 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         title=f"Trace of {_who(analysis)}",
         subtitle=_what(analysis) + (f"; only {analysis.focus}" if analysis.focus else ""),
         verdict=analysis.verdict,
+        changes=changes_worth_most(analysis.what_if),
         numbers=trace_numbers(analysis),
-        sections=[
-            *findings_section(analysis.findings, analysis.advice, analysis.what_if),
-            *trace_sections(analysis),
-        ],
+        sections=[*findings_section(analysis.findings, analysis.advice), *trace_sections(analysis)],
         warnings=analysis.warnings,
         result=analysis,
         data=trace_data(analysis),

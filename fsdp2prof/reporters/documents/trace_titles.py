@@ -9,16 +9,19 @@ from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name
 
 __all__ = ["arrivals", "bandwidth", "layers", "operators", "step", "waits"]
 
+_MOST = 0.5
+"""Fraction from which a part is most of the whole."""
+
 
 def step(analysis: TraceAnalysis) -> str:
     """Name the largest part of the step, and how much communication shows."""
     parts = analysis.totals.breakdown_frac
     largest = max(parts, key=lambda part: parts[part])
-    label = BREAKDOWN_PARTS[largest].label
-    exposed = format_frac(analysis.totals.exposed_frac)
+    lead = "Most" if parts[largest] > _MOST else "The largest part"
+    said = f"{lead} of the step is {BREAKDOWN_PARTS[largest].label}: {format_frac(parts[largest])}"
     if largest.startswith("exposed"):
-        return f"Most of the step is {label}: {format_frac(parts[largest])}"
-    return f"Most of the step is {label}: {format_frac(parts[largest])}; {exposed} is exposed communication"
+        return said
+    return f"{said}; {format_frac(analysis.totals.exposed_frac)} is exposed communication"
 
 
 def layers(analysis: TraceAnalysis) -> str:

@@ -199,7 +199,7 @@ def _launches(tables: RankTables, rank: int, clock: RankClock, tids: Mapping[int
 
 
 def _layers_of_events(tables: RankTables) -> dict[int, dict[str, Any]]:
-    """Return event row -> layer and phase, of what ran on the device (host-only: of leaf operators)."""
+    """Return event row -> layer and phase, of what ran on the device (host-only: of working operators)."""
     work, phases, table = tables.work, tables.phases, tables.collectives.table
     fqn, phase = phases.fqn.lookup(work.phase_row), phases.phase.lookup(work.phase_row)
     found = {int(event): _place(fqn[i], phase[i]) for i, event in enumerate(work.event.tolist())}

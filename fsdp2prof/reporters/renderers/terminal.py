@@ -68,6 +68,8 @@ def lay_out(document: Document, options: RenderOptions) -> str:
 
 def _parts(document: Document, options: RenderOptions) -> Iterator[RenderableType]:
     yield _headline(document)
+    if document.changes:
+        yield _titled("Worth most, each tried on this recording", "", _list(document.changes))
     if document.numbers:
         yield _indented(_key_figures(document.numbers, options.width - 2))
     for section in document.sections:
@@ -177,7 +179,7 @@ def _chart(chart: Chart, width: int) -> RenderableType | None:
     line = "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
     below = [_text(text, "dim") for text in (marks, spark.legend) if text]
     note = ", ".join(text for text in (chart.note, f"full height {spark.full}") if text)
-    return _titled(chart.title, note, Group(_text(line, "blue"), *below))
+    return _titled(spark.title or chart.title, note, Group(_text(line, "blue"), *below))
 
 
 # Tables.

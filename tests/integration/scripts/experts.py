@@ -1,8 +1,9 @@
 """FSDP2 with expert parallelism over four ranks, written as people write it; its collectives are counted.
 
 The feed-forward is a mixture of its own: real scores and top-k, a push that gives every expert as many
-tokens, real split sizes, one product an expert. ``python experts.py OUTPUT`` under torchrun has rank 0 write
-the counts of the second step.
+tokens, real split sizes, one product an expert. ``python experts.py OUTPUT [TP]`` under torchrun has rank 0
+write the counts of the second step. With tensor parallelism the ranks that share a sequence route a part of
+its tokens each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -76,15 +85,23 @@ class Router(nn.Module):
 class Mixture(nn.Module):
     """Top-k routing over experts on other ranks."""
 
-    def __init__(self, dim: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, dim: int, group: dist.ProcessGroup, tp: DeviceMesh) -> None:
         super().__init__()
-        self.group, self.local = group, EXPERTS.count // EP
+        self.group, self.local, self.tp = group, EXPERTS.count // EP, tp
         self.router = Router(dim, EXPERTS.count)
         self.experts = Experts(dim, self.local, EXPERTS.ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        scores = F.softmax(self.router.gate(flat).float(), dim=1)
+        if isinstance(x, DTensor):
+            x = x.to_local(grad_placements=[Partial()])
+        flat, gate = x.reshape(-1, x.shape[-1]), self.router.gate.weight
+        if isinstance(gate, DTensor):
+            gate = gate.to_local(grad_placements=[Partial()])
+        out = torch.zeros_like(flat)
+        share = len(flat) // self.tp.size()
+        mine = slice(self.tp.get_local_rank() * share, (self.tp.get_local_rank() + 1) * share)
+        scores = F.softmax((flat @ gate.t()).float(), dim=1)[mine]
+        flat = flat[mine]
         turns = torch.arange(flat.shape[0] * EXPERTS.top_k).view(-1, EXPERTS.top_k) % EXPERTS.count
         forced = torch.zeros_like(scores).scatter(1, turns, 10.0)
         _, chosen = torch.topk(scores.detach() + forced, EXPERTS.top_k, dim=1)
@@ -100,10 +117,38 @@ class Mixture(nn.Module):
         done = self.experts(arrived, of_expert)
         back = all_to_all_single_autograd(done, sent, received, self.group)
         back = back * weights[order].unsqueeze(1).to(back.dtype)
-        return torch.zeros_like(flat).index_add(0, order // EXPERTS.top_k, back).view(x.shape)
+        return out.index_add(0, order // EXPERTS.top_k + mine.start, back).view(x.shape)
 
 
-def build(mesh: DeviceMesh, experts: DeviceMesh) -> Any:
+def divide(module: Any, tp: DeviceMesh) -> None:
+    """Megatron's tensor parallelism with norms and residuals divided by sequence."""
+    whole, part = (Replicate(),), (Shard(1),)
+    ends = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(module, tp, ends)
+    for layer in module.layers:
+        for norm in (layer.attention_norm, layer.ffn_norm):
+            parallelize_module(norm, tp, SequenceParallel())
+        enters = PrepareModuleInput(input_layouts=(*part, None), desired_input_layouts=(*whole, None))
+        parallelize_module(layer.attention, tp, enters)
+        parallelize_module(layer.attention, tp, {name: ColwiseParallel() for name in ("wq", "wk", "wv")})
+        parallelize_module(layer.attention, tp, {"wo": RowwiseParallel(output_layouts=Shard(1))})
+        enters = PrepareModuleInput(input_layouts=part, desired_input_layouts=whole)
+        parallelize_module(layer.feed_forward, tp, enters)
+        if isinstance(layer.feed_forward, Mixture):
+            gate = layer.feed_forward.router.gate
+            gate.weight = nn.Parameter(distribute_tensor(gate.weight, tp, whole))
+            leaves = PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=part)
+            parallelize_module(layer.feed_forward, tp, leaves)
+        else:
+            parallelize_module(layer.feed_forward, tp, {name: ColwiseParallel() for name in ("w1", "w3")})
+            parallelize_module(layer.feed_forward, tp, {"w2": RowwiseParallel(output_layouts=Shard(1))})
+
+
+def build(dense: DeviceMesh, experts: DeviceMesh) -> Any:
     module: Any = build_builtin(CONFIG, SEQ_LEN, "float32").module
     module.to_empty(device="cpu")
     for parameter in module.parameters():
@@ -112,23 +157,25 @@ def build(mesh: DeviceMesh, experts: DeviceMesh) -> Any:
     info = FSDPMeshInfo(mesh=experts["efsdp"], shard_mesh_dim=0)
     apart: set[nn.Parameter] = set()
     for layer in range(EXPERTS.first, CONFIG.layers):
-        mixture = Mixture(CONFIG.dim, experts["ep"].get_group())
+        mixture = Mixture(CONFIG.dim, experts["ep"].get_group(), dense["tp"])
         module.layers[layer].feed_forward = mixture
         apart.update(mixture.experts.parameters())
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
         return ShardPlacementResult(placement=Shard(0), mesh_info=info) if parameter in apart else None
 
+    if dense["tp"].size() > 1:
+        divide(module, dense["tp"])
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in (*module.layers, module):
-        fully_shard(part, mesh=mesh, mp_policy=precision, shard_placement_fn=place)
+        fully_shard(part, mesh=dense["dp_shard"], mp_policy=precision, shard_placement_fn=place)
     return module
 
 
-def main(output: Path) -> None:
+def main(output: Path, tp: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh("cpu", (RANKS // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     module = build(mesh, init_device_mesh("cpu", (RANKS // EP, EP), mesh_dim_names=("efsdp", "ep")))
     mode = Interception()
     for _ in range(2):
@@ -149,4 +196,4 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)

@@ -19,6 +19,7 @@ from fsdp2prof.workflows.parity_rank import ParitySettings
 
 SUPPORT = "support.parity_models"
 TWO = {"dp_shard": 2}
+EXPERTS: dict[str, Any] = {"mesh": {"dp_shard": 4, "ep": 2}, "model": f"{SUPPORT}:sparse_model"}
 SQUARE = {"dp_replicate": 2, "dp_shard": 2}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "other_batch_on_rank_1": {"mesh": TWO, "shard": None, "batch": f"{SUPPORT}:other_batch_on_rank_1"},
     "other_weights_on_rank_1": {"mesh": TWO, "shard": None, "model": f"{SUPPORT}:other_weights_on_rank_1"},
     "that_fails": {"mesh": TWO},
+    "expert_parallel": EXPERTS | {"steps": 2},
+    "experts_of_too_few": EXPERTS,
 }
 
 

@@ -1,19 +1,27 @@
-"""Two pipeline stages of two ranks each, under torch's own 1F1B schedule, their storages counted.
+"""Two pipeline stages of two ranks each, under one of torch's own schedules, their storages counted.
 
-``python pipeline.py --micro-batches M --output FOLDER`` under torchrun writes each rank's recording there.
+``python pipeline.py --micro-batches M --schedule zb1p --output FOLDER`` under torchrun writes each rank's
+recording there.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
@@ -21,7 +29,7 @@ from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, TransformerConfi
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import stage_of
+from fsdp2prof.estimators.traffic.parts import stage_of
 from fsdp2prof.storage_tracker import StorageTracker
 
 SEQ_LEN, VOCAB, STEPS = 256, 1000, 3
@@ -42,8 +50,9 @@ SMALL = TransformerConfig(
 BUILTIN_MODELS[SMALL.name] = SMALL
 
 
-def policy(stage: int, micro_batches: int) -> PolicySpec:
+def policy(stage: int, micro_batches: int, schedule: Any = "1f1b") -> PolicySpec:
     return PolicySpec(
+        pp_schedule=schedule,
         seq_len=SEQ_LEN,
         reshard="never",
         grad_accum=micro_batches,
@@ -53,6 +62,17 @@ def policy(stage: int, micro_batches: int) -> PolicySpec:
     )
 
 
+def zero_bubble(stage: PipelineStage, micro_batches: int, **options: Any) -> Any:
+    return ScheduleInterleavedZeroBubble([stage], micro_batches, **options)
+
+
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "zb1p": zero_bubble,
+}
+
+
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -60,12 +80,13 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--micro-batches", type=int, required=True)
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     index = mesh["pp"].get_local_rank()
-    how = policy(index, args.micro_batches)
+    how = policy(index, args.micro_batches, args.schedule)
     model = stage_of(build_model(SPEC, seq_len=SEQ_LEN), MESH, how)
     shard(model, how, mesh["dp_shard"], None)
     tracker = StorageTracker()
@@ -73,7 +94,7 @@ def main() -> None:
         tracker.mark_step(0)
         model.module.to_empty(device="cpu")
         stage = PipelineStage(model.module, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-        schedule = Schedule1F1B(stage, args.micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = SCHEDULES[args.schedule](stage, args.micro_batches, loss_fn=loss, scale_grads=False)
         optimizer = build_optimizer(model, how)
         assert optimizer is not None
         for step in range(1, STEPS + 1):

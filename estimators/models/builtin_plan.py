@@ -1,0 +1,223 @@
+"""Tensor parallelism of the built-in models: Megatron's, with norms and residuals divided by sequence.
+
+Dense blocks are divided as torchtitan divides them. What every rank runs whole on the whole sequence (the
+router's gate, the compressed vectors of latent attention) computes the gradients of this rank's heads and
+experts alone: its weights' gradients are summed over the ranks once, not those of its activations each time.
+Experts are divided inside each expert, or, where expert parallelism deals them out, the tokens are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fsdp2prof.estimators.models.catalog import TransformerConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+__all__ = ["BuiltinPlan", "undivided_heads"]
+
+_COLUMNS = ("wq", "wk", "wv", "w1", "w3", "wq_b", "wkv_b", "output", "tok_embeddings")
+_ROWS = ("wo", "w2")
+_ALIGNMENT = 8
+"""Elements of bf16 in the 16 bytes to which rows of a grouped product are aligned."""
+_EXPERT_DIMS = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
+"""Parameter of stacked experts -> the dimension that is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinPlan:
+    """How a built-in model is divided.
+
+    A tied head is tied again after both of its modules are divided by vocabulary.
+    """
+
+    config: TransformerConfig
+    absent: frozenset[str] = frozenset()
+    """Modules that another pipeline stage holds."""
+    experts_apart: bool = False
+    """Expert parallelism deals the experts out: each is whole, and the ranks share the tokens."""
+
+    @property
+    def is_analysed(self) -> bool:
+        """Whether its collectives are known by formula."""
+        config = self.config
+        return not (config.experts or config.latent or config.sinks)
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+        return True
+
+    @property
+    def note(self) -> str:
+        """What is divided and how, in one sentence."""
+        note = "tensor parallelism executed with sequence-parallel norms and residuals"
+        if self.config.latent is not None:
+            note += "; latent attention divided by heads behind its compressed vectors, which stay whole"
+        if self.config.experts is not None:
+            note += "; router whole, " + (
+                "experts not divided: each rank routes its share of the tokens"
+                if self.experts_apart
+                else "each expert divided by its hidden dimension"
+            )
+        return note
+
+    def refusal(self, ranks: int) -> str | None:
+        """Why the model cannot be divided among so many ranks: heads or experts that they do not divide."""
+        config = self.config
+        experts = None if self.experts_apart else config.experts
+        if experts is not None and experts.ffn_dim % (ranks * _ALIGNMENT):
+            return (
+                f"tp={ranks} cuts the {experts.ffn_dim} of an expert of {config.name} into parts that are "
+                f"no multiples of {_ALIGNMENT}, which grouped products need: deal the experts out (ep)"
+            )
+        return undivided_heads(config.name, config.heads, config.kv_heads, ranks)
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+        """Divide the module in place: parameters become DTensors of ``mesh``."""
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        plan = {**_ends(loss_parallel), **_attention(self.config)}
+        parallelize_module(module, mesh, {name: plan[name] for name in plan if name not in self.absent})
+        _divide_blocks(module, mesh, self.experts_apart)
+        if self.config.tied and not self.absent:
+            module.tie_weights()  # type: ignore[operator]
+
+    def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+        """Shape that the first rank holds of a parameter of ``shape``."""
+        dim = self._dim(fqn)
+        return tuple(-(-size // ranks) if axis == dim else size for axis, size in enumerate(shape))
+
+    def with_experts_apart(self, experts: tuple[str, ...]) -> BuiltinPlan:
+        """The same where expert parallelism deals these modules' experts out whole."""
+        del experts  # all that there are
+        return replace(self, experts_apart=True)
+
+    def _dim(self, fqn: str) -> int | None:
+        module, _, kind = fqn.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        if leaf == "experts":
+            return None if self.experts_apart else _EXPERT_DIMS.get(kind)
+        if leaf in _COLUMNS or kind == "sinks":
+            return 0
+        return 1 if leaf in _ROWS and kind == "weight" else None
+
+
+def undivided_heads(name: str, heads: int, kv_heads: int, ranks: int) -> str | None:
+    """Why ``ranks`` cannot share attention by heads, and what frameworks do; ``None`` if they can."""
+    if heads % ranks:
+        return f"tp={ranks} does not divide the {heads} heads of {name}"
+    if kv_heads % ranks:
+        return (
+            f"tp={ranks} does not divide the {kv_heads} kv_heads of {name}: torchtitan and transformers cut "
+            "keys and values by heads, repeat none, and fail there too"
+        )
+    return None
+
+
+def _ends(loss_parallel: bool) -> dict[str, ParallelStyle]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=Shard(1),
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.ffn_norm": SequenceParallel(),
+    }
+
+
+def _attention(config: TransformerConfig) -> dict[str, ParallelStyle]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    plan: dict[str, Any] = {
+        "": PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
+        "wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if config.latent is None:
+        plan |= {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
+    elif not config.latent.q_rank:
+        plan["wq"] = ColwiseParallel()
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return {f"layers.*.attention.{name}".rstrip("."): style for name, style in plan.items()}
+
+
+def _divide_blocks(module: nn.Module, mesh: DeviceMesh, experts_apart: bool) -> None:
+    """Divide what differs from block to block, and what torch has no style for."""
+    from fsdp2prof.estimators.models.experts import MixtureOfExperts
+    from fsdp2prof.estimators.models.llama import Attention, FeedForward, LatentAttention
+    from fsdp2prof.estimators.models.local_tensors import distribute_parameters, run_on_local_tensors
+
+    for part in module.modules():
+        if isinstance(part, FeedForward):
+            _divide_feed_forward(part, mesh)
+        elif isinstance(part, MixtureOfExperts):
+            _divide_mixture(part, mesh, experts_apart)
+        elif isinstance(part, LatentAttention):
+            for name, dim in (("wq_a", None), ("q_norm", None), ("wq_b", 0)):
+                inner = getattr(part, name)
+                if inner is not None:
+                    run_on_local_tensors(inner, mesh, dim)
+            for name, dim in (("wkv_a", None), ("kv_norm", None), ("wkv_b", 0)):
+                run_on_local_tensors(getattr(part, name), mesh, dim)
+        elif isinstance(part, Attention) and part.sinks is not None:
+            distribute_parameters(part, mesh, {"sinks": 0})
+
+
+def _divide_feed_forward(part: nn.Module, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(part, mesh, _gathered_sequence())
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("w1", "w3")}
+    parallelize_module(part, mesh, {**plan, "w2": RowwiseParallel(output_layouts=Shard(1))})
+
+
+def _gathered_sequence() -> ParallelStyle:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+
+def _divide_mixture(mixture: Any, mesh: DeviceMesh, experts_apart: bool) -> None:
+    from torch.distributed.tensor import Partial, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    from fsdp2prof.estimators.models.local_tensors import distribute_parameters, run_on_local_tensors
+
+    parallelize_module(mixture, mesh, _gathered_sequence())
+    summed = PrepareModuleOutput(output_layouts=(Partial(),), desired_output_layouts=(Shard(1),))
+    parallelize_module(mixture, mesh, summed)
+    if mixture.shared_experts is not None:
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("w1", "w3")}
+        plan["w2"] = RowwiseParallel(output_layouts=Partial())
+        parallelize_module(mixture.shared_experts, mesh, plan)
+    run_on_local_tensors(mixture.router.gate, mesh, None)
+    if experts_apart:
+        mixture.token_ranks, mixture.token_rank = mesh.size(), mesh.get_local_rank()
+    else:
+        distribute_parameters(mixture.experts, mesh, _EXPERT_DIMS)
+        mixture.experts.ranks = mesh.size()

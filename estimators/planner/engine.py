@@ -1,0 +1,34 @@
+"""What a plan asks the execution engine, and how: here, or in processes of a workflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from fsdp2prof.errors import ModelError
+
+__all__ = ["Call", "Engine", "in_this_process", "run_one"]
+
+Call: TypeAlias = tuple[Callable[[Any], Any], Any]
+"""A function of the engine and what it is given."""
+
+
+class Engine(Protocol):
+    """Runs the execution engine on several inputs, at once where there are processes for it."""
+
+    def __call__(self, calls: Sequence[Call]) -> list[Any]:
+        """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
+
+
+def in_this_process(calls: Sequence[Call]) -> list[Any]:
+    """The engine without processes."""
+    return [run_one(call) for call in calls]
+
+
+def run_one(call: Call) -> Any:
+    """Return what a call does, or the ``ModelError`` that it raises."""
+    function, item = call
+    try:
+        return function(item)
+    except ModelError as error:
+        return error

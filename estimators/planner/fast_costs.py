@@ -1,0 +1,152 @@
+"""What the fast path's parts cost: kernels at other shapes than those of the probe, collectives, copies.
+
+Each is costed by the engine's own cost models, once for every shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil, prod
+
+from fsdp2prof.estimators.planner.profile import BlockProfile, Shapes, Stretch
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.timeline.collective_costs import transfer
+from fsdp2prof.estimators.timeline.commands import Collective, Work
+from fsdp2prof.estimators.timeline.costs import ClusterCosts
+from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+
+__all__ = ["BlockCost", "FastCosts", "Layout", "Shape3", "padded_numel"]
+
+Layout = tuple[int, int, str]
+"""tp, ep and the way to checkpoint, of which there is a profile."""
+Shape3 = tuple[int, int, int]
+"""Batch size, sequence length of a rank, and context-parallel ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """One block's compute at some shape, in nanoseconds."""
+
+    forward: int
+    backward: int
+    sent_forward: int
+    """Collectives that the compute stream waits for: of tensor and of expert parallelism."""
+    sent_backward: int
+    host_forward: int
+    host_backward: int
+
+
+def padded_numel(shapes: Shapes, shards: int, *, dim: int = 0) -> int:
+    """Elements of all shards of parameters that FSDP cuts along ``dim``; dimension 0 is padded."""
+    if dim:
+        return sum(map(prod, shapes))
+    return sum(ceil(rows / shards) * shards * prod(rest) for rows, *rest in shapes)
+
+
+class FastCosts:
+    """Costs of the parts of a step, from profiles of shallow runs."""
+
+    def __init__(self, cluster: Cluster, profiles: Mapping[Layout, BlockProfile]) -> None:
+        self._cluster = cluster
+        self._profiles = profiles
+        self._of_mesh = lru_cache(maxsize=None)(lambda mesh: ClusterCosts(cluster=cluster, mesh=mesh))
+        self.blocks = lru_cache(maxsize=None)(self._blocks)
+        self.ends = lru_cache(maxsize=None)(self._ends)
+        self.transfer = lru_cache(maxsize=None)(self._transfer)
+
+    def _blocks(self, layout: Layout, shape: Shape3) -> tuple[BlockCost, ...]:
+        """Cost of a block of each kind."""
+        profile = self._profiles[layout]
+        return tuple(
+            BlockCost(
+                forward=self._compute(profile, kind.forward, shape),
+                backward=self._compute(profile, kind.backward, shape),
+                sent_forward=self._sent(profile, kind.forward, shape),
+                sent_backward=self._sent(profile, kind.backward, shape),
+                host_forward=kind.forward.host_ns,
+                host_backward=kind.backward.host_ns,
+            )
+            for kind in profile.kinds
+        )
+
+    def _ends(self, layout: Layout, shape: Shape3) -> tuple[int, int, int]:
+        """Nanoseconds outside of the blocks: of kernels, of collectives, of the host."""
+        profile = self._profiles[layout]
+        ends = profile.ends
+        return self._compute(profile, ends, shape), self._sent(profile, ends, shape), ends.host_ns
+
+    def _compute(self, profile: BlockProfile, stretch: Stretch, shape: Shape3) -> int:
+        hardware = self._cluster.hardware
+        return sum(kernel_ns(_at(work, profile, shape), hardware) for work in stretch.works if work.bytes)
+
+    def _sent(self, profile: BlockProfile, stretch: Stretch, shape: Shape3) -> int:
+        batch, seq_len, _ = shape
+        mesh = MeshSpec(dp_shard=profile.ep, tp=profile.tp, ep=profile.ep)
+        old = profile.batch_size * profile.seq_len
+        return sum(
+            self.transfer(op, payload * batch * seq_len // old, mesh, dimension)
+            for op, payload, dimension in stretch.exchanges
+        )
+
+    def _transfer(self, op: str, payload: int, mesh: MeshSpec, dimension: str) -> int:
+        """Nanoseconds of a collective over a dimension of a mesh."""
+        sizes = {
+            "fsdp": (mesh.fsdp_dim, mesh.fsdp_size),
+            "efsdp": ("efsdp", mesh.expert_fsdp_size),
+            "dp_replicate": ("dp_replicate", mesh.dp_replicate),
+            "tp": ("tp", mesh.tp),
+            "ep": ("ep", mesh.ep),
+        }
+        name, ranks = sizes[dimension]
+        return self._of_mesh(mesh).collective_ns(
+            Collective(
+                stream=0,
+                op=op,
+                group=name,
+                mesh_dim=name,
+                group_size=ranks,
+                dtype="bfloat16",
+                nelems_in=0,
+                nelems_out=0,
+                payload_bytes=payload,
+            )
+        )
+
+    def inside_node(self, payload: int, ranks: int) -> int:
+        """Nanoseconds of an all-gather among neighbours."""
+        return transfer("all_gather", payload, self._cluster.place(ranks, 1), self._cluster).ns
+
+    def moved(self, moved: int) -> int:
+        """Nanoseconds of a kernel that reads and writes so many bytes."""
+        return kernel_ns(Work("copy", "bfloat16", moved), self._cluster.hardware)
+
+    def from_host(self, moved: int) -> int:
+        """Nanoseconds of a copy from the host."""
+        return round(1e9 * moved / self._cluster.hardware.host_link_bytes_per_s)
+
+
+def _at(work: Work, profile: BlockProfile, shape: Shape3) -> Work:
+    """Return a kernel of the probe at another batch and sequence."""
+    batch, seq_len, cp = shape
+    old, new = profile.batch_size * profile.seq_len, batch * seq_len
+    if work.kind == "attention":
+        _, heads, queries, keys, *depths = work.shape
+        flops = work.flops * batch * seq_len**2 // (profile.batch_size * profile.seq_len**2)
+        grown = (batch, heads, queries * seq_len // profile.seq_len, keys * seq_len // profile.seq_len * cp)
+        return replace(work, bytes=work.bytes * new // old, flops=flops * cp, shape=(*grown, *depths))
+    if work.kind == "matmul":
+        count, *sizes = work.shape
+        m, n, k = (size * new // old if _counts_tokens(size, old, profile) else size for size in sizes)
+        before = sizes[0] * sizes[2] + sizes[2] * sizes[1] + sizes[0] * sizes[1]
+        after = m * k + k * n + m * n
+        flops = work.flops * (m * n * k) // (sizes[0] * sizes[1] * sizes[2])
+        return replace(work, bytes=work.bytes * after // before, flops=flops, shape=(count, m, n, k))
+    return replace(work, bytes=work.bytes * new // old)
+
+
+def _counts_tokens(size: int, tokens: int, profile: BlockProfile) -> bool:
+    """Whether a size of a matrix is the tokens, or the part of them that goes to an expert."""
+    return size % tokens == 0 or (profile.token_factor > 1 and size % profile.token_factor == 0)

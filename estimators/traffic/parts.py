@@ -1,0 +1,93 @@
+"""What of a model one rank builds: its pipeline stage, its experts, with its adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.adapters import with_adapters
+from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
+from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.quantized import quantize_blocks
+from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import packed_parameters_refusal
+
+__all__ = ["expert_count", "part_of", "stage_blocks", "stage_of"]
+
+
+def expert_count(model: Model) -> int:
+    """Experts of a block, of those that this rank holds."""
+    return int(next(model.module.get_submodule(model.experts[0]).parameters(recurse=False)).shape[0])
+
+
+def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range:
+    """Layers of one pipeline stage: as even as possible, the first stages one longer."""
+    size, longer = divmod(config.layers, mesh.pp)
+    start = stage * size + min(stage, longer)
+    return range(start, start + size + (stage < longer))
+
+
+def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+    """The part of a model that is built on a rank: its pipeline stage, its experts, with its adapters."""
+    adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
+    if policy.lora is not None and policy.lora.quantized is not None:
+        if mesh.tp * mesh.pp > 1:
+            raise ModelError("lora: a quantized base is modelled with FSDP and HSDP: leave tp and pp at 1")
+        if policy.lora.quantized == "nf4" and (refusal := packed_parameters_refusal()):
+            raise ModelError(f"lora: base={policy.lora.quantized}: {refusal}")
+        quantize_blocks(adapted, policy.lora.quantized, policy.compute_dtype, mesh.fsdp_size)
+    return _with_local_experts(stage_of(adapted, mesh, policy), mesh)
+
+
+def _with_local_experts(model: Model, mesh: MeshSpec) -> Model:
+    if mesh.ep == 1:
+        return model
+    from torch import nn
+
+    for fqn in model.experts:
+        module = model.module.get_submodule(fqn)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            local = parameter.data.narrow(0, 0, parameter.shape[0] // mesh.ep).clone()
+            module.register_parameter(name, nn.Parameter(local))
+    plan = model.tensor_parallel
+    if plan is not None:
+        plan = plan.with_experts_apart(model.experts)
+    return replace(model, expert_ranks=mesh.ep, tensor_parallel=plan)
+
+
+def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
+    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline.
+
+    The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
+    to those for the stage after.
+    """
+    if mesh.pp == 1 or model.config is None:
+        return model
+    from torch import nn
+
+    kept = stage_blocks(model.config, mesh, policy.pp_stage)
+    module = model.module
+    layers = dict(module.layers.named_children())  # type: ignore[union-attr]
+    module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
+    absent: set[str] = set()
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    if not is_first:
+        absent.add("tok_embeddings")
+        if model.config.family == "gpt":
+            module.pos_embeddings = None  # type: ignore[assignment]
+    if not is_last:
+        absent |= {"norm", "output"}
+    for name in absent:
+        module.register_module(name, nn.Identity())
+    plan = model.tensor_parallel
+    if isinstance(plan, BuiltinPlan):
+        plan = replace(plan, absent=frozenset(absent))
+    return replace(
+        model,
+        blocks=tuple(f"layers.{index}" for index in kept),
+        experts=tuple(fqn for fqn in model.experts if int(fqn.split(".")[1]) in kept),
+        tensor_parallel=plan,
+    )
