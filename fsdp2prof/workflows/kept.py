@@ -49,6 +49,8 @@ _DOCUMENTS: dict[str, type[Kept]] = {
 }
 _SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
 _HEAD_BYTES = 256
+_MOST_RANKS = 1 << 17
+"""As a run directory may have; they are listed one by one."""
 
 
 def is_kept(path: Path) -> bool:
@@ -91,6 +93,8 @@ def read_baseline(path: Path) -> Baseline | None:
         baseline = msgspec.json.decode(content, type=Baseline)
         if baseline.windows < 1 and (baseline.step_ns is not None or baseline.collectives is not None):
             raise ValueError("sums over no steps")
+        if not 0 <= baseline.traced_ranks <= _MOST_RANKS:
+            raise ValueError("a number of ranks that no run has")
         return baseline
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a baseline ({error}); write it again with --write-baseline") from error

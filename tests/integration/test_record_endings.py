@@ -103,6 +103,10 @@ def script(*arguments: str) -> list[str]:
         ("fork", "complete"),
         ("spawn", "complete"),
         ("forkserver", "complete"),
+        ("subprocess", "complete"),
+        ("thread", "complete"),
+        ("no_folder", "complete"),
+        ("handler", "complete"),
     ],
 )
 def test_of_one_rank(tmp_path: Path, how: str, state: str) -> None:

@@ -81,6 +81,13 @@ def test_a_damaged_one_is_refused(run: Path, tmp_path: Path, capfd: pytest.Captu
     kept = tmp_path / "baseline.json"
     write_baseline(kept, run)
     document = json.loads(kept.read_text())
-    for change in ({"windows": 0}, {"step_ns": "long"}, {"peak": 3}):
+    changes: list[dict[str, object]] = [
+        {"windows": 0},
+        {"step_ns": "long"},
+        {"peak": 3},
+        {"traced_ranks": 10**15},
+        {"traced_ranks": -1},
+    ]
+    for change in changes:
         kept.write_text(json.dumps({**document, **change}))
         call(capfd, "compare", kept, run).refused("not a baseline", "--write-baseline")

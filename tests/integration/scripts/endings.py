@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,11 @@ def child() -> None:
     """What a worker process does."""
 
 
+def backward() -> None:
+    """A backward that is none of the model's."""
+    (torch.ones(4, requires_grad=True) * 2).sum().backward()
+
+
 def happen(how: str, folder: Path) -> None:
     """What happens in the middle of training."""
     if how in ("fork", "spawn", "forkserver"):
@@ -31,6 +39,19 @@ def happen(how: str, folder: Path) -> None:
         worker.start()
         worker.join()
         print("worker", worker.exitcode, flush=True)
+    elif how == "subprocess":
+        said = subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True, check=True)
+        print("subprocess", said.stdout.strip(), flush=True)
+    elif how == "thread":
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    elif how == "no_folder":
+        with tempfile.TemporaryDirectory() as name:
+            os.chdir(name)
+    elif how == "handler":
+        signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+        os.kill(os.getpid(), signal.SIGUSR1)
     elif how == "deleted":
         shutil.rmtree(folder)
     elif how == "interrupt":
