@@ -1,12 +1,16 @@
 """Steps of recorded gloo runs, predicted from the recording of another configuration.
 
-    python benchmarks/calibration.py [FOLDER]
+    python benchmarks/calibration.py [--rounds N] [FOLDER]
 
 Records a small transformer under torchrun with several batches, depths, ranks and reshard policies, the first
-one twice. Then the first calibrates ``estimate step`` for every other one, and every other one for the first;
-the prediction stands beside the mean traced step of the run that has it. How far the repeated recording is
-from the first is the noise of the machine: no prediction can be expected to be closer. Configurations of more
-ranks than there are cores are left out: their ranks would take turns.
+one twice, in several rounds. Then the first calibrates ``estimate step`` for every other one, and every other
+one for the first; the prediction stands beside the mean traced step of the run that has it, recorded in the
+same round, and the median of the rounds counts. How far the repeated recording is from the first, of a round,
+is the noise of the machine: no prediction can be expected to be closer. Configurations of more ranks than
+there are cores are left out: their ranks would take turns.
+
+The C library is told to keep memory that was freed: on a virtual machine touching new pages costs more than
+all else that these steps do, and differs from minute to minute.
 """
 
 from __future__ import annotations
@@ -92,8 +96,13 @@ def train(arguments: argparse.Namespace) -> None:
     time.sleep(0.2)
 
 
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""Environment in which glibc gives nothing back to the kernel."""
+
+
 def record(configuration: Configuration, folder: Path) -> Path:
     """Record one configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
     run = folder / configuration.name.replace(" ", "-").replace(",", "")
     if run.exists():
         return run
@@ -101,7 +110,8 @@ def record(configuration: Configuration, folder: Path) -> Path:
     command = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--no-memory", "--wait", "3"]
     command += ["--active", "10", "--", *launcher, str(configuration.ranks)]
     command += ["-m", "benchmarks.calibration", "--train", *configuration.arguments]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
     return run
 
 
@@ -127,31 +137,40 @@ def predicted_ns(configuration: Configuration, calibrating: Path) -> int:
     return estimate_step(describe(given=given, policy=policy), None, calibrate=calibrating).step_ns
 
 
-def compare(folder: Path) -> None:
+def compare(folder: Path, rounds: int) -> None:
     """Record every configuration and print every prediction beside its recording."""
     from fsdp2prof.workflows.analyze import analyze_trace
     from fsdp2prof.workflows.job_files import open_job
 
     fitting = [one for one in CONFIGURATIONS if one.ranks <= (os.cpu_count() or 1)]
-    runs = {one: record(one, folder) for one in fitting}
-    steps = {one: analyze_trace(open_job(run)).totals.step_ns or 0.0 for one, run in runs.items()}
-    noise = abs(steps[CONFIGURATIONS[1]] / steps[CONFIGURATIONS[0]] - 1)
+    steps: list[dict[Configuration, float]] = []
+    runs: list[dict[Configuration, Path]] = []
+    for number in range(rounds):
+        place = folder / f"round-{number + 1}"
+        runs.append({one: record(one, place) for one in fitting})
+        steps.append(
+            {one: analyze_trace(open_job(run)).totals.step_ns or 0.0 for one, run in runs[-1].items()}
+        )
+    noise = [abs(one[CONFIGURATIONS[1]] / one[CONFIGURATIONS[0]] - 1) for one in steps]
     errors: dict[str, list[float]] = {}
     print("| calibrated on | predicted | recorded ms | predicted ms | error |\n|---|---|--:|--:|--:|")
-    for source, run in runs.items():
-        for target, recorded in steps.items():
+    for source in fitting:
+        for target in fitting:
             if target is source or CONFIGURATIONS[0] not in (source, target):
                 continue
-            predicted = predicted_ns(target, run)
-            error = predicted / recorded - 1
+            recorded = [one[target] for one in steps]
+            predicted = [predicted_ns(target, one[source]) for one in runs]
+            each = [made / real - 1 for made, real in zip(predicted, recorded, strict=True)]
+            error = median(each)
             errors.setdefault(source.name, []).append(abs(error))
-            times = f"{recorded / 1e6:.1f} | {predicted / 1e6:.1f} | {error:+.1%}"
+            times = f"{median(recorded) / 1e6:.1f} | {median(predicted) / 1e6:.1f} | {error:+.1%}"
             print(f"| {source.name} | {target.name} | {times} |", flush=True)
     every = [error for some in errors.values() for error in some]
-    print(f"\n{len(every)} pairs: median error {median(every):.1%}, largest {max(every):.1%}")
+    print(f"\n{len(every)} pairs, medians of {rounds} rounds: median error {median(every):.1%}, ", end="")
+    print(f"largest {max(every):.1%}")
     for name, some in errors.items():
         print(f"from {name}: median {median(some):.1%}")
-    print(f"the same configuration recorded twice: {noise:.1%} apart")
+    print(f"the same configuration recorded twice: {median(noise):.1%} apart, at most {max(noise):.1%}")
 
 
 def main() -> None:
@@ -159,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--reshard", default="default")
@@ -167,10 +187,10 @@ def main() -> None:
         train(arguments)
     elif arguments.folder is not None:
         arguments.folder.mkdir(parents=True, exist_ok=True)
-        compare(arguments.folder)
+        compare(arguments.folder, arguments.rounds)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            compare(Path(folder))
+            compare(Path(folder), arguments.rounds)
 
 
 if __name__ == "__main__":

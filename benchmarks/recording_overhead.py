@@ -5,8 +5,8 @@
 Every round trains three times, in an order that turns from round to round: plainly, under
 ``fsdp2prof record`` and under ``torch.profiler`` with the same options and schedule. Printed are
 
-- after: recorded / plain, over the steps after the recording ended, and recorded / torch.profiler, since a profiler
-  that has run may leave costs of its own;
+- after: recorded / plain, over the steps after the recording ended, and recorded / torch.profiler, since a
+  profiler that has run may leave costs of its own;
 - before: recorded / plain, over the steps before it began;
 - inside: recorded / torch.profiler, over the traced steps. The last of them is left out: with ``record`` the
   trace is written in it, with ``torch.profiler`` after it.

@@ -4,9 +4,10 @@
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_THROUGHPUT) has a row a run: id, model, gpus, gpu,
 interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source.
-*Cold* uses data sheets and published measurements of the parts alone. *Calibrated* multiplies every
-prediction by the one factor that makes the first row of the same accelerator and source exact; that row is
-left out of its errors.
+*Cold* uses data sheets and published measurements of the parts alone, and one stack of software a source;
+whether the published speed lies in the printed range is said too. *Calibrated* multiplies every prediction by
+the one factor that makes the first row of the same accelerator and source exact; that row is left out of its
+errors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.stacks import with_stack
 from fsdp2prof.estimators.step import estimate_step
 
 PARTS = {
@@ -39,9 +41,22 @@ PARTS = {
 }
 """What a row calls its accelerator, by the beginning, the longest first -> its name here."""
 
-THE_SOURCES_OWN = {("pytorch/ao", "h100-sxm"): "h100-sxm-96gb"}
+THE_SOURCES_OWN = {("pytorch/ao", "h100-sxm"): "h100-sxm-96gb", ("pytorch/ao", "b200"): "b200-750w"}
 """A source's parts that are not the usual ones: torchao's ``roofline_utils.py`` gives its H100s 2.4 TB/s, a
-variant."""
+variant; its B200s are limited to 750 W (pytorch/ao#3566)."""
+
+STACKS = {
+    "pytorch/torchtitan@b5bcd76c66:benchmarks/llama3_h100_202412": "torchtitan-2024-12-slurm",
+    "pytorch/torchtitan@b5bcd76c66:benchmarks/asyncTP": "torchtitan-2025-06",
+    "pytorch/torchtitan@015ccb237": "torchtitan-2024-07",
+    "pytorch/torchtitan@": "torchtitan-2025-02",
+    "pytorch/ao float8nocompile": "torchtitan-2024-12",
+    "pytorch/ao@": "torchtitan-2025-06",
+}
+"""The software of each source, by the beginning of its name, the first that fits."""
+
+CUDNN_FIRST = ("b200", "b200-750w")
+"""Parts on which torchtitan runs cuDNN's attention since May 2025 (pytorch/torchtitan#1196)."""
 
 NETWORKS = {"EFA": "400gb-efa", "RDMA": "400gb-roce", "Slingshot": "200gb-slingshot"}
 """A word of the row's interconnect -> the network's name here."""
@@ -89,6 +104,7 @@ def read(row: dict[str, str]) -> Row:
     compiled = row["compile"] == "yes"
     batch = int(row["batch_per_gpu"])
     reshard = row["reshard"].partition("(")[0]
+    stack = next(name for start, name in STACKS.items() if row["source"].startswith(start))
     policy = {
         "batch_size": 1 if mesh.pp > 1 else batch,
         "grad_accum": batch if mesh.pp > 1 else 1,
@@ -101,6 +117,8 @@ def read(row: dict[str, str]) -> Row:
         "float8": None if float8 == "no" else float8,
         "fp8_all_gather": float8 == "tensorwise",
     }
+    if part in CUDNN_FIRST:
+        policy["attention"] = "cudnn"
     nodes = "nodes" if int(row["gpus"]) > cluster.gpus_per_node else None
     kind = "tp" if mesh.tp > 1 else "float8" if float8 != "no" else "compiled" if compiled else "eager"
     return Row(
@@ -110,7 +128,7 @@ def read(row: dict[str, str]) -> Row:
         published=float(row["tokens_per_s_per_gpu"]),
         model=ModelSpec(source=row["model"]),
         mesh=mesh,
-        policy=PolicySpec.from_mapping(policy),
+        policy=PolicySpec.from_mapping(with_stack(stack, policy)),
         cluster=cluster,
     )
 
@@ -123,8 +141,10 @@ def main(given: Sequence[str]) -> None:
     factors: dict[tuple[str, str], float] = {}
     cold: dict[str, list[float]] = defaultdict(list)
     calibrated: dict[str, list[float]] = defaultdict(list)
+    covered: list[bool] = []
     print(
-        f"{'id':7}{'class':26}{'published':>10}{'cold':>10}{'error':>8}{'calibrated':>11}  tokens/s per GPU"
+        f"{'id':7}{'class':26}{'published':>10}{'cold':>10}{'error':>8}{'calibrated':>11}"
+        "  range, tokens/s per GPU"
     )
     with path.open(newline="") as file:
         for found in csv.DictReader(file):
@@ -132,10 +152,15 @@ def main(given: Sequence[str]) -> None:
                 continue
             try:
                 row = read(found)
-                speed = estimate_step(row.model, row.mesh, row.policy, row.cluster).tokens_per_s_per_gpu
+                made = estimate_step(row.model, row.mesh, row.policy, row.cluster)
             except (ModelError, StopIteration) as refusal:
                 print(f"{found['id']:7}not predicted: {refusal}", flush=True)
                 continue
+            speed = made.tokens_per_s_per_gpu
+            ends = made.range.high_ns, made.range.low_ns
+            slowest, fastest = (speed * made.step_ns / end for end in ends)
+            inside = slowest <= row.published <= fastest
+            covered.append(inside)
             error = speed / row.published - 1
             cold[row.kind].append(error)
             shown = "(reference)"
@@ -145,7 +170,9 @@ def main(given: Sequence[str]) -> None:
                 shown = f"{100 * tuned:+.1f}%"
             factors.setdefault(row.family, row.published / speed)
             line = f"{row.id:7}{row.kind:26}{row.published:10.0f}{speed:10.0f}{100 * error:+7.1f}%{shown:>11}"
+            line += f"  {slowest:.0f} to {fastest:.0f}{'' if inside else ' (outside)'}"
             print(line, flush=True)
+    print(f"inside the printed range: {sum(covered)} of {len(covered)}")
     for name, errors in (("cold", cold), ("calibrated", calibrated)):
         for kind, values in errors.items():
             sizes = [abs(value) for value in values]

@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from fsdp2prof.analyzers.trace.analysis import analyze_trace
+from fsdp2prof.analyzers.trace.analysis import References, analyze_trace
+from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step_notes import assumptions_of
+from fsdp2prof.estimators.step_range import CONTENTION, HOST_NS, range_of
 from fsdp2prof.estimators.timeline.as_trace import trace_of
 from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of
@@ -50,9 +53,6 @@ __all__ = [
     "simulate_program",
     "step_figures",
 ]
-
-_CONTENTION = (0.05, 0.19, 0.40)
-_HOST_NS = (3_000, 5_000, 10_000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,18 +99,29 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     check_parallelism(built, mesh, policy)
     captured = captured_policy(mesh, policy)
     local = replace(captured, seq_len=policy.seq_len // mesh.cp)
-    program = capture_stitched(model, mesh, local, built)
+    program = _captured(model, mesh, local, built)
     if mesh.cp > 1 and built.config is not None:
         kv_heads = built.config.kv_heads // mesh.tp
         elements = 2 * policy.sequences * policy.seq_len * kv_heads * built.config.head_dim
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
-        program = in_float8(program, built.blocks)
+        fused = policy.compile and program.guessed_fusion is None
+        program = in_float8(program, built.blocks, fused=fused)
     if policy.compile:
         program = compiled(program, built.blocks)
     if policy.async_tp:
         program = with_async_tensor_parallel(program, mesh.tp)
     return for_all_micro_batches(program, policy, captured)
+
+
+def _captured(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, built: Model) -> Program:
+    """Capture a step, compiled blocks by their graphs; where one cannot be traced, the program says why."""
+    if not policy.compile:
+        return capture_stitched(model, mesh, policy, built)
+    try:
+        return capture_stitched(model, mesh, policy, built, graphs={})
+    except CannotCompile as reason:
+        return replace(capture_stitched(model, mesh, policy, built), guessed_fusion=str(reason))
 
 
 def simulate_program(
@@ -122,11 +133,12 @@ def simulate_program(
     calibration: Calibration | None = None,
 ) -> StepPrediction:
     """Run a captured step on a cluster, by the costs of a recorded run where there is one."""
+    cluster = replace(cluster, hardware=cluster.hardware.with_attention(policy.attention))
     program, costs = _costed(program, mesh, cluster, calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = analysis.ranks[0].steps[0]
-    spread = _range(program, costs, bubble, step.duration_ns)
+    spread = range_of(program, costs, bubble, step.duration_ns)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     return StepPrediction(estimate=estimate, trace=trace)
 
@@ -174,6 +186,7 @@ def _figures(
 ) -> StepFigures:
     policy = replace(whole, grad_accum=micro_batches)
     program = program_of(model, mesh, policy)
+    cluster = replace(cluster, hardware=cluster.hardware.with_attention(policy.attention))
     program, costs = _costed(program, mesh, cluster, None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)
     step = analysis.ranks[0].steps[0]
@@ -195,8 +208,8 @@ def _costed(
 ) -> tuple[Program, ClusterCosts]:
     """Return a program as a cluster runs it, and what its commands cost there."""
     hardware = cluster.hardware
-    contention = _CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
-    pace = HostPace(operator_ns=hardware.host_operator_ns or _HOST_NS[1])
+    contention = CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
+    pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_NS[1])
     costs = ClusterCosts(cluster=cluster, mesh=mesh, host=pace, contention_frac=contention)
     if not hardware.on_host and calibration is None:
         return program, costs
@@ -215,7 +228,9 @@ def _simulated(
     else:
         name = costs.cluster.hardware.name
         trace = trace_of(program, timeline, source=source, world_size=world_size, device_name=name)
-    return program, timeline, trace, analyze_trace([(trace, None)])
+    hardware = costs.cluster.hardware
+    known = References(peak_flops_per_s=hardware.flops, peak_memory_bytes_per_s=hardware.memory_bytes_per_s)
+    return program, timeline, trace, analyze_trace([(trace, None)], references=known)
 
 
 def _estimate(
@@ -254,7 +269,7 @@ def _estimate(
         by_layer=analysis.by_layer,
         trace=analysis,
         range=spread,
-        assumptions=assumptions_of(mesh, policy, costs),
+        assumptions=assumptions_of(mesh, policy, costs, program.guessed_fusion),
     )
     return replace(made, verdict=_verdict(made))
 
@@ -344,38 +359,3 @@ def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program,
             link = max(links[op], key=lambda name: links[op][name])
             parts[link] = parts.get(link, 0) + time
     return max(parts, key=lambda name: parts[name])
-
-
-def _range(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) -> StepRange:
-    """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread."""
-    calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
-    if calibration is not None:
-        spread = f"{calibration.low_frac:.0%} to {calibration.high_frac:.0%}"
-        return StepRange(
-            low_ns=round(step_ns * calibration.low_frac) + bubble_ns,
-            high_ns=round(step_ns * calibration.high_frac) + bubble_ns,
-            unknown=[
-                f"half of the {calibration.steps} steps that this is calibrated on took {spread} of their "
-                "median"
-            ],
-        )
-    hardware = costs.cluster.hardware
-    if hardware.on_host:
-        return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
-    ends = []
-    for contention, operator_ns in zip(_CONTENTION[::2], _HOST_NS[::2], strict=True):
-        varied = replace(costs, contention_frac=contention, host=HostPace(operator_ns=operator_ns))
-        _, timeline = repeated(program, simulate(program, varied))
-        busy = timeline.end_ns[timeline.end_ns >= 0]
-        first = timeline.start_ns[timeline.start_ns >= 0]
-        ends.append(int(busy.max() - first.min()) if len(busy) else 0)
-    low, high = (f"{share:.0%}" for share in _CONTENTION[::2])
-    return StepRange(
-        low_ns=min(ends) + bubble_ns,
-        high_ns=max(ends) + bubble_ns,
-        unknown=[
-            f"kernels beside a collective take {low} to {high} longer ({_CONTENTION[1]:.0%} in the estimate)",
-            f"the host issues an operator in {_HOST_NS[0] / 1000:g} to {_HOST_NS[2] / 1000:g} us "
-            f"({_HOST_NS[1] / 1000:g} us in the estimate)",
-        ],
-    )

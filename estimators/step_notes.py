@@ -18,9 +18,29 @@ def _bubble_of(mesh: MeshSpec, policy: PolicySpec) -> str:
     return f"the bubble is that of torch's interleaved order, {policy.stages_per_rank} stages a rank"
 
 
-def assumptions_of(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
-    """Return what a step's time rests on beside the captured commands."""
-    return [*_of_costs(mesh, policy, costs), *extra_model_notes(policy)]
+def assumptions_of(
+    mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts, guessed_fusion: str | None = None
+) -> list[str]:
+    """Return what a step's time rests on beside the captured commands.
+
+    ``guessed_fusion`` says why the compiler's graphs were not to be had.
+    """
+    return [
+        *_of_costs(mesh, policy, costs),
+        *_of_compiler(policy, guessed_fusion),
+        *extra_model_notes(policy),
+    ]
+
+
+def _of_compiler(policy: PolicySpec, guessed_fusion: str | None) -> list[str]:
+    if not policy.compile:
+        return []
+    if guessed_fusion is None:
+        return ["compile: kernels of each block's graph, fused by inductor's rules, each tensor moved once"]
+    return [
+        "compile: pointwise work between two products of a block is one kernel that reads and writes once: "
+        f"{guessed_fusion}"
+    ]
 
 
 def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[str]:
@@ -62,10 +82,6 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
         notes.append(
             f"{CAPTURED_MICRO_BATCHES} of {policy.grad_accum} micro-batches captured and simulated: the "
             "others repeat the middle one"
-        )
-    if policy.compile:
-        notes.append(
-            "compile: pointwise work between two products of a block is one kernel that reads and writes once"
         )
     if policy.async_tp:
         notes.append(

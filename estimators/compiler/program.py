@@ -10,7 +10,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fsdp2prof.estimators.compiler.fusion import Kernel, kernels_of
-from fsdp2prof.estimators.compiler.graph import base_of, is_item, value_of
+from fsdp2prof.estimators.compiler.graph import base_of, is_item, nbytes, value_of
+from fsdp2prof.estimators.compiler.launches import launched
 
 __all__ = ["Program"]
 
@@ -56,9 +57,19 @@ class Program:
                 for node in kernel.writes:
                     place = held[in_place[node]] if node in in_place else None
                     held[node] = _made(node, place)
+                launched(*_moved(kernel))
             for node in dead:
                 held.pop(node, None)
         return map_arg(self._output.args[0], lambda node: _value(node, held))
+
+
+def _moved(kernel: Kernel) -> tuple[int, str]:
+    """Bytes that a fused kernel reads and writes, each tensor once, and the element type of the largest."""
+    tensors = [*kernel.reads, *kernel.writes]
+    largest = max(tensors, key=nbytes, default=None)
+    value = None if largest is None else value_of(largest)
+    dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "float32"
+    return sum(map(nbytes, tensors)), dtype
 
 
 def _deaths(kernels: list[Kernel], nodes: list[Node], output: Node) -> list[list[Node]]:

@@ -290,10 +290,10 @@ def _at(work: Work, profile: BlockProfile, shape: tuple[int, int, int]) -> Work:
     batch, seq_len, cp = shape
     old, new = profile.batch_size * profile.seq_len, batch * seq_len
     if work.kind == "attention":
-        _, heads, queries, keys, depth = work.shape
+        _, heads, queries, keys, *depths = work.shape
         flops = work.flops * batch * seq_len**2 // (profile.batch_size * profile.seq_len**2)
         grown = (batch, heads, queries * seq_len // profile.seq_len, keys * seq_len // profile.seq_len * cp)
-        return replace(work, bytes=work.bytes * new // old, flops=flops * cp, shape=(*grown, depth))
+        return replace(work, bytes=work.bytes * new // old, flops=flops * cp, shape=(*grown, *depths))
     if work.kind == "matmul":
         count, *sizes = work.shape
         m, n, k = (size * new // old if size % old == 0 else size for size in sizes)

@@ -30,8 +30,17 @@ _DTYPES = {
 }
 
 _ACHIEVED_MATMUL = 0.77
-"""Share of the peak that large matrix products reach where nobody published it: between an A100's 0.84 and an
-MI300X's 0.52, as of the H100 (0.77)."""
+"""Share of the peak that large matrix products reach where nobody published it, as of the H100."""
+_ACHIEVED_MATMUL_ENDS = (0.52, 0.84)
+"""The same of an MI300X and of an A100, between which it may be."""
+_PARTS_DIFFER = 0.92
+"""Rate of the slower of two parts of one kind: 8 % of variation on average among identical GPUs of a cluster
+(Sinha et al., "Not All GPUs Are Created Equal", SC 2022, arXiv 2208.11035). A step waits for the slowest."""
+_BEST_SHAPE = 1.10
+"""Rate of the best shape and run over that of a training's shapes: 794 over 720 TFLOP/s on an H100."""
+_KERNELS_OF_COPY = (0.80, 1.06)
+"""Rate at which kernels move memory, over a copy's: not published for eager ones; the high end is that of
+large Triton kernels on an H100 of 2.4 TB/s, 92 % of the peak by torchao's ``roofline_utils.py``."""
 _ACHIEVED_MEMORY = 0.87
 """Share of the peak that a copy reaches, as on the A100 (0.89) and the H100 (0.87)."""
 _ACHIEVED_LINK = 0.77
@@ -45,6 +54,10 @@ _ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (81
 """
 _ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
 """The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
+
+_CLOCK_EXPONENTS = (1.0, 1 / 2, 1 / 3)
+"""Power of what a limit leaves above idling by which the clock falls: voltage stays at its floor, falls half
+as much as the clock (the estimate), falls with the clock."""
 
 _IDLE_WATTS = 88.0
 """What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
@@ -93,9 +106,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Power limit at which the achieved rates were measured, if not the same: see :attr:`power_frac`."""
     peak_tflops: dict[str, float] = {}
     achieved_tflops: dict[str, float] = {}
-    attention_tflops: float | None = None
-    attention_backward_frac: float = 0.87
-    """Backward over forward rate of flash attention: FlashAttention-3, figures 5 and 6."""
+    lowest_compute_frac: float = 1.0
+    """Lowest rate of products that was published, over the achieved ones: other libraries, other shapes."""
+    attention_tflops: float | dict[str, float] | None = None
+    """Of flash attention, or by kernel (``flash``, ``cudnn``)."""
+    attention_backward_frac: float | dict[str, float] = 0.87
+    """Backward over forward rate, likewise; as on an H100: FlashAttention-3, figures 5 and 6."""
     host_link_gb_per_s: float = 25.0
     """Pinned copies between host and device: PCIe 4 x16 as measured."""
     kernel_floor_ns: int = 2000
@@ -170,8 +186,20 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 return self.peak_tflops[name] * _ACHIEVED_MATMUL * _TERA
         raise ModelError(f"hardware {self.name} states no matrix rate for {dtype}")
 
-    def attention_flops(self, dtype: str, head_dim: int, seq_len: int) -> float:
-        """Operations per second of causal flash attention forward. Raises ``ModelError``."""
+    def with_attention(self, kernel: str) -> HardwareSpec:
+        """Return the same part with one kernel's attention; of one that is not stated, the first one's."""
+
+        def of(stated: float | dict[str, float]) -> float:
+            return stated.get(kernel, next(iter(stated.values()))) if isinstance(stated, dict) else stated
+
+        tflops = None if self.attention_tflops is None else of(self.attention_tflops)
+        backward = of(self.attention_backward_frac)
+        return msgspec.structs.replace(self, attention_tflops=tflops, attention_backward_frac=backward)
+
+    def attention_flops(self, dtype: str, head_dim: int, seq_len: int, *, backward: bool = False) -> float:
+        """Operations per second of causal flash attention, forward or backward. Raises ``ModelError``."""
+        if isinstance(self.attention_tflops, dict) or isinstance(self.attention_backward_frac, dict):
+            return self.with_attention("flash").attention_flops(dtype, head_dim, seq_len, backward=backward)
         plateau = self.attention_tflops
         if plateau is None:
             products = (
@@ -181,19 +209,42 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if dtype == "float32":  # no tensor cores for it
             plateau = min(plateau, self.peak_tflops.get("fp32", plateau))
         depth = _ATTENTION_DEPTH[min(_ATTENTION_DEPTH, key=lambda known: abs(known - head_dim))]
-        return plateau * _TERA * self.power_frac * depth * _interpolated(_ATTENTION_CURVE, seq_len)
+        direction = self.attention_backward_frac if backward else 1.0
+        whole = plateau * _TERA * self.power_frac * depth * direction
+        return whole * _interpolated(_ATTENTION_CURVE, seq_len)
 
     @property
     def power_frac(self) -> float:
         """Share of the measured matrix and attention rates that a part with a lower power limit keeps.
 
-        Dynamic power grows with frequency times voltage squared, and voltage with frequency: a rate that is
-        bound by power falls with the cube root of what the limit leaves above idling.
+        Dynamic power grows with frequency times voltage squared. If voltage falls with frequency, a rate that
+        is bound by power falls with the cube root of what the limit leaves above idling; if voltage is at its
+        floor, in proportion. The estimate is between the two: voltage falls half as much as frequency.
         """
+        return self._power_fracs[1]
+
+    @property
+    def _power_fracs(self) -> tuple[float, float, float]:
         if self.watts is None or self.achieved_at_watts is None:
-            return 1.0
+            return 1.0, 1.0, 1.0
         left = max(0.0, self.watts - _IDLE_WATTS) / max(1.0, self.achieved_at_watts - _IDLE_WATTS)
-        return float(min(1.0, left ** (1 / 3)))
+        low, middle, high = (float(min(1.0, left**exponent)) for exponent in _CLOCK_EXPONENTS)
+        return low, middle, high
+
+    @property
+    def compute_range(self) -> tuple[float, float]:
+        """Slowest and fastest that products and attention may be, over the estimate's rates."""
+        low, middle, high = self._power_fracs
+        ends = (1.0, 1.0)
+        if not self.achieved_tflops:
+            ends = (_ACHIEVED_MATMUL_ENDS[0] / _ACHIEVED_MATMUL, _ACHIEVED_MATMUL_ENDS[1] / _ACHIEVED_MATMUL)
+        slow = _PARTS_DIFFER * self.lowest_compute_frac * ends[0] * low / middle
+        return slow, _BEST_SHAPE * ends[1] * high / middle
+
+    @property
+    def memory_range(self) -> tuple[float, float]:
+        """Slowest and fastest that kernels may move memory, over the estimate's rate."""
+        return _KERNELS_OF_COPY
 
     @property
     def units(self) -> int:

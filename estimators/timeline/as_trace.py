@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdp2prof.estimators.timeline.commands import Collective, Enter, HostWait, Kernel, Leave, Program
+from fsdp2prof.estimators.timeline.inputs_of_kernels import inputs_of, recorded_name
 from fsdp2prof.estimators.timeline.simulate import Timeline
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.tables import (
@@ -101,7 +102,8 @@ def trace_of(
                 name, category = _KERNELS.get(command.op, "ncclDevKernel_Generic"), "kernel"
                 common["args"] = args
             else:
-                rows.host(command.op, "cpu_op", begin, issued, external_id=position + 1)
+                said = {"external_id": position + 1, "inputs": inputs_of(command)}
+                rows.host(recorded_name(command), "cpu_op", begin, issued, **said)
                 name, category = _kernel_name(command)
             rows.device(name, category, command.stream, start[position], end[position], **common)
     rows.host(f"ProfilerStep#{STEP}", "user_annotation", 0, max(host_end, default=0))
@@ -114,7 +116,7 @@ def _kernel_name(kernel: Kernel) -> tuple[str, str]:
         return "Memcpy HtoD (Pinned -> Device)", "gpu_memcpy"
     if kernel.work.kind == "device_to_host":
         return "Memcpy DtoH (Device -> Pinned)", "gpu_memcpy"
-    return kernel.op.rpartition("::")[2], "kernel"
+    return recorded_name(kernel).rpartition("::")[2], "kernel"
 
 
 def metadata_of(collective: Collective, sequence: dict[str, int]) -> dict[str, Any]:
@@ -195,8 +197,17 @@ def table_of(
             end_ns=events.end_ns[labels],
             name=events.name.take(labels),
         ),
-        shapes=ShapeTable.empty(),
+        shapes=_shapes(rows),
         memory=MemoryEventTable.empty(),
         threads=("host", "worker"),
         warnings=(),
+    )
+
+
+def _shapes(rows: list[dict[str, Any]]) -> ShapeTable:
+    known = [(index, row["inputs"]) for index, row in enumerate(rows) if row.get("inputs") is not None]
+    return ShapeTable(
+        event=np.array([index for index, _ in known], dtype=np.int64),
+        dims=Strings.intern(dims for _, (dims, _) in known),
+        types=Strings.intern(types for _, (_, types) in known),
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from fsdp2prof.estimators.compiler.launches import told_of_launches
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -23,6 +24,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Leave,
     Record,
     Wait,
+    Work,
 )
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
 from fsdp2prof.labels import AUTOGRAD_NODE
@@ -61,6 +63,7 @@ class Capture:
     def __enter__(self) -> Capture:
         self._active.enter_context(_watched(self))
         self._active.enter_context(PlainOperators(self._before, self._operator))
+        self._active.enter_context(told_of_launches(self._fused))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,6 +141,11 @@ class Capture:
                 self.commands.append(HostWait(self.stream(), call="cudaStreamSynchronize"))
         else:
             self.commands.append(Kernel(self.stream(), name, work_of(func, args, kwargs, result)))
+
+    def _fused(self, nbytes: int, dtype: str) -> None:
+        """A kernel that a compiled graph launches in place of operators."""
+        self._follow_backward()
+        self.commands.append(Kernel(self.stream(), "fused", Work("pointwise", dtype, nbytes)))
 
     def _collective(self, name: str, group: tuple[str, int], args: tuple[Any, ...], result: Any) -> None:
         made = collective_of(name, args, result)

@@ -39,7 +39,8 @@ class Work:
     flops: int = 0
     """A multiplication and an addition are two; causal attention counts half of its square."""
     shape: Shape = ()
-    """matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, head dimension)."""
+    """matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, head dimension, heads of
+    keys and values, head dimension of values)."""
     backward: bool = False
     """Of attention: its backward."""
 
@@ -126,3 +127,5 @@ class Program:
     """Of the matrix products and attention of one forward and backward, recomputation left out."""
     left_out: int = 0
     """Micro-batches that were not captured: each is like the second of the three that were."""
+    guessed_fusion: str | None = None
+    """Why compiled blocks were captured uncompiled, and what the compiler fuses is guessed."""

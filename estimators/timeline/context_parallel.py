@@ -44,8 +44,8 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Progra
             payload_bytes=elements * size,
             event=events,
         )
-        batch, heads, queries, keys, depth = work.shape
-        longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, depth))
+        batch, heads, queries, keys, *depths = work.shape
+        longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, *depths))
         made += [ring, replace(command, work=longer), Wait(command.stream, events)]
         events += 1
     return replace(program, commands=made, model_flops=program.model_flops + _added(program, cp))

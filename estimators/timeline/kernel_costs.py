@@ -22,8 +22,10 @@ _INNER = 128
 """Inner dimension at which prologue and epilogue take as long as the products between them."""
 
 
-def kernel_ns(work: Work, hardware: HardwareSpec) -> int:
-    """Nanoseconds of a kernel that nothing disturbs.
+def kernel_ns(
+    work: Work, hardware: HardwareSpec, *, compute_frac: float = 1.0, memory_frac: float = 1.0
+) -> int:
+    """Nanoseconds of a kernel that nothing disturbs, at a share of the rates of computing and of memory.
 
     The larger of its arithmetic and its memory traffic, and never less than an empty kernel. Raises
     ``ModelError`` for an element type whose matrix rate the accelerator does not state.
@@ -31,11 +33,11 @@ def kernel_ns(work: Work, hardware: HardwareSpec) -> int:
     if work.kind in ("host_to_device", "device_to_host"):
         seconds = work.bytes / hardware.host_link_bytes_per_s
     else:
-        seconds = work.bytes / hardware.achieved_memory_bytes_per_s
+        seconds = work.bytes / (memory_frac * hardware.achieved_memory_bytes_per_s)
     if work.kind == "matmul":
-        seconds = max(seconds, work.flops / _matmul_rate(work, hardware))
+        seconds = max(seconds, work.flops / (compute_frac * _matmul_rate(work, hardware)))
     elif work.kind == "attention":
-        seconds = max(seconds, work.flops / _attention_rate(work, hardware))
+        seconds = max(seconds, work.flops / (compute_frac * _attention_rate(work, hardware)))
     return hardware.kernel_floor_ns + round(1e9 * seconds)
 
 
@@ -51,6 +53,5 @@ def _matmul_rate(work: Work, hardware: HardwareSpec) -> float:
 
 
 def _attention_rate(work: Work, hardware: HardwareSpec) -> float:
-    _, _, queries, keys, depth = work.shape
-    rate = hardware.attention_flops(work.dtype, depth, min(queries, keys))
-    return rate * (hardware.attention_backward_frac if work.backward else 1.0)
+    _, _, queries, keys, depth, *_ = work.shape
+    return hardware.attention_flops(work.dtype, depth, min(queries, keys), backward=work.backward)

@@ -19,6 +19,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Leave,
     Program,
 )
+from fsdp2prof.estimators.timeline.inputs_of_kernels import inputs_of
 from fsdp2prof.estimators.timeline.simulate import Timeline
 from fsdp2prof.tables import Trace
 
@@ -76,7 +77,8 @@ def host_trace_of(
         elif isinstance(command, Kernel):
             computes = computing_ns(command)
             if computes:
-                rows.host(command.op, "cpu_op", host_end[position] - computes, host_end[position])
+                begin, inputs = host_end[position] - computes, inputs_of(command)
+                rows.host(command.op, "cpu_op", begin, host_end[position], inputs=inputs)
         elif isinstance(command, Collective):
             issued = position, command
         elif isinstance(command, HostWait) and issued is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ _ON_HOST = frozenset(
 _MATMULS = {"aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::addmm": (1, 2), "aten::baddbmm": (1, 2)}
 """Matrix product -> positions of its factors."""
 
+_GROUPED = "aten::_grouped_mm"
+"""A product a group: rows of one factor, or the inner dimension, are cut into groups at given offsets."""
+
 _GATHERS = frozenset(
     f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "nll_loss_forward")
 )
@@ -52,6 +55,14 @@ _FILLS = frozenset(
     f"aten::{name}" for name in ("zero_", "fill_", "_foreach_zero_", "zeros_like", "ones_like")
 )
 """Operators that write and read nothing."""
+
+_REREADS = {"aten::_log_softmax": 2, "aten::_softmax": 2, "aten::_log_softmax_backward_data": 1}
+"""Operators that read rows of their first argument again, and how often, where a row is longer than
+:data:`_ROW_KEPT_BYTES`: ``ATen/native/cuda/SoftMax.cu`` takes a pass each for largest, sum and result."""
+_ROW_KEPT_BYTES = 48 << 10
+"""What a row may take to be kept in a block's shared memory."""
+_SCATTERS = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+"""Operators that fill their result, and write a few elements by an index."""
 
 _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather",
@@ -137,12 +148,16 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return None
     if name in _MATMULS:
         return _matmul(name, args, inputs, outputs)
+    if name == _GROUPED:
+        return _grouped(args, inputs, outputs)
     if "attention" in name and "scaled_dot_product" in name:
         return _attention(name, args, inputs, outputs)
     if name == "fsdp::all_gather_copy_in":
         touched = 2 * sum(map(_bytes, _tensors(args[0])))
     elif name in _GATHERS:
         touched = 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, inputs[1:]))
+    elif name in _SCATTERS:
+        touched = sum(map(_bytes, outputs))
     else:
         written = outputs or ([*_tensors(kwargs.get("out", ()))] or list(_mutated(func, args)))
         fills = name in (
@@ -153,9 +168,19 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
             "aten::ones_like",
         )
         touched = sum(map(_bytes, written)) + (0 if fills else sum(map(_bytes, _distinct(inputs))))
+        touched += _reread_bytes(name, args)
     largest = max([*inputs, *outputs], key=lambda tensor: tensor.numel())
     kind = "copy" if name in _COPIES else "pointwise"
     return Work(kind, _dtype(largest), touched)  # type: ignore[arg-type]
+
+
+def _reread_bytes(name: str, args: tuple[Any, ...]) -> int:
+    times = _REREADS.get(name, 0)
+    if not times:
+        return 0
+    first, dim = args[0], args[2] if "backward" in name else args[1]
+    row = first.shape[dim] * first.element_size()
+    return times * _bytes(first) if row > _ROW_KEPT_BYTES else 0
 
 
 def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
@@ -171,19 +196,36 @@ def _matmul(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: lis
     )
 
 
+def _grouped(args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
+    """Groups count as equally large: where they end is in the values of a tensor."""
+    left, right = args[0], args[1]
+    groups = left.shape[0] if left.dim() == 3 else right.shape[0] if right.dim() == 3 else outputs[0].shape[0]
+    m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+    flops = 2 * m * n * k
+    if left.dim() == right.dim() == 3:
+        flops *= groups
+    elif right.dim() == 3:
+        m = ceil(m / groups)
+    elif left.dim() == 3:
+        n = ceil(n / groups)
+    else:
+        k = ceil(k / groups)
+    return Work("matmul", _dtype(left), sum(map(_bytes, [*inputs, *outputs])), flops, (groups, m, n, k))
+
+
 def _attention(name: str, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> Work:
     backward = "backward" in name
-    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    query, key, value = args[1:4] if backward else args[:3]
     batch, heads, queries, depth = query.shape
-    keys = key.shape[-2]
-    causal = any(value is True for value in args)
-    flops = 4 * batch * heads * queries * keys * depth // (2 if causal else 1)
+    keys, value_depth = key.shape[-2], value.shape[-1]
+    causal = any(argument is True for argument in args)
+    deep = 3 * depth + 2 * value_depth if backward else depth + value_depth  # five products instead of two
     return Work(
         "attention",
         _dtype(query),
         sum(map(_bytes, [*inputs, *outputs])),
-        flops * 5 // 2 if backward else flops,  # five products instead of two
-        (batch, heads, queries, keys, depth),
+        2 * batch * heads * queries * keys * deep // (2 if causal else 1),
+        (batch, heads, queries, keys, depth, key.shape[1], value_depth),
         backward,
     )
 

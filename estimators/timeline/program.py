@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.engine import second_models, sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
@@ -29,7 +30,9 @@ from fsdp2prof.labels import AUTOGRAD_NODE
 __all__ = ["capture_step", "capture_stitched"]
 
 
-def capture_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model) -> Program:
+def capture_stitched(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model, *, graphs: Graphs | None = None
+) -> Program:
     """As :func:`capture_step`; a deep model's middle blocks are repeated where they are found to be alike.
 
     ``full`` is the model as built. Raises ``ModelError`` for a model, mesh or policy that cannot be run.
@@ -38,25 +41,28 @@ def capture_stitched(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: 
     depths = depths_to_execute(spec, mesh, policy, full)
     if depths is not None:
         shallow, period = depths
-        first = capture_step(spec.with_layers(shallow), mesh, policy)
-        second = capture_step(spec.with_layers(shallow + period), mesh, policy)
+        first = capture_step(spec.with_layers(shallow), mesh, policy, graphs=graphs)
+        second = capture_step(spec.with_layers(shallow + period), mesh, policy, graphs=graphs)
         program = deepened(first, second, full.blocks, shallow, period)
         if program is not None:
             return program
-    return capture_step(spec, mesh, policy)
+    return capture_step(spec, mesh, policy, graphs=graphs)
 
 
-def capture_step(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
+def capture_step(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None
+) -> Program:
     """Train two steps as rank 0 of ``mesh`` on fake tensors and return the second one's commands.
 
-    Raises ``ModelError`` for a model, mesh or policy that cannot be run.
+    With ``graphs`` blocks run as compiled ones do, and keep their graphs there. Raises ``ModelError`` for a
+    model, mesh or policy that cannot be run.
     """
     policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         stack.enter_context(fake_tensors())
         stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh)
+        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         seconds = second_models(model, spec, mesh, policy, device_mesh)
         host = stack.enter_context(host_memory(offloads=policy.offload))
         for module in [model.module, *(one.model.module for one in seconds if not one.is_itself)]:

@@ -59,6 +59,8 @@ def write_trace(path: Path, trace: Trace) -> None:
 def _events(trace: Trace) -> Iterator[bytes]:
     events = trace.events
     metadata = dict(_metadata(trace))
+    for row, shapes in _shapes(trace):
+        metadata[row] = metadata.get(row, {}) | shapes
     columns = zip(
         events.name.to_list(),
         events.category.to_list(),
@@ -99,6 +101,14 @@ def _metadata(trace: Trace) -> Iterator[tuple[int, dict[str, Any]]]:
     for row, event in enumerate(table.event.tolist()):
         known = {key: values[key][row] for key in values}
         yield event, {key: value for key, value in known.items() if value is not None and value != -1}
+
+
+def _shapes(trace: Trace) -> Iterator[tuple[int, dict[str, Any]]]:
+    table = trace.shapes
+    rows = zip(table.event.tolist(), table.dims.to_list(), table.types.to_list(), strict=True)
+    for event, dims, types in rows:
+        texts = {"Input Dims": dims, "Input type": types}
+        yield event, {key: msgspec.Raw(text.encode()) for key, text in texts.items() if text is not None}
 
 
 def _microseconds(ns: int) -> str:

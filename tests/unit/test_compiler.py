@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
+from fsdp2prof.estimators.compiler.launches import told_of_launches
 from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.execution.engine import execute
@@ -183,3 +184,19 @@ def test_tensor_parallel_blocks_are_partitioned_under_every_checkpointing(ac: Ch
     kept = int(allocations.size[rows].sum())
     half = 128 // 2 * 4096 * 2
     assert (half <= kept < half + 1024) if ac == "full" else (kept > 3 * half)
+
+
+def test_fused_kernels_move_each_tensor_once() -> None:
+    """``sin(x)``; ``2 * relu`` with its mask; the sum; and backward ``2 * gradient * mask`` and ``sin``'s."""
+    moved: list[int] = []
+    with fake_tensors():
+        root = nn.Sequential(FeedForward())
+        compile_blocks(root, {"0": "none"}, {})
+        x = torch.empty(TOKENS, DIM, requires_grad=True)
+        root(x)  # traces the graph
+        with told_of_launches(lambda nbytes, dtype: moved.append(nbytes)):
+            out = root(x)
+            forward = len(moved)
+            out.backward(torch.empty(TOKENS, DIM))
+    assert moved[:forward] == [2 * SMALL, 2 * LARGE + RELU_MASK, 3 * SMALL]
+    assert sorted(moved[forward:]) == [4 * SMALL, 2 * LARGE + RELU_MASK]

@@ -201,7 +201,11 @@ def test_hta_takes_fsdps_copies_and_symmetric_memory_kernels_for_compute(
     assert min(intervals.total(part) for part in parts) > 20 * FLOAT_CLOCK
 
 
-@pytest.mark.parametrize("name", [[A100], [RESNET], MI300], ids=["a100", "resnet", "mi300"])
+@pytest.mark.parametrize(
+    "name",
+    [[A100], [RESNET], MI300, DLRM, pytest.param([V100], marks=pytest.mark.slow)],
+    ids=["a100", "resnet", "mi300", "dlrm", "v100"],
+)
 def test_a_real_run_replayed_unchanged_gives_back_its_steps(real_data: Path, name: list[str]) -> None:
     ranks: list[tuple[RankProgram, RankSummary]] = []
     for one in name:

@@ -19,7 +19,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Wait,
     Work,
 )
-from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
+from fsdp2prof.estimators.timeline.simulate import Timeline, _Simulation, simulate
 
 COMPUTE, GATHER, REDUCE = 0, 1, 2
 
@@ -251,3 +251,17 @@ def test_with_infinite_bandwidth_the_step_is_its_compute(layers: int) -> None:
         commands += [collective(10**6), Record(GATHER, layer), Wait(COMPUTE, layer), kernel(1000)]
     end = int(simulate(program(*commands), FlatCosts(bandwidth=10**9), repeats=1).end_ns.max())
     assert end == 1000 * layers + 1  # the first gather takes the shortest time there is
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(COMMANDS, min_size=1, max_size=40).map(distinct_events),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.37]),
+)
+def test_kernels_run_on_as_they_do_step_by_step(commands: list[Command], issue: int, slow: float) -> None:
+    costs = FlatCosts(issue_ns=issue, launch_latency_ns=2, slow=slow, links={"0": "net", "1": "net"})
+    fast = simulate(program(*commands), costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Simulation, "_run_on", lambda self: None)
+        assert spans(simulate(program(*commands), costs)) == spans(fast)

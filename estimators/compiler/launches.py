@@ -1,0 +1,30 @@
+"""Who is told of the fused kernels that compiled graphs launch: the capture of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["launched", "told_of_launches"]
+
+_Listener = Callable[[int, str], None]
+
+_LISTENER: ContextVar[_Listener | None] = ContextVar("launches", default=None)
+
+
+@contextmanager
+def told_of_launches(listener: _Listener) -> Iterator[None]:
+    """Call ``listener`` with bytes read and written, and the element type, of each fused kernel."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def launched(nbytes: int, dtype: str) -> None:
+    """Say that a fused kernel is launched now."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(nbytes, dtype)
