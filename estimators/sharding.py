@@ -228,6 +228,11 @@ def _sharded(
             f"{fqn}: FSDP shards dimension {dim} evenly only, and {shards} ranks do not divide its "
             f"{shape[dim]}: set expert_shards=experts"
         )
+    if is_float8 and shape[0] % shards:
+        raise ModelError(
+            f"fp8_all_gather: torchao gathers {fqn} evenly only, and {shards} ranks do not divide its "
+            f"{shape[0]} rows: leave the option out"
+        )
     return ShardedParameter(
         fqn=fqn,
         shape=shape,

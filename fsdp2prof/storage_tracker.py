@@ -54,6 +54,8 @@ _TICK_NS = 1000
 _RESIZE = "UntypedStorage.resize_"
 _COMPILED = "torch.compile runs eagerly while storages are counted: what fusing saves is counted too"
 _RNG_STATE = "torch.get_rng_state"
+_OF_COMPILER = " (dynamo_timed)"
+"""Ends the ranges that torch.compile (2.10 and older) puts around its own work: no part of a step."""
 _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(
     {
@@ -122,7 +124,7 @@ class StorageTracker:
             return result
 
         def entered(label: record_function) -> Any:
-            if threading.get_ident() == self._thread:
+            if threading.get_ident() == self._thread and not label.name.endswith(_OF_COMPILER):
                 self._labels.enter(label, label.name, self._now())
             return enter(label)  # type: ignore[no-untyped-call]
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.autograd.profiler import record_function
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
@@ -62,7 +61,7 @@ class _Compiled:
 
         if any(isinstance(module, FSDPModule) for module in list(self._block.modules())[1:]):
             raise CannotCompile(f"{self._fqn} holds modules that fully_shard wraps on their own")
-        made = compiled(run, self._recompute)
+        made = compiled(run, self._recompute, sum(map(_inputs_of, inputs[0].values())))
         try:
             with _apart(inputs):
                 made(*tree_map(_like, inputs))
@@ -80,20 +79,16 @@ def _apart(inputs: Any) -> Iterator[None]:
     with _disable_current_modes():
         if mode is None:
             raise CannotCompile("the tensors are real")
-        with mode, _without_labels():
+        with mode:
             yield
 
 
-@contextmanager
-def _without_labels() -> Iterator[None]:
-    """Let nobody see ``record_function`` ranges: AOTAutograd up to torch 2.10 puts some around its work."""
-    ours = record_function.__enter__, record_function.__exit__
-    record_function.__enter__ = lambda label: label  # type: ignore[method-assign]
-    record_function.__exit__ = lambda *_: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        record_function.__enter__, record_function.__exit__ = ours  # type: ignore[method-assign]
+def _inputs_of(item: Any) -> int:
+    """Inputs that a tensor is to a graph: as many as are inside one, meshes among them."""
+    if not isinstance(item, Tensor) or not is_traceable_wrapper_subclass(item):
+        return 1
+    names, _ = item.__tensor_flatten__()
+    return sum(_inputs_of(getattr(item, name)) for name in names)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 from torch._functorch import partitioners
@@ -23,13 +24,23 @@ from fsdp2prof.estimators.compiler.recompute import Recompute, mark
 
 __all__ = ["compiled"]
 
+_KNOWS_WHAT_IS_THERE = (
+    "static_lifetime_input_indices" in signature(partitioners.min_cut_rematerialization_partition).parameters
+)
+"""The partitioner of torch 2.7 saves parameters at their size."""
 
-def compiled(function: Callable[..., Any], recompute: Recompute) -> Callable[..., Any]:
-    """Return ``function`` as AOTAutograd runs it; it is traced when it is first called, on fake tensors."""
+
+def compiled(function: Callable[..., Any], recompute: Recompute, parameters: int) -> Callable[..., Any]:
+    """Return ``function`` as AOTAutograd runs it; it is traced when it is first called, on fake tensors.
+
+    Its first ``parameters`` inputs are there anyway, and cost nothing to save.
+    """
 
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         if recompute != "none":
             mark(joint, num_fwd_outputs, recompute)
+        if _KNOWS_WHAT_IS_THERE:
+            options["static_lifetime_input_indices"] = list(range(parameters))
         with _writing_nothing():
             halves = partitioners.min_cut_rematerialization_partition(
                 joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **options

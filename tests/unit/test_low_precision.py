@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.saved_tensors import saved_sizes
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.compiler.blocks import compile_blocks
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.memory import estimate_memory
@@ -25,7 +28,7 @@ from fsdp2prof.estimators.models.low_precision import RECIPES
 from fsdp2prof.estimators.models.mx_linear import MxLinear
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import Float8, PolicySpec
+from fsdp2prof.estimators.spec.policy import CheckpointingMode, Float8, PolicySpec
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER
@@ -138,9 +141,11 @@ class Pair(nn.Module):
         return out
 
 
-def trained(convert: Callable[[nn.Module], Callable[[nn.Module], None]]) -> list[Event]:
+def trained(
+    convert: Callable[[nn.Module], Callable[[nn.Module], None]], world: MeshSpec = MESH, rank: int = 0
+) -> list[Event]:
     """Two steps of two sharded pairs whose layers ``convert`` replaces and whose scales it computes."""
-    with fake_process_group(MESH) as mesh, fake_tensors():
+    with fake_process_group(world, rank=rank) as mesh, fake_tensors():
         with torch.device("meta"):
             model: Any = nn.Sequential(Pair(), Pair())
         rescale = convert(model)
@@ -161,15 +166,16 @@ def trained(convert: Callable[[nn.Module], Callable[[nn.Module], None]]) -> list
         return history(run)
 
 
-def test_weights_gathered_as_float8_allocate_what_torchao_s_do() -> None:
+def theirs(model: nn.Module) -> Callable[[nn.Module], None]:
+    """torchao's layers, whose weights are gathered as float8."""
     torchao = pytest.importorskip("torchao.float8", reason="needs torchao")
+    config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    torchao.convert_to_float8_training(model, config=config)
+    rescale: Callable[[nn.Module], None] = torchao.precompute_float8_dynamic_scale_for_fsdp
+    return rescale
 
-    def theirs(model: nn.Module) -> Callable[[nn.Module], None]:
-        config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-        torchao.convert_to_float8_training(model, config=config)
-        rescale: Callable[[nn.Module], None] = torchao.precompute_float8_dynamic_scale_for_fsdp
-        return rescale
 
+def test_weights_gathered_as_float8_allocate_what_torchao_s_do() -> None:
     def ours(model: nn.Module) -> Callable[[nn.Module], None]:
         for fqn, part in list(model.named_modules()):
             if isinstance(part, nn.Linear):
@@ -181,6 +187,18 @@ def test_weights_gathered_as_float8_allocate_what_torchao_s_do() -> None:
     assert large[0] == large[1]
     # A pair gathered: two weights as bytes, the norm as two bytes an element.
     assert found.count(("+", 2 * 32 * 64 + 2 * 64)) == 2 * (2 + 2)
+
+
+def test_uneven_shards_are_refused_as_torchao_cannot_gather_them() -> None:
+    """Of 64 and 32 rows the last of three ranks has 20 and 10, the first 22 and 11: their gathers differ.
+
+    Norms are gathered padded, as ever: 22 elements a rank.
+    """
+    first, last = (trained(theirs, MeshSpec(dp_shard=3), rank=rank) for rank in (0, 2))
+    assert ("+", 3 * (22 * 32 + 11 * 64 + 22 * 2)) in first
+    assert ("+", 3 * (20 * 32 + 10 * 64 + 22 * 2)) in last
+    with pytest.raises(ModelError, match="5 ranks do not divide its 2304 rows"):
+        estimate_comm(GPT, MeshSpec(dp_shard=5), FLOAT8)
 
 
 GPT = ModelSpec(source="gpt2", layers=2)
@@ -224,3 +242,51 @@ def test_sizes_that_no_float8_product_takes_stay_as_they_are(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "odd_model", sys.modules[__name__])
     with pytest.raises(ModelError, match="no linear layer with sizes that are multiples of 16"):
         execute(ModelSpec(source="odd_model:odd"), MESH, replace(FLOAT8, fp8_all_gather=False))
+
+
+def saved_of(block: nn.Module, inputs: list[Tensor]) -> list[int]:
+    """Bytes of the storages that a compiled block saves for backward and that are no inputs."""
+    block(*inputs)  # compiles, with tensors and saved tensors of its own
+    with saved_sizes([*inputs, *block.parameters()]) as sizes:
+        block(*inputs)
+    return sorted(size for size in sizes if size > 16)
+
+
+class Gated(nn.Module):
+    """A feed-forward of three layers, as a block has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Linear(64, 192, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.down = nn.Linear(192, 64, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x + down(silu(gate(x)) * up(x))``."""
+        out: Tensor = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ac", ["none", "full"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_compiled_block_saves_what_torch_compile_saves_of_torchao_s(
+    recipe: Float8, ac: CheckpointingMode
+) -> None:
+    """Dynamo, AOTAutograd and inductor's decompositions on real tensors, with the products a CPU has."""
+    torchao = pytest.importorskip("torchao.float8", reason="needs torchao")
+    real = nn.Sequential(Gated())
+    config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+    torchao.convert_to_float8_training(real, config=config)
+    checkpoint_blocks(real, ("0",), PolicySpec(ac=ac))
+    run = torch.compile(real.get_submodule("0"), backend="aot_eager_decomp_partition", fullgraph=True)
+    expected = saved_of(run, [torch.zeros(128, 64, dtype=torch.bfloat16, requires_grad=True)])  # type: ignore[arg-type]
+    with fake_tensors():
+        paper = nn.Sequential(Gated())
+        for name, part in list(paper.named_modules()):
+            if isinstance(part, nn.Linear):
+                paper.set_submodule(name, Float8Linear(part, RECIPES[recipe], gathered=False))
+        compile_blocks(paper, {"0": ac}, {})
+        found = saved_of(paper[0], [torch.empty(128, 64, dtype=torch.bfloat16, requires_grad=True)])
+    assert found == expected
+    assert bool(found) is (ac == "none")
