@@ -28,7 +28,7 @@ def child() -> None:
 
 def backward() -> None:
     """A backward that is none of the model's."""
-    (torch.ones(4, requires_grad=True) * 2).sum().backward()
+    (torch.ones(4, requires_grad=True) * 2).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def happen(how: str, folder: Path) -> None:
