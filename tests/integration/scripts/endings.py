@@ -28,7 +28,8 @@ def child() -> None:
 
 def backward() -> None:
     """A backward that is none of the model's."""
-    (torch.ones(4, requires_grad=True) * 2).sum().backward()
+    loss: Any = (torch.ones(4, requires_grad=True) * 2).sum()
+    loss.backward()
 
 
 def happen(how: str, folder: Path) -> None:
