@@ -19,6 +19,7 @@ from fsdp2prof.estimators.planner.fast_memory import Sizes, outside_bytes, reser
 from fsdp2prof.estimators.planner.profile import BlockKind, BlockProfile
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.spec.mesh import MeshSpec
+from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 
 __all__ = ["FastModel", "Score"]
@@ -89,6 +90,8 @@ class _Traffic:
     """Beside an all-gather."""
     reduced: int
     """Beside a reduce-scatter."""
+    accumulated: int
+    """Adding a micro-batch's gradients to those that are kept unsharded."""
 
 
 class FastModel:
@@ -158,6 +161,8 @@ class FastModel:
                 sums.exposed += weight * max(0.0, bare - busy)
                 sums.sent += weight * exchanged
                 sums.host += weight * (max(bare, host_ns) - bare)
+            if policy.sync == "last":
+                sums.compute += count * (policy.grad_accum - 1) * traffic.accumulated
             sums.recompute += count * policy.grad_accum * max(0, cost.backward - base.backward)
 
     def _add_ends(
@@ -166,10 +171,11 @@ class FastModel:
         """Add what is outside of the blocks, and the update, which is returned."""
         shape = (policy.batch_size, policy.seq_len // mesh.cp, mesh.cp)
         ends, exchanged, host = self._costs.ends((mesh.tp, mesh.ep, "none"), shape)
+        stages = 1 if all(has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)) else mesh.pp
         if mesh.fsdp_size * mesh.dp_replicate > 1:
             sums.exposed += self._edges(mesh, policy, plain, sizes)
-        sums.compute += ends * policy.grad_accum / mesh.pp
-        sums.sent += exchanged * policy.grad_accum / mesh.pp
+        sums.compute += ends * policy.grad_accum / stages
+        sums.sent += exchanged * policy.grad_accum / stages
         sums.host += max(0, host - ends) * policy.grad_accum
         update = self._costs.moved(round(plain.update_bytes * sizes.shard / plain.shard_numel))
         sums.compute += update
@@ -235,6 +241,7 @@ class FastModel:
             scatter=scatter,
             copies=moved(3 * numel * gathered) if mesh.fsdp_size > 1 else 0,
             reduced=moved(numel * (gathered + reduced)) if mesh.fsdp_size > 1 else 0,
+            accumulated=moved(numel * (gathered + 2 * reduced)),
         )
 
     def _sizes_of(self, mesh: MeshSpec, dim: int, ends: bool) -> Sizes:

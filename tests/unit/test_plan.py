@@ -34,6 +34,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, step_figures
+from fsdp2prof.estimators.timeline.commands import Work
+from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
 from fsdp2prof.results import Plan
 from fsdp2prof.workflows import plan as workflow
 
@@ -263,6 +265,21 @@ def test_micro_batches_in_the_middle_change_no_peak(sync: Any, monkeypatch: pyte
     assert fewer.peak.reserved_bytes == every.peak.reserved_bytes
     assert fewer.peak.categories == every.peak.categories
     assert any("3 of 5 micro-batches executed" in note for note in fewer.assumptions)
+
+
+def test_gradients_kept_unsharded_are_added_up(planning: Planning) -> None:
+    """Each further micro-batch reads bf16 gradients and the fp32 sum, and writes it: 10 bytes an element."""
+    assert planning.fast is not None
+    mesh, fast = MeshSpec(dp_shard=1), planning.fast
+
+    def compute(sync: Any, grad_accum: int) -> int:
+        policy = replace(SMALL.policy, sync=sync, grad_accum=grad_accum, reshard="never")
+        return fast.score(Candidate(mesh, policy)).compute_ns
+
+    blocks = dict(build_model(SMALL.model, seq_len=64, orig_dtype="float32").module.layers.named_children())  # type: ignore[union-attr]
+    elements = sum(parameter.numel() for parameter in blocks["0"].parameters())
+    added = kernel_ns(Work("copy", "bfloat16", 10 * elements), SMALL.cluster.hardware)
+    assert compute("last", 3) - compute("each", 3) == pytest.approx(2 * len(blocks) * added, abs=4)
 
 
 def test_an_interrupt_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
