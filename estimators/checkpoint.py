@@ -107,10 +107,11 @@ def _state(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, trained: list[S
         return optimizer_state_bytes(policy, (numel,), parameter.dtype) if numel else 0
 
     counters = len(trained) * step_counter_bytes(policy)
-    sharded = sum(of_rank(parameter, rank) for parameter in trained for rank in range(parameter.shards))
+    every = [(p.dtype, numel, count) for p in trained for numel, count in p.shard_numels()]
+    sharded = sum(count * optimizer_state_bytes(policy, (numel,), dtype) for dtype, numel, count in every)
     spare = 0
     if isinstance(kind, EightBitOptimizer):  # of the tables of a state's shards a full state dict has one
-        shards = sum(is_quantized(p.shard_numel(rank)) for p in trained for rank in range(p.shards))
+        shards = sum(count for _, numel, count in every if is_quantized(numel))
         once = sum(is_quantized(p.shard_numel(0)) for p in trained)
         spare = (shards - once) * len(MOMENTS) * TABLE_BYTES
     return _State(

@@ -76,6 +76,14 @@ class ShardedParameter:
             return self.padded_shard_numel
         return self.shard_rows(rank) * _product(self.shape[1:])
 
+    def shard_numels(self) -> list[tuple[int, int]]:
+        """Elements of a shard and how many shards have as many; empty ones are left out."""
+        if self.dim:
+            return [(self.padded_shard_numel, self.shards)]
+        rest = self.shape[0] % chunk_rows(self.shape[0], self.shards) * _product(self.shape[1:])
+        whole = (self.padded_shard_numel, self.shape[0] // chunk_rows(self.shape[0], self.shards))
+        return [whole, (rest, 1)] if rest else [whole]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:

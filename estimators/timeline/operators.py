@@ -179,6 +179,8 @@ def _reread_bytes(name: str, args: tuple[Any, ...]) -> int:
     if not times:
         return 0
     first, dim = args[0], args[2] if "backward" in name else args[1]
+    if not isinstance(dim, int):  # an execution trace holds tensors alone: over the last, as losses are
+        dim = -1
     row = first.shape[dim] * first.element_size()
     return times * _bytes(first) if row > _ROW_KEPT_BYTES else 0
 

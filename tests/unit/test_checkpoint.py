@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +21,7 @@ from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
+from fsdp2prof.estimators.sharding import ShardedParameter
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -178,3 +180,14 @@ def test_the_last_rank_plans_to_write_its_short_shard():
 def test_other_meshes_are_refused(mesh):
     with pytest.raises(ModelError, match="leave tp and pp at 1"):
         estimate_checkpoint(LLAMA, mesh, PolicySpec())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 8, 9, 16, 23])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_of_one_size_are_counted(rows: int, dim: int) -> None:
+    parameter = ShardedParameter(
+        fqn="w", shape=(rows, 8), dtype="float32", requires_grad=True, shards=8,
+        gather_dtype="bfloat16", position=0, dim=dim,
+    )  # fmt: skip
+    one_by_one = Counter(parameter.shard_numel(rank) for rank in range(8))
+    assert dict(parameter.shard_numels()) == {numel: count for numel, count in one_by_one.items() if numel}

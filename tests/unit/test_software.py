@@ -223,4 +223,4 @@ def test_every_stack_is_a_policy_and_says_where_each_fact_is_from(name: str) -> 
 
 def test_an_unknown_stack_is_one_line() -> None:
     with pytest.raises(ModelError, match="did you mean torchtitan-2024-07"):
-        make_spec({"model": "gpt2", "stack": "torchtitan-2024-08"})
+        make_spec({"model": "gpt2", "stack": "torchtitan-2024-071"})
