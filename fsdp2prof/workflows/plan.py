@@ -108,15 +108,15 @@ class _Engine:
 
 
 def _in_processes(calls: list[Call]) -> list[Any]:
-    workers = min(usable_cores(), len(calls))
-    if workers <= 1:
-        return _run_all(calls)
+    """Run a share here, where torch is imported already, and the others in a process each."""
+    workers = max(1, min(usable_cores(), len(calls)))
     tasks: list[Task[list[Any]]] = []
     results: list[Any] = [None] * len(calls)
     try:
         with _interrupts_for_this_process():
-            tasks = [Task(_run_all, calls[start::workers]) for start in range(workers)]
-        for start, task in enumerate(tasks):
+            tasks = [Task(_run_all, calls[start::workers]) for start in range(1, workers)]
+        results[::workers] = _run_all(calls[::workers])
+        for start, task in enumerate(tasks, start=1):
             results[start::workers] = task.result()
     except BaseException:
         for task in tasks:
