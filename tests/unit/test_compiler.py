@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.saved_tensors import saved_sizes
 from torch import Tensor, nn
 
 from fsdp2prof.analyzers.memory.attribution import attribute
@@ -101,25 +100,6 @@ def test_backward_leaves_gradients_alone() -> None:
     assert sorted(allocations.size[left].tolist()) == sorted(
         [WEIGHT, WEIGHT, SMALL, SMALL]
     )  # of the input, and the result
-
-
-@contextmanager
-def saved_sizes(inputs: list[Tensor]) -> Iterator[list[int]]:
-    """Collect the bytes of the storages saved for backward that are no inputs."""
-    known = {tensor.untyped_storage()._cdata for tensor in inputs}
-    sizes: list[int] = []
-    kept: list[Any] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known.add(storage._cdata)
-            kept.append(storage)
-            sizes.append(storage.nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
 
 
 CONFIG = replace(
