@@ -83,6 +83,10 @@ OOM_SNAPSHOT_FILE = "oom.pickle"
 STORAGE_COUNT_FILE = "memory.npz"
 SUMMARY_FILE = "summary.json"
 STEPS_FILE = "steps.jsonl"
+FLIGHT_RECORDER_FILE = "fr.json"
+"""The last collectives of a rank that stood still or was told to end."""
+STACKS_FILE = "stacks.txt"
+"""Its threads' Python stacks at that moment."""
 RECORDING_FILE = "recording.json"
 TRIGGER_FILE = "trigger.json"
 """Asks a running job for a recording; its first rank takes it away."""
@@ -162,6 +166,10 @@ class RecordOptions(_Record):
         bool, _told("Keep no trace: each rank analyses its own steps and leaves the result.")
     ] = False
     watch: Annotated[bool, _told("Leave a line a step, for `fsdp2prof watch`, all the time.")] = False
+    hang_after: Annotated[
+        int | None,
+        _told("Where no step ends for so many seconds, keep every rank's last collectives and stacks."),
+    ] = None
     ranks: Annotated[str, _told("all, a list as 0,3 or sample:K: K of different mesh coordinates.")] = "all"
     shapes: Annotated[
         bool, _told("Record the shapes of operators' inputs; gloo's payload bytes come from them.")

@@ -114,6 +114,7 @@ class _Ending:
         self._session.when_idle(lambda: self._die_of_sigterm(number, frame))
 
     def _die_of_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._session.keep_state("SIGTERM")
         self._session.end("SIGTERM")
         if callable(self._previous_handler):
             self._previous_handler(number, frame)
@@ -127,6 +128,7 @@ class _Ending:
                 self._session.tell(
                     "killed by SIGTERM while its main thread hung: the running capture is lost"
                 )
+                self._session.keep_state("SIGTERM")
                 self._session.manifest.error = "SIGTERM"
                 self._session.manifest.state = "partial"
                 self._session.write_manifest()

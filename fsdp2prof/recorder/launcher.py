@@ -26,6 +26,7 @@ from fsdp2prof.manifest import (
     State,
     node_file,
 )
+from fsdp2prof.recorder.hanging import buffer_variables
 from fsdp2prof.recorder.host_processes import RankProcesses, end_orphans
 from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
@@ -123,7 +124,7 @@ def _child_environment(settings: str, alive: Path) -> dict[str, str]:
     python_path = os.environ.get("PYTHONPATH")
     entries = [BOOTSTRAP, python_path] if python_path else [BOOTSTRAP]
     added = {"PYTHONPATH": os.pathsep.join(entries), VARIABLE: settings, ALIVE_VARIABLE: str(alive)}
-    return {**os.environ, **added}
+    return {**os.environ, **buffer_variables(dict(os.environ)), **added}
 
 
 def _rendezvous(rehearsal: Rehearsal | None) -> dict[str, str]:

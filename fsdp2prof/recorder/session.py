@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from fsdp2prof.manifest import (
+    FLIGHT_RECORDER_FILE,
     SNAPSHOT_FILE,
+    STACKS_FILE,
     STEPS_FILE,
     STORAGE_COUNT_FILE,
     SUMMARY_FILE,
@@ -20,6 +22,7 @@ from fsdp2prof.manifest import (
     StepInfo,
 )
 from fsdp2prof.recorder.captures import Captures
+from fsdp2prof.recorder.hanging import HangWatch, keep_state
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory_history import OomDump
 from fsdp2prof.recorder.rank_manifest import ManifestFile
@@ -33,7 +36,15 @@ from fsdp2prof.recorder.watching import StepLines
 
 __all__ = ["RankSession"]
 
-_LEFT_BY_A_RANK = (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, STEPS_FILE)
+_LEFT_BY_A_RANK = (
+    TRACE_FILE,
+    SNAPSHOT_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    STEPS_FILE,
+    FLIGHT_RECORDER_FILE,
+    STACKS_FILE,
+)
 
 MAX_STEPS = 10_000
 """Training steps whose wall time is kept."""
@@ -62,6 +73,8 @@ class RankSession:
         self.manifest, self.folder = self._file.manifest, self._file.folder
         self._summaries = Summaries() if settings.options.summary else None
         self._lines = StepLines(self.folder) if settings.options.watch else None
+        after_s = settings.options.hang_after
+        self._hang = HangWatch(after_s, self._hung) if after_s is not None else None
         self._recordings: Recordings | None = None
         if records_again(settings.options):
             self._recordings = Recordings(
@@ -104,6 +117,8 @@ class RankSession:
             return
         self._keep_duration(time.time_ns())
         self._step += 1
+        if self._hang is not None:
+            self._hang.step()
         self._choose_recording()
         captured = self._captures.touches(self._step)
         self._captures.advance(self._step)
@@ -126,6 +141,8 @@ class RankSession:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
         self._step_start_ns = time.time_ns()
+        if self._hang is not None:
+            self._hang.step()
         self._choose_recording()
         self._captures.advance(0)
         self._guard(self._captures.begin_step)
@@ -180,6 +197,19 @@ class RankSession:
             self._guard(self._recordings.next_step, self._step)
             self._captures = self._recordings.current
 
+    def keep_state(self, why: str) -> None:
+        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``."""
+        try:
+            kept = keep_state(self.folder)
+        except (OSError, RuntimeError) as error:
+            self.tell(f"{why}: its state could not be kept: {_reason(error)}")
+        else:
+            self.tell(f"{why}: {' and '.join(kept)} say what it was doing then")
+
+    def _hung(self, waited_s: float) -> None:
+        if self._alive():
+            self.keep_state(f"no step ended for {waited_s:.0f} s after step {self._step} began")
+
     def tell(self, message: str) -> None:
         """Keep a message for the person who reads the run."""
         self._file.tell(message)
@@ -204,6 +234,11 @@ class RankSession:
         """Take the trace that the training's own profiler wrote, if ours is not to be had."""
         if self._alive():
             self._guard(self._captures.adopt, path)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether it watches every step of the training, however many."""
+        return any(one is not None for one in (self._recordings, self._lines, self._hang))
 
     def _alive(self) -> bool:
         return self._active and self.manifest.pid == os.getpid()
@@ -242,7 +277,7 @@ class RankSession:
             self._recordings.keep(ended)
         if len(self.manifest.steps) < MAX_STEPS:
             self.manifest.steps.append(ended)
-        elif self._recordings is None and self._lines is None and self._captures.is_over:
+        elif not self._stays and self._captures.is_over:
             self._stop_watching()
 
     def _out_of_memory(self, file: str) -> None:
@@ -277,6 +312,8 @@ class RankSession:
             self._lines.begin(self._file.device_type, blocking=blocking)
 
     def _stop_watching(self) -> None:
+        if self._hang is not None:
+            self._hang.close()
         if self._lines is not None:
             self._lines.end()
         self._roots.remove()

@@ -67,6 +67,8 @@ def validate(options: RecordOptions) -> None:
         raise UsageError("--at-step must not be negative")
     if options.active == 0 and not options.memory and not options.watch:
         raise UsageError("--active 0 with --no-memory records nothing; ask for one of the two, or --watch")
+    if options.hang_after is not None and options.hang_after < 1:
+        raise UsageError(f"--hang-after {options.hang_after}: at least one second")
     if not _RANKS.match(options.ranks):
         raise UsageError(f"--ranks {options.ranks}: write all, a list as 0,3 or sample:K with K > 0")
     _validate_repetition(options)

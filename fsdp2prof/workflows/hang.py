@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp2prof.analyzers.hang.analysis import analyze_hang as analyze
 from fsdp2prof.errors import FlightRecorderError, InputError
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import FLIGHT_RECORDER_FILE, RankManifest
 from fsdp2prof.readers.flight_recorder import looks_like_dump, read_dump
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
 from fsdp2prof.results import HangAnalysis
@@ -40,7 +40,7 @@ def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
     if root.is_file():
         return [read_dump(root, _rank(root))], []
     found: dict[int, Path] = {}
-    for file in filter(looks_like_dump, files_below(root)):
+    for file in _of_one_moment(root, list(filter(looks_like_dump, files_below(root)))):
         rank = _rank(file)
         if rank in found:
             raise FlightRecorderError(
@@ -61,6 +61,13 @@ def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
         )
         raise FlightRecorderError(said)
     return dumps, warnings
+
+
+def _of_one_moment(root: Path, files: list[Path]) -> list[Path]:
+    """What the recorder left in a run's rank folders, or what the training's own dumps are: of more ranks."""
+    own = [file for file in files if file.name == FLIGHT_RECORDER_FILE and file.parent.parent == root]
+    others = [file for file in files if file not in own]
+    return own if len(own) > len(others) else others
 
 
 def _rank(file: Path) -> int:

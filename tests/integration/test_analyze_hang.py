@@ -99,3 +99,31 @@ def test_layers_of_one_size_are_told_apart_by_their_order(tmp_path: Path) -> Non
     unknown = analyze_hang(run / "dumps").standings[0].call
     assert (unknown.fqn, unknown.layer_known) == (None, False)
     assert analyze_hang(run / "dumps", run=run).standings[0].call == call
+
+
+def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> None:
+    """Rank 1 sleeps for ten seconds in step 3 of a job that then goes on to its end."""
+    run = tmp_path / "run"
+    training = torchrun(script_path("pausing"), 2, "--seconds", "10")
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp2prof",
+        "record",
+        "-o",
+        str(run),
+        "--no-memory",
+        "--hang-after",
+        "3",
+    ]
+    done = subprocess.run(
+        [*command, "--", *training],
+        env=training_environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "no step ended for" in done.stderr
+    found = analyze_hang(run)
+    assert (found.cause, found.culprits) == ("not_come", [1])
+    call = found.standings[0].call
+    assert (call.op, call.fqn, call.phase) == ("all_gather", "", "forward")
+    assert "in pause" in (run / "rank-00001" / "stacks.txt").read_text()
