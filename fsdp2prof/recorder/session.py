@@ -155,6 +155,8 @@ class RankSession:
                 self._finish_manifest(error, crashed)
             return
         self._ended = True
+        if self._hang is not None:
+            self._hang.close()
         self._steps.finish()
         over, whole = self._captures.is_over, self._captures.is_whole
         self._guard(self._captures.finish)

@@ -102,9 +102,9 @@ def test_layers_of_one_size_are_told_apart_by_their_order(tmp_path: Path) -> Non
 
 
 def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> None:
-    """Rank 1 sleeps for ten seconds in step 3 of a job that then goes on to its end."""
+    """Rank 1 sleeps for twelve seconds in the last step of a job that then goes on to its end."""
     run = tmp_path / "run"
-    training = torchrun(script_path("pausing"), 2, "--seconds", "10")
+    training = torchrun(script_path("pausing"), 2, "--seconds", "12")
     command = [
         sys.executable,
         "-m",

@@ -1,6 +1,6 @@
-"""Trains a little model; rank 1 pauses in the middle of step 3, and the others wait for it.
+"""Trains a little model for four steps; rank 1 pauses in the last, and the others wait for it.
 
-Run: torchrun --nproc-per-node 2 pausing.py --seconds 10.
+Run: torchrun --nproc-per-node 2 pausing.py --seconds 12.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
+    for step in range(4):
         if step == 3 and dist.get_rank() == 1:
             pause(seconds)
         model(torch.randn(2, 16)).sum().backward()
