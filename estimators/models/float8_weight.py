@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from fsdp2prof.errors import ModelError
+
 __all__ = ["Float8Shard", "GatheredFloat8", "compute_scales", "with_memory"]
 
 _DTYPE = torch.float8_e4m3fn
@@ -147,7 +149,9 @@ class GatheredFloat8(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _VIEWS:
-            raise NotImplementedError(f"{func} of a weight gathered as float8")
+            raise ModelError(
+                f"fp8_all_gather: {func} of a weight that was gathered as float8 is not modelled"
+            )
         weight = args[0]
         return GatheredFloat8(
             func(weight.data_float8, *args[1:], **(kwargs or {})), weight.scale, weight.dtype

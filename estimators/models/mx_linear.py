@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 __all__ = ["MxLinear"]
 
@@ -54,9 +54,9 @@ def _columns_of(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return data, scales
 
 
-_cast_rows = torch.library.custom_op("fsdp2prof::mx_cast_rows", _rows_of, mutates_args=())
+_cast_rows = library.custom_op("fsdp2prof::mx_cast_rows", _rows_of, mutates_args=())
 _cast_rows.register_fake(_rows_of)
-_cast_columns = torch.library.custom_op("fsdp2prof::mx_cast_columns", _columns_of, mutates_args=())
+_cast_columns = library.custom_op("fsdp2prof::mx_cast_columns", _columns_of, mutates_args=())
 _cast_columns.register_fake(_columns_of)
 
 
