@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 VOCABULARY, DIM, HEADS, LENGTH = 1024, 512, 8, 128
+STEPS, WARM_UP, ACTIVE = 16, 3, 10
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,17 @@ def train(arguments: argparse.Namespace) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)
     fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
-    for _ in range(16):
+    times: list[tuple[int, int]] = []
+    for _ in range(STEPS):
+        began = time.perf_counter_ns(), time.process_time_ns()
         tokens = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
         logits = module(tokens[:, :-1])
         F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
+        times.append((time.perf_counter_ns() - began[0], time.process_time_ns() - began[1]))
+    if arguments.times is not None:
+        Path(f"{arguments.times}.{dist.get_rank()}").write_text(json.dumps(times))
     dist.destroy_process_group()
     time.sleep(0.2)
 
@@ -107,9 +114,10 @@ def record(configuration: Configuration, folder: Path) -> Path:
     if run.exists():
         return run
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--no-memory", "--wait", "3"]
-    command += ["--active", "10", "--", *launcher, str(configuration.ranks)]
+    command = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--no-memory", "--wait", str(WARM_UP)]
+    command += ["--active", str(ACTIVE), "--", *launcher, str(configuration.ranks)]
     command += ["-m", "benchmarks.calibration", "--train", *configuration.arguments]
+    command += ["--times", f"{run}.times"]
     environment = {**os.environ, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
     return run
@@ -182,6 +190,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--reshard", default="default")
+    parser.add_argument("--times")
     arguments = parser.parse_args()
     if arguments.train:
         train(arguments)
