@@ -65,7 +65,12 @@ FOUR_A_NODE = ("Perlmutter", "Kempner", "GB200")
 CUDNN_FIRST = ("b200", "b200-750w")
 """Parts on which torchtitan runs cuDNN's attention since May 2025 (pytorch/torchtitan#1196)."""
 
-NETWORKS = {"InfiniBand": "400gb-ib", "EFA": "400gb-efa", "RDMA": "400gb-roce", "Slingshot": "200gb-slingshot"}
+NETWORKS = {
+    "InfiniBand": "400gb-ib",
+    "EFA": "400gb-efa",
+    "RDMA": "400gb-roce",
+    "Slingshot": "200gb-slingshot",
+}
 """A word of the row's interconnect -> the network's name here."""
 
 OWN_OPTIONS = "-"
@@ -114,7 +119,9 @@ def read(row: dict[str, str]) -> Row:
     compiled = row["compile"] == "yes"
     batch = int(row["batch_per_gpu"])
     reshard = row["reshard"].partition("(")[0]
-    stack = row.get("stack") or next(name for start, name in STACKS.items() if row["source"].startswith(start))
+    stack = row.get("stack") or next(
+        name for start, name in STACKS.items() if row["source"].startswith(start)
+    )
     policy = {
         "batch_size": 1 if mesh.pp > 1 else batch,
         "grad_accum": batch if mesh.pp > 1 else 1,
