@@ -9,8 +9,8 @@ same round, and the median of the rounds counts. How far the repeated recording 
 is the noise of the machine: no prediction can be expected to be closer. Configurations of more ranks than
 there are cores are left out: their ranks would take turns.
 
-A step also waits whenever other programs have the processors. So ranks note how long their own threads ran, and
-the table has the error with that part of a recording taken out, too: of "busy time".
+A step also waits whenever other programs have the processors. So ranks note how long their own threads ran,
+and the table has the error with that part of a recording taken out, too: of "busy time".
 
 The C library is told to keep memory that was freed: on a virtual machine touching new pages costs more than
 all else that these steps do, and differs from minute to minute.

@@ -3,8 +3,8 @@
     python benchmarks/throughput.py PUBLISHED.csv [ID ...]
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_THROUGHPUT) has a row a run: id, model, gpus, gpu,
-interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source; where a
-source says more, also stack (else the source's own) and options, as ``grad_accum=4 attention=cudnn``.
+interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source; where
+a source says more, also stack (else the source's own) and options, as ``grad_accum=4 attention=cudnn``.
 ``benchmarks/data/throughput_found_later.csv`` is such a table, of runs found when the constants stood.
 *Cold* uses data sheets and published measurements of the parts alone, and one stack of software a source;
 whether the published speed lies in the printed range is said too. *Calibrated* multiplies every prediction by

@@ -15,9 +15,7 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("launches", default=None)
 
 @contextmanager
 def told_of_launches(listener: _Listener) -> Iterator[None]:
-    """Call ``listener`` with bytes read and written, the element type, and whether elements only change places,
-    of each fused kernel.
-    """
+    """Call ``listener`` for each fused kernel: bytes moved, element type, whether it only reorders elements."""
     token = _LISTENER.set(listener)
     try:
         yield

@@ -74,7 +74,7 @@ def _moved(kernel: Kernel) -> tuple[int, str]:
 
 
 def _only_moves(kernel: Kernel) -> bool:
-    """Whether a fused kernel leaves one tensor's elements in another order, as behind a gather of a sequence."""
+    """Whether a fused kernel only reorders one tensor's elements, as behind a gather of a sequence."""
     if len(kernel.nodes) != 1 or len(kernel.reads) != 1 or kernel.nodes[0].target not in _MOVES:
         return False
     (source,), (made,) = (list(map(value_of, some)) for some in (kernel.reads, kernel.nodes))

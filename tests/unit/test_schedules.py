@@ -305,6 +305,6 @@ def test_asynchronous_tensor_parallelism_hides_transfers_and_does_the_same_work(
     assert hidden.step_ns < plain.step_ns
     collectives = [c for c in program.commands if isinstance(c, Collective) and c.mesh_dim == "tp"]
     sent = [c for c in collectives if c.op in ("all_gather", "reduce_scatter")]
-    # two gathers and two scatters a block, forward; backward too, less where gradients of several add up first
+    # two of each a block and pass; in backward not where gradients of several products add up first
     assert _products(after) - _products(program) >= 0.6 * len(sent) > 0
     assert hidden.hfu == pytest.approx(plain.hfu * plain.step_ns / hidden.step_ns, rel=1e-6)  # type: ignore[operator]
