@@ -106,14 +106,18 @@ def what_if(
         if best is not None:
             changed, _ = _try(job, _parsed(best.change))
     after = None if changed is None else _after(ranks, changed)
+    kept = None if changed is None else changed[0].pace.waits_for
+    if kept is not None:  # what a change is compared with: the same ranks
+        analyses = [one.analysis for one in ranks if one.program.rank in kept]
+        before = merge(analyses, manifests=[one for one in manifests if one.rank in kept])
     totals = before.totals
     result = WhatIf(
         verdict=[],
         path=path,
-        ranks=[program.rank for program in job],
+        ranks=[program.rank for program in job if kept is None or program.rank in kept],
         steps=totals.windows,
         step_ns=totals.step_ns or 0.0,
-        replayed_ns=(replayed_ns := mean_step_ns(replayed)),
+        replayed_ns=(replayed_ns := mean_step_ns(replayed, kept)),
         replay_error_frac=replayed_ns / totals.step_ns - 1 if totals.step_ns else 0.0,
         tried=rows,
         shown=rows[0].change if after is not None else None,
@@ -172,6 +176,8 @@ def sentence(row: WhatIfChange) -> str:
     """Say what a change gains and costs: ``explicit forward prefetch of 2: -14.0 ms a step, +0.9 GiB``."""
     gained = row.gained_ns or 0.0
     time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} a step ({format_frac(row.gained_frac)})"
+    if abs(gained) < 1:
+        time = "no time gained"
     if not row.memory_bytes:
         return f"{row.what}: {time}"
     sign = "+" if row.memory_bytes > 0 else "-"

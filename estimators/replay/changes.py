@@ -188,6 +188,8 @@ def _reduce_dtype(value: str) -> Change:
             for one in program.activities.values()
             if one.op == "reduce_scatter" and one.fqn is not None and one.dtype in _BYTES
         ]
+        if not reduced:
+            raise NotApplicableError("the traces name no layer's reduce-scatter (no FSDP labels)")
         if not any(one.dtype != dtype for one in reduced):
             raise NotApplicableError(f"no layer's gradients are reduced in another type than {dtype}")
         pace = changed.pace
@@ -239,7 +241,10 @@ def _no_straggler(changed: Changed, rank: int) -> Changed:
     return replace(
         changed,
         pace=replace(changed.pace, waits_for=left),
-        assumptions=(*changed.assumptions, f"rank {rank} is never the last; it is left out of the result"),
+        assumptions=(
+            *changed.assumptions,
+            f"rank {rank} is never the last; its own steps are left out, before and after",
+        ),
     )
 
 

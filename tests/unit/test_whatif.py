@@ -26,7 +26,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import predict_step
-from fsdp2prof.estimators.whatif import program_of, replay_job
+from fsdp2prof.estimators.whatif import program_of, replay_job, sentence
 from fsdp2prof.readers.chrome_trace import read_trace
 from fsdp2prof.results import WhatIf
 from fsdp2prof.workflows.analyze import analyze_trace
@@ -143,7 +143,13 @@ def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path:
     alone = analyze_trace(open_job(traces(tmp_path / "alone", schedule(quick), schedule(quick))))
     result = tried(base, without=("straggler:1",))
     assert result.replayed_ns == result.step_ns
-    assert result.tried[0].step_ns == pytest.approx(alone.totals.step_ns, rel=0.001)
+    row = result.tried[0]
+    assert row.step_ns == pytest.approx(alone.totals.step_ns, rel=0.001)
+    # compared with the same ranks' own steps
+    assert result.ranks == [0]
+    assert result.step_ns - (row.gained_ns or 0.0) == row.step_ns
+    assert sum(result.breakdown_before_ns.values()) == pytest.approx(result.step_ns)
+    assert sentence(replace(row, gained_ns=0.0)) == "nobody waiting for rank 1: no time gained"
 
 
 def test_only_ranks_that_are_known_to_be_slow_are_tried_away(tmp_path: Path) -> None:
