@@ -15,9 +15,10 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.spec.choices import values_of
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import has_ends
-from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes, values_of
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
 from fsdp2prof.estimators.traffic.parts import expert_count
