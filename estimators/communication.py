@@ -27,9 +27,9 @@ from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,
-    check_parallelism,
     counted_by_execution,
 )
 from fsdp2prof.estimators.traffic.parts import part_of

@@ -21,7 +21,7 @@ _CAP, _DIVISOR, _FACTOR = "final_logit_softcapping", "logits_scaling", "logit_sc
 @contextmanager
 def taken_over(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
     """Have a model leave its logits as its head makes them, and give what it would have made of them."""
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     cap, divisor = getattr(config, _CAP, None), getattr(config, _DIVISOR, None)
     factor = getattr(module, _FACTOR, None)

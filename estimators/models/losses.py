@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2prof.errors import ModelError
@@ -41,17 +44,22 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     """What the compiled cross-entropy holds: logits as they are, one fp32 number a token, the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum."""
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum.
+
+        Ranks that have a part of the vocabulary each reduce the largest logit, the sum and the target's.
+        """
         normaliser = logits[:, 0].float()
+        for operation in ("max", "sum", "sum") if group is not None else ():
+            normaliser = wait_tensor(all_reduce(normaliser, operation, group))  # type: ignore[no-untyped-call]
         ctx.save_for_backward(logits, targets, normaliser)
         return normaliser.mean()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Stand for the kernel that writes the gradient of the logits."""
         logits, _, _ = ctx.saved_tensors
-        return torch.empty_like(logits), None
+        return torch.empty_like(logits), None, None
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -94,7 +102,10 @@ def logits_loss(
         return _preference(taken, reference) if how == "dpo" else _surrogate(taken, reference)
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if how == "compiled" and is_fake(logits):
-        loss: Tensor = _CompiledCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+        local, group = logits, None
+        if isinstance(logits, DTensor):  # divided by vocabulary
+            local, group = logits.to_local(), logits.device_mesh.get_group()
+        loss: Tensor = _CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(logits.float(), targets)
 

@@ -16,7 +16,7 @@ from fsdp2prof.estimators.spec.choices import Every
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import Interleaved, ZeroBubble, schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 
 __all__ = ["candidates", "meshes"]
 

@@ -37,7 +37,7 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER
@@ -229,6 +229,22 @@ def test_losses_hold_less_and_less() -> None:
     # Two fp32 tensors of them, against one fp32 number a token.
     assert peaks["full"] - peaks["compiled"] == 8 * logits - 4 * tokens
     assert peaks["compiled"] - peaks["fused"] > logits
+
+
+def test_a_compiled_loss_takes_logits_that_are_divided() -> None:
+    """A rank makes its part of the logits and of their gradient, in bf16, and nothing of them in fp32."""
+    spec, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, tp=2)
+    policy = PolicySpec(seq_len=64, loss="compiled", orig_dtype="bfloat16")
+    part = 64 * 128_256 // 2
+
+    def made(policy: PolicySpec) -> tuple[int, int]:
+        sizes = execute(spec, mesh, policy, steps=1).recording.allocations.size
+        return int((sizes == 2 * part).sum()), int((sizes == 4 * part).sum())
+
+    assert made(policy) == (2, 0)
+    assert made(replace(policy, loss="full"))[1] >= 2
+    told, full = (estimate_comm(spec, mesh, replace(policy, loss=how)) for how in ("compiled", "full"))
+    assert told.per_step == full.per_step
 
 
 def adapters(text: Any) -> Lora | None:
