@@ -89,12 +89,12 @@ def _named_in_the_trace(given: Sequence[str], original: Callable[..., Any]) -> C
         tensors = [args[i] if i < len(args) else named.get(name) for i, name in enumerate(given)]
         if not isinstance(tensors[-1], torch.Tensor):
             return original(*args, **named)
-        enter: Any = torch.autograd._record_function_with_args_enter  # type: ignore[attr-defined]
+        enter: Any = torch.autograd._record_function_with_args_enter
         handle = enter(f"fake:{original.__name__}", *tensors)
         try:
             return original(*args, **named)
         finally:
-            torch.autograd._record_function_with_args_exit(handle)  # type: ignore[attr-defined]
+            torch.autograd._record_function_with_args_exit(handle)
 
     return collective
 

@@ -201,8 +201,8 @@ def test_what_a_trace_shows_as_a_list_has_its_size_and_type(tmp_path, meta):
     run = rehearse(tmp_path / "run", *python("tensor_parallel"), world_size=4, options=options)
     rows = {(row.fqn, row.phase, row.op): row for row in analyze_trace(run).groups}
 
-    def made(*key: str | None) -> tuple[object, ...]:
-        row = rows[key]
+    def made(fqn: str | None, phase: str, op: str) -> tuple[object, ...]:
+        row = rows[fqn, phase, op]
         return row.dtype, row.count, row.payload_bytes
 
     parallel = [("0", "forward"), ("1", "forward"), ("0", "backward"), ("1", "backward")]
