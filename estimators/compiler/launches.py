@@ -15,7 +15,7 @@ _LISTENER: ContextVar[_Listener | None] = ContextVar("launches", default=None)
 
 @contextmanager
 def told_of_launches(listener: _Listener) -> Iterator[None]:
-    """Call ``listener`` for each fused kernel: bytes moved, element type, whether it only reorders elements."""
+    """Call ``listener`` for each fused kernel: bytes moved, element type, whether it only reorders."""
     token = _LISTENER.set(listener)
     try:
         yield
