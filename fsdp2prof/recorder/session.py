@@ -213,7 +213,8 @@ class RankSession:
             self.tell(f"{why}: its state could not be kept: {_reason(error)}")
         else:
             said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
-            self.tell(f"{why}: {said} what it was doing then")
+            if crash is None:
+                self.tell(f"{why}: {said} what it was doing then")
 
     def _hung(self, waited_s: float) -> None:
         if self._alive():
