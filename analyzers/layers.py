@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from statistics import median
 
+from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import layer_name
 
 __all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "natural_key"]
@@ -22,9 +22,6 @@ FOLD_FROM = 3
 _OUTLIER_RATIO = 2.0
 _OUTLIER_SHARE = 0.05
 """A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
-
-_STRIDE_FROM = 4
-"""Numbers in equal steps of more than one that are shortened."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -81,22 +78,8 @@ def family_name(names: Sequence[str | None]) -> str:
     matches = [(name, match) for name in names if name and (match := _last_number(name))]
     name, first = matches[0]
     numbers = sorted({int(match.group()) for _, match in matches})
-    return f"{name[: first.start()]}{_ranges(numbers)}{name[first.end() :]}"
+    return f"{name[: first.start()]}{format_numbers(numbers)}{name[first.end() :]}"
 
 
 def _last_number(fqn: str | None) -> re.Match[str] | None:
     return next(reversed(list(_NUMBER.finditer(fqn or ""))), None)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``; ``[1, 3, 5, 7]`` -> ``1,3,...,7``."""
-    strides = {after - before for before, after in pairwise(numbers)}
-    if len(numbers) >= _STRIDE_FROM and len(strides) == 1 and strides != {1}:
-        return f"{numbers[0]},{numbers[1]},...,{numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

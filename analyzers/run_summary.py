@@ -36,7 +36,7 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         hosts=info.hosts or sorted({manifest.host for manifest in manifests if manifest.host}),
         world_size=world_size,
         versions=info.versions or (manifests[0].versions if manifests else {}),
-        environment=info.environment or (manifests[0].environment if manifests else {}),
+        environment=(manifests[0].environment if manifests else {}) or info.environment,
         options=msgspec.to_builtins(info.options),
         messages=list(run.messages),
         ranks=sorted([*map(_rank, run.ranks), *_missing(run, world_size)], key=lambda rank: rank.rank),

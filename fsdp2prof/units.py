@@ -6,6 +6,8 @@ Internally everything is an integer number of bytes or nanoseconds; only text ou
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 from fsdp2prof.errors import UsageError
 
@@ -17,6 +19,7 @@ __all__ = [
     "format_flops",
     "format_frac",
     "format_ns",
+    "format_numbers",
     "parse_bytes",
     "plural",
 ]
@@ -44,6 +47,9 @@ DTYPE_BYTES = {
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BYTES = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgtp]?)(i?)(b?)\s*$", re.IGNORECASE)
+
+_STRIDE_FROM = 4
+"""Numbers in equal steps of more than one that are shortened."""
 
 
 def parse_bytes(text: str) -> int:
@@ -93,6 +99,20 @@ def format_frac(value: float | None) -> str:
 def format_count(value: int) -> str:
     """Format a count with thousands separators."""
     return f"{value:,}"
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Shorten ascending numbers: ``[0, 1, 2, 5]`` -> ``0-2,5``; ``[1, 3, 5, 7]`` -> ``1,3,...,7``."""
+    strides = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) >= _STRIDE_FROM and len(strides) == 1 and strides != {1}:
+        return f"{numbers[0]},{numbers[1]},...,{numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def plural(count: int, noun: str) -> str:

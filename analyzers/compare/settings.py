@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
-from fsdp2prof.results import RunSummary, SettingChange
+from fsdp2prof.results import RunSummary, SettingChange, ShardGroup
+from fsdp2prof.vocabulary import dtype_label
 
 __all__ = ["changed", "fold_settings", "main_settings", "setting_changes"]
 
@@ -57,9 +58,19 @@ def _setup(run: RunSummary) -> dict[str, str]:
     several = len({group.root for group in run.shard_groups}) > 1
     for group in run.shard_groups:
         name = f"root{group.root}:{group.fqn or '(root)'}" if several else group.fqn or "(root)"
-        known[f"sharding of {name}"] = (
-            f"mesh {group.mesh}; {group.dtype}, gathered as {group.param_dtype or group.dtype}, "
-            f"reduced as {group.reduce_dtype or group.param_dtype or group.dtype}; "
-            f"reshard after forward: {group.reshard_after_forward}{'; offloaded' if group.offload else ''}"
-        )
+        known[f"sharding of {name}"] = _sharding(group)
     return {name: value for name, value in known.items() if value}
+
+
+def _sharding(group: ShardGroup) -> str:
+    """Mesh first and resharding last: what a narrow terminal leaves out is in the middle."""
+    gathered = group.param_dtype or group.dtype
+    dtypes = [dtype_label(one) for one in (group.dtype, gathered, group.reduce_dtype or gathered)]
+    again = group.reshard_after_forward
+    resharded = (
+        "kept after forward" if again is False else "resharded" if again is True else f"resharded to {again}"
+    )
+    return (
+        f"{group.mesh}; {dtypes[0]}, gathered {dtypes[1]}, reduced {dtypes[2]}; "
+        f"{'offloaded; ' if group.offload else ''}{resharded}"
+    )

@@ -18,9 +18,9 @@ from fsdp2prof.results import MeshDimension, MeshGroup, MeshMap, MeshRank
 from fsdp2prof.tables import IntArray
 from fsdp2prof.units import plural
 
-__all__ = ["map_mesh"]
+__all__ = ["CARRIES", "map_mesh"]
 
-_CARRIES = {
+CARRIES = {
     "pp": "activations and their gradients between pipeline stages",
     "dp_replicate": "all-reduce of the sharded gradients (HSDP)",
     "dp_shard": "FSDP's all-gathers and reduce-scatters",
@@ -152,7 +152,7 @@ def _dimension(name: str, groups: _Groups, gpus_per_node: int, has_cp: bool) -> 
         nodes_per_group=max(spread),
         ranks_per_node=crowd,
         flattened=list(groups.parts) if groups.parts != (name,) else [],
-        carries=_PART_OF if name == _FLATTENED[0] and has_cp else _CARRIES.get(name, "not known"),
+        carries=_PART_OF if name == _FLATTENED[0] and has_cp else CARRIES.get(name, "not known"),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
-from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
+from fsdp2prof.analyzers.sharding.mesh_map import CARRIES, map_mesh
 from fsdp2prof.analyzers.sharding.recorded import sharding_of_run
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results import MeshMap, ShardingMap
 
 __all__ = ["mesh_of_run", "shards_of_run"]
@@ -39,4 +40,14 @@ def mesh_of_run(manifests: Mapping[int, RankManifest]) -> MeshMap | None:
     if first.world_size < 2 or len(manifests) != first.world_size or not even:
         return None
     sizes = dict(zip(mesh.dim_names or (), mesh.shape, strict=True))
-    return map_mesh(sizes, gpus_per_node=next(iter(hosts.values())))
+    found = map_mesh(sizes, gpus_per_node=next(iter(hosts.values())))
+    carried = _carried(first.param_groups[0])
+    dimensions = [replace(one, carries=carried.get(one.name, one.carries)) for one in found.dimensions]
+    return replace(found, dimensions=dimensions)
+
+
+def _carried(group: ParamGroupInfo) -> dict[str, str]:
+    """What the dimensions of a group's mesh carry, whatever they are called: by their process groups."""
+    uses = {group.all_reduce_group: CARRIES["dp_replicate"], group.shard_group: CARRIES["dp_shard"]}
+    dims = zip(group.mesh.dim_names or (), group.mesh.dim_groups, strict=False)
+    return {name: uses[used] for name, used in dims if used in uses}

@@ -191,7 +191,9 @@ def merge(
         findings=[],
         warnings=[*(line for analysis in analyses for line in analysis.warnings), *comparison.warnings],
         prefetch=[row for rows in prefetch for row in rows],
-        bandwidth=bandwidth_rows(collectives, references.peak_bus_bytes_per_s),
+        bandwidth=bandwidth_rows(
+            collectives, references.peak_bus_bytes_per_s, [analysis.rank.rank for analysis in analyses]
+        ),
         host_syncs=sorted((row for a in analyses for row in a.host_syncs), key=lambda row: -row.blocked_ns),
         timeline=step_timeline(steps, comparison),
     )

@@ -17,14 +17,17 @@ _NS = 1e9
 
 
 def bandwidth_rows(
-    ranks: Sequence[tuple[CollectiveTable, IntArray, BoolArray]], peak_bus_bytes_per_s: float | None = None
+    ranks: Sequence[tuple[CollectiveTable, IntArray, BoolArray]],
+    peak_bus_bytes_per_s: float | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> list[BandwidthRow]:
     """Return one row per (op, process group, dtype, payload) over all ranks, most bytes first.
 
     ``ranks`` are each rank's collectives with their waits for the last rank (-1 unknown), and whether all
     ranks of its group were compared. algbw is payload over duration; busbw is wire bytes over transfer, as in
     nccl-tests; both are medians. Where ranks are missing, the duration may be waiting: such a rate is held
-    against nothing. A collective of unknown payload has no row.
+    against nothing. A collective of unknown payload has no row. ``numbers`` are the ranks' own; counted from
+    0 unless given.
     """
     if not ranks:
         return []
@@ -32,6 +35,8 @@ def bandwidth_rows(
     transfer = np.concatenate([transfer_ns(collectives, wait) for collectives, wait, _ in ranks])
     whole = np.concatenate([whole for _, _, whole in ranks])
     known = (table.payload_bytes >= 0) & (transfer > 0)
+    given = range(len(ranks)) if numbers is None else numbers
+    number = np.repeat(given, [len(collectives) for collectives, _, _ in ranks])[known]
     table, transfer, whole = table.take(known), transfer[known], whole[known]
     algbw = table.payload_bytes * _NS / (table.end_ns - table.start_ns)
     busbw = np.where(table.wire_bytes >= 0, table.wire_bytes * _NS / transfer, np.nan)
@@ -68,6 +73,7 @@ def bandwidth_rows(
                 of_peak_frac=None
                 if judged is None or not peak_bus_bytes_per_s
                 else judged / peak_bus_bytes_per_s,
+                ranks=np.unique(number[mine]).tolist(),
                 waits_known=rated,
             )
         )

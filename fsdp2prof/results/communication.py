@@ -164,6 +164,8 @@ class BandwidthRow:
     not known."""
     of_peak_frac: float | None = None
     """The median over the hardware's peak, where that and the waits are known."""
+    ranks: list[int] = field(default_factory=list)
+    """Those whose traces hold these collectives: of a mesh dimension's groups they tell which this is."""
     waits_known: bool = True
     """Whether the busbw is of collectives in which all ranks of the group were compared; else it is a lower
     bound."""

@@ -52,6 +52,11 @@ def opened(page: Page, file: Path, **options: int | bool) -> None:
     page.evaluate(f"{T}.drawn.then(() => null)")
 
 
+def act(page: Page, action: str) -> None:
+    """Do something that moves the timeline, and wait until the frame it is drawn in is over."""
+    page.evaluate(f"(async () => {{ {action}; await {T}.drawn; }})()")
+
+
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True), (1920, False)])
 def test_lanes_are_drawn_from_the_data(
     page: Page, file: Path, timeline: StepTimeline, width: int, dark: bool
@@ -63,7 +68,7 @@ def test_lanes_are_drawn_from_the_data(
     rows = page.evaluate(f"{T}.rows.map(row => row.label)")
     ranks = timeline.ranks if width > 640 else timeline.ranks[:1]
     assert len(rows) == sum(len(rank.lanes) for rank in ranks)
-    page.evaluate(f"{T}.look({T}.first, {T}.total)")  # the hosts, too, which run ahead
+    act(page, f"{T}.look({T}.first, {T}.total)")  # the hosts, too, which run ahead
     drawn = page.evaluate(f"{T}.place.data[0].z.map(row => row.some(code => code !== null))")
     assert drawn == [True] * len(rows)
     assert page.evaluate("document.querySelectorAll('.timeline .heatmaplayer image').length") == 1
@@ -85,7 +90,7 @@ def test_show_the_worst_goes_to_the_longest_stall_and_says_it(
     page: Page, file: Path, timeline: StepTimeline
 ) -> None:
     opened(page, file)
-    page.evaluate("document.querySelector('.timeline .worst').click()")
+    act(page, "document.querySelector('.timeline .worst').click()")
     longest = max((stall for rank in timeline.ranks for stall in rank.stalls), key=lambda one: one.stall_ns)
     low, high = page.evaluate(f"{T}.view")
     assert low <= longest.needed_ns
@@ -102,7 +107,7 @@ def test_buttons_move_and_zoom(page: Page, file: Path) -> None:
     opened(page, file)
 
     def press(name: str) -> tuple[float, float]:
-        page.evaluate(f"document.querySelector('.toolbar [aria-label=\"{name}\"]').click()")
+        act(page, f"document.querySelector('.toolbar [aria-label=\"{name}\"]').click()")
         low, high = page.evaluate(f"{T}.view")
         return low, high
 
@@ -116,6 +121,18 @@ def test_buttons_move_and_zoom(page: Page, file: Path) -> None:
     assert press("All: the whole step") == whole
     drawn = page.evaluate(f"{T}.place.layout.xaxis.range")
     assert drawn == pytest.approx([whole[0] / 1e6, whole[1] / 1e6])
+
+
+def test_moves_within_a_frame_are_drawn_once(page: Page, file: Path) -> None:
+    opened(page, file)
+    page.evaluate(
+        f"(() => {{ const paint = {T}.paint.bind({T}); {T}.paints = 0;"
+        f" {T}.paint = () => {{ {T}.paints += 1; return paint(); }}; }})()"
+    )
+    act(page, f"for (let i = 0; i < 10; i += 1) {T}.zoom(0.9)")
+    assert page.evaluate(f"{T}.paints") == 1
+    low, high = page.evaluate(f"{T}.view")
+    assert page.evaluate(f"{T}.place.layout.xaxis.range") == pytest.approx([low / 1e6, high / 1e6])
 
 
 def test_all_ranks_take_a_line_each(page: Page, file: Path) -> None:
@@ -148,7 +165,7 @@ def test_many_layers_and_ranks_draw_no_more_than_there_are_pixels(
     many = replace(timeline, ranks=[replace(timeline.ranks[i % 2], rank=i) for i in range(64)])
     opened(page, page_of(many, tmp_path))
     assert len(set(page.evaluate(f"{T}.rows.map(row => row.rank.rank)"))) == 4
-    page.evaluate(f"{T}.choose('all')")
+    act(page, f"{T}.choose('all')")
     cells = page.evaluate(f"{T}.place.data[0].z.reduce((sum, row) => sum + row.length, 0)")
     assert page.evaluate(f"{T}.rows.length") == 64
     assert cells <= 64 * 2 * 1280

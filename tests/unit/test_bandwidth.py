@@ -58,6 +58,7 @@ def test_busbw_is_of_the_transfer_and_rates_are_medians_over_ranks() -> None:
     assert large.busbw_bytes_per_s == pytest.approx(1200 / 200e-9), "of 100, 200 and 300 ns"
     assert large.best_busbw_bytes_per_s == pytest.approx(1200 / 100e-9)
     assert large.of_best_frac == pytest.approx(0.5)
+    assert (large.ranks, small.ranks) == ([0, 1], [0])
     assert small.busbw_bytes_per_s == pytest.approx(120 / 100e-9)
     assert small.of_best_frac == pytest.approx(1.2 / 12), "against the best of its op and group at any size"
     assert small.of_peak_frac is None

@@ -92,6 +92,29 @@ def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
     assert "4.0%" in row_of(with_peak.split("of the peak")[1], "all-gather")
 
 
+def test_groups_of_one_mesh_dimension_are_told_apart_by_their_ranks() -> None:
+    """HSDP has a shard group per replica, and all of them the same name."""
+    row = BandwidthRow(
+        op="all_gather",
+        process_group="7",
+        mesh_dim="shard",
+        group_size=2,
+        dtype="bfloat16",
+        payload_bytes=MIB,
+        count=10,
+        algbw_bytes_per_s=20e9,
+        busbw_bytes_per_s=17.5e9,
+        best_busbw_bytes_per_s=18e9,
+        of_best_frac=0.5,
+        ranks=[0, 1],
+    )
+    analysis = replace(trace_analysis(), bandwidth=[row, replace(row, process_group="8", ranks=[2, 3, 5])])
+    both = table_of(build(analysis), "bandwidth")
+    assert [cells[-1] for cells in both.rows] == ["shard, ranks 0-1", "shard, ranks 2-3,5"]
+    alone = table_of(build(replace(analysis, bandwidth=[row])), "bandwidth")
+    assert [cells[-1] for cells in alone.rows] == ["shard"]
+
+
 def test_host_synchronisations_are_a_table() -> None:
     calls = HostSyncRow(rank=0, fqn=None, phase="other", call="cudaStreamSynchronize", operator="aten::item",
                         count=8, blocked_ns=8 * MS)  # fmt: skip

@@ -1,7 +1,9 @@
 "use strict";
 // The page's other scripts and its large data are packed: unpacked here, in order, each still held to its hash.
 async function unpacked(place) {
-  const bytes = Uint8Array.from(atob(place.textContent), char => char.charCodeAt(0));
+  const text = atob(place.textContent);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i += 1) bytes[i] = text.charCodeAt(i);
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 }
 
@@ -23,10 +25,11 @@ async function oneByOne(places, act) {
 }
 
 const ready = (async () => {
-  for (const place of document.querySelectorAll("script[data-json]")) {
-    Object.assign(details, JSON.parse(await unpacked(place)));
-  }
-  for (const place of document.querySelectorAll("script[data-script]")) {
-    document.head.append(Object.assign(document.createElement("script"), { textContent: await unpacked(place) }));
+  const [data, scripts] = ["script[data-json]", "script[data-script]"].map(
+    which => [...document.querySelectorAll(which)].map(unpacked),
+  );
+  for (const text of data) Object.assign(details, JSON.parse(await text));
+  for (const text of scripts) {
+    document.head.append(Object.assign(document.createElement("script"), { textContent: await text }));
   }
 })();

@@ -60,7 +60,8 @@ class Timeline {
     this.stalls.sort((a, b) => b.length - a.length);
     this.worst = -1;
     this.controls();
-    this.choose("most");
+    this.arrange("most");
+    this.drawn = this.paint();
     this.listen();
   }
 
@@ -76,6 +77,11 @@ class Timeline {
   }
 
   choose(what) {
+    this.arrange(what);
+    this.draw();
+  }
+
+  arrange(what) {
     this.chosen = what;
     const most = Math.max(1, Math.floor((widthOf(this.place) < NARROW ? 1 : 4) / this.sides.length));
     const waited = rank => rank.stalls.reduce((sum, stall) => sum + stall.length, 0);
@@ -95,7 +101,6 @@ class Timeline {
         return { rank, lanes: [lane], key: lane.key, label: i ? label : `<b>${escaped(this.title(rank))}</b>  ${label}` };
       }));
     this.select.value = what;
-    this.draw();
   }
 
   code(row, lane, span) {
@@ -135,7 +140,15 @@ class Timeline {
     return codes;
   }
 
+  // Once a frame, however many moves there are in it.
   draw() {
+    if (this.awaited) return;
+    this.awaited = true;
+    this.drawn = new Promise(done => { requestAnimationFrame(done); }).then(() => this.paint());
+  }
+
+  paint() {
+    this.awaited = false;
     const [low, high] = this.view;
     const margin = (high - low) / 2;  // is there already when the view is dragged
     const from = Math.max(this.first, low - margin), to = Math.min(this.total, high + margin);
@@ -169,6 +182,7 @@ class Timeline {
         ...given.yaxis,
         range: [rows - 0.5, -0.5],
         autorange: false,
+        ticklabeloverflow: "allow",  // or each label is measured in every draw
         tickvals: this.rows.map((_, i) => i),
         ticktext: this.rows.map(row => row.label),
       },
@@ -178,7 +192,7 @@ class Timeline {
     const texts = this.texts(low, high, ink, paper);
     if (printing) layout.width = PAPER_WIDTH;
     this.place.style.minHeight = `${layout.height}px`;
-    this.drawn = Plotly.react(this.place, [heatmap, this.hatched(from, to, width, stalled), texts], layout, {
+    return Plotly.react(this.place, [heatmap, this.hatched(from, to, width, stalled), texts], layout, {
       ...config, modeBarButtons: [["toImage"], ["zoom2d", "pan2d"]],
     });
   }
@@ -428,7 +442,7 @@ class Timeline {
       this.zoom(event.deltaY > 0 ? 1.25 : 0.8, around);
     }, { passive: false });
     inTheDark.addEventListener("change", () => this.draw());
-    addEventListener("beforeprint", () => this.draw());
+    addEventListener("beforeprint", () => { this.drawn = this.paint(); });
     addEventListener("afterprint", () => {
       this.draw();
       this.drawn = this.drawn.then(() => Plotly.Plots.resize(this.place));
@@ -445,7 +459,7 @@ class Timeline {
 }
 
 const timelines = new Map();
-for (const box of document.querySelectorAll("[data-timeline]")) {
+work.push(oneByOne(document.querySelectorAll("[data-timeline]"), box => {
   const { timeline: name } = box.dataset;
   timelines.set(name, new Timeline(box, figures[name], details[name]));
-}
+}));

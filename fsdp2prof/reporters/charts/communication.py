@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdp2prof.reporters.charts.figure import INK, STALL, Figure, figure, label, labels
 from fsdp2prof.results import BandwidthFit, BandwidthRow, LateRow, LayerWait
+from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, OPS, layer_name, op_label
 
 __all__ = ["bandwidth_chart", "prefetch_chart", "wait_chart"]
@@ -45,7 +46,7 @@ def prefetch_chart(rows: Sequence[LateRow]) -> Figure | None:
                 "hovertemplate": "from %{base:.3f} ms, for %{x:.3f} ms",
             }
         )
-    chart = figure(data, height=80 + 20 * len(shown), x="ms from when it was needed", reverse=True)
+    chart = figure(data, height=80 + 20 * len(shown), x="ms", reverse=True)
     chart["layout"]["yaxis"] |= {"categoryorder": "array", "categoryarray": names}
     chart["layout"]["shapes"] = [
         {
@@ -111,7 +112,8 @@ def bandwidth_chart(rows: Sequence[BandwidthRow], fits: Sequence[BandwidthFit]) 
                     "size": 9,
                     "symbol": ["circle" if row.waits_known else "circle-open" for row in mine],
                 },
-                "hovertemplate": "%{x:.3f} MiB: %{y:.3f} GB/s",
+                "text": [f"ranks {format_numbers(row.ranks)}" if row.ranks else "" for row in mine],
+                "hovertemplate": "%{x:.3f} MiB: %{y:.3f} GB/s<br>%{text}",
             }
         )
         data += [

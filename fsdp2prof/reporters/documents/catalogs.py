@@ -76,7 +76,7 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
     accelerators = Table(
         name="accelerators",
         title="Accelerators",
-        note="peaks; reached: whether what large matrix products reach is published",
+        note="peaks; reached: what large products reach of them, published or assumed",
         columns=columns,
         rows=rows,
         noun="accelerator",

@@ -20,6 +20,7 @@ from fsdp2prof.reporters.formats import (
     text_column,
 )
 from fsdp2prof.results import ParameterSharding, RankShare, Redistribution, ShardingMap, ShardPiece
+from fsdp2prof.units import format_numbers
 
 __all__ = ["rows_blocks", "sharding_document"]
 
@@ -125,8 +126,10 @@ def _ranks_of(sharding: ShardingMap, one: ParameterSharding, piece: ShardPiece) 
     held = sharding.meshes[one.mesh].ranks_of_shard
     first, last = held[piece.first_shard], held[piece.last_shard]
     if piece.first_shard == piece.last_shard:
-        return ", ".join(map(str, first))
-    return f"{', '.join(map(str, first))} to {', '.join(map(str, last))}"
+        return format_numbers(first)
+    if len(first) == len(last) == 1:
+        return f"{first[0]} to {last[0]}"
+    return f"({format_numbers(first)}) to ({format_numbers(last)})"
 
 
 def _ranks(ranks: Sequence[RankShare]) -> Table:

@@ -29,8 +29,8 @@ from fsdp2prof.reporters.formats import (
     text_column,
 )
 from fsdp2prof.reporters.step_rows import StepRow, every_step, step_rows
-from fsdp2prof.results import BreakdownNs, GroupRow, LateRow, LayerRow, TraceAnalysis
-from fsdp2prof.units import format_flops, format_frac, format_ns, plural
+from fsdp2prof.results import BandwidthRow, BreakdownNs, GroupRow, LateRow, LayerRow, TraceAnalysis
+from fsdp2prof.units import format_flops, format_frac, format_ns, format_numbers, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LATE_CAUSES
 
 __all__ = [
@@ -329,11 +329,18 @@ def bandwidth_table(analysis: TraceAnalysis) -> Table:
         f"nccl-tests) without{missing}",
         columns=[*columns, group],
         rows=[
-            [*values, row.mesh_dim or row.process_group]
-            for values, row in zip(cells(columns, rows), rows, strict=True)
+            [*values, _which_group(row, rows)] for values, row in zip(cells(columns, rows), rows, strict=True)
         ],
         limit=_BANDWIDTH_ROWS,
     )
+
+
+def _which_group(row: BandwidthRow, rows: Sequence[BandwidthRow]) -> str | None:
+    """The mesh dimension, with the ranks where several of its groups have rows."""
+    alike = {other.process_group for other in rows if other.mesh_dim == row.mesh_dim}
+    if row.mesh_dim and row.ranks and len(alike) > 1:
+        return f"{row.mesh_dim}, ranks {format_numbers(row.ranks)}"
+    return row.mesh_dim or row.process_group
 
 
 def host_sync_table(analysis: TraceAnalysis) -> Table:
