@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,13 @@ def test_what_a_plugin_sets_is_not_the_users(tmp_path: Path) -> None:
     assert "nccl-forced" not in {finding.id for finding in analyze_path(file).findings}
     file.write_text("".join(f"{HEAD} {line}\n" for line in said[1:]))
     assert "nccl-forced" in {finding.id for finding in analyze_path(file).findings}
+
+
+def test_packed_inspector_logs_are_read(tmp_path: Path) -> None:
+    file = write_inspector(tmp_path, 0, [("all_gather", 0, 1_000_000, 500)], size=1)
+    packed = tmp_path / f"{file.name}.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert analyze_path(packed).collectives == analyze_path(file).collectives
+    packed.write_bytes(packed.read_bytes()[:60])
+    with pytest.raises(InputError):
+        analyze_path(packed)
