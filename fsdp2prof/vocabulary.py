@@ -15,6 +15,7 @@ __all__ = [
     "BENCH_KINDS",
     "BREAKDOWN_PARTS",
     "CATEGORIES",
+    "DOING",
     "EXPOSED_PARTS",
     "FITS",
     "IDLE_CAUSES",
@@ -30,6 +31,7 @@ __all__ = [
     "STREAM_IDLE_CAUSES",
     "Word",
     "category_label",
+    "doing_label",
     "dtype_label",
     "layer_name",
     "op_label",
@@ -176,6 +178,24 @@ LATE_CAUSES = {
 }
 """Why a collective came late."""
 
+DOING = {
+    "loading_data": Word("loading data"),
+    "checkpointing": Word("at a checkpoint"),
+    "joining": Word("setting up a process group"),
+    "communicating": Word("in a collective"),
+    "sharding": Word("in FSDP2's own code"),
+    "forward": Word("in forward"),
+    "backward": Word("in backward"),
+    "stepping": Word("in the optimizer"),
+    "compiling": Word("compiling"),
+    "waiting_for_device": Word("waiting for the device"),
+    "waiting_for_process": Word("waiting for another process"),
+    "waiting_for_thread": Word("waiting for another thread"),
+    "using_network": Word("on the network"),
+    "debugging": Word("in a debugger"),
+}
+"""What a main thread that stands still is doing, by the calls on its stack."""
+
 IDLE_CAUSES = {
     "host_bound": Word("nothing launched in time"),
     "device_sync": Word("the host waited for the device"),
@@ -257,6 +277,11 @@ def layer_name(fqn: str | None) -> str:
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def doing_label(doing: str) -> str:
+    """Return what a main thread is doing in words."""
+    return DOING[doing].label if doing in DOING else printable(doing)
 
 
 def packing_label(method: str) -> str:

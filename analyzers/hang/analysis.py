@@ -8,10 +8,12 @@ from dataclasses import replace
 from fsdp2prof.analyzers.hang.groups import GroupCalls, group_calls
 from fsdp2prof.analyzers.hang.layers import layer_of
 from fsdp2prof.analyzers.hang.mismatches import Mismatch, first_mismatch
+from fsdp2prof.analyzers.hang.places import by_place, outside_collectives, stack_of
 from fsdp2prof.analyzers.hang.wording import finding, verdict
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import HangAnalysis, HangCall, HangMismatch, HangRank, HangStanding
+from fsdp2prof.results import HangAnalysis, HangCall, HangMismatch, HangRank, HangStack, HangStanding
 from fsdp2prof.tables.flight_recorder import FlightDump, Issued
+from fsdp2prof.tables.stacks import RankStacks
 
 __all__ = ["analyze_hang"]
 
@@ -20,15 +22,21 @@ def analyze_hang(
     dumps: Sequence[FlightDump],
     manifests: Mapping[int, RankManifest] | None = None,
     warnings: Sequence[str] = (),
+    *,
+    stacks: Sequence[RankStacks] = (),
 ) -> HangAnalysis:
     """Say which collective a job stands in, which ranks have not come, and which issue something else.
 
-    ``manifests`` by rank name layers and mesh dimensions. At least one dump.
+    ``manifests`` by rank name layers and mesh dimensions, ``stacks`` say at which lines the ranks stand. At
+    least one dump, or one stack.
     """
-    hang = _Hang(dumps, manifests or {})
+    stood = {one.rank: stack for one in stacks if (stack := stack_of(one)) is not None}
+    hang = _Hang(dumps, manifests or {}, stood)
     mismatches = hang.mismatches()
     standings = hang.standings()
     cause, culprits, first = _cause(mismatches, standings, hang)
+    if not dumps:
+        cause, culprits = "stacks", outside_collectives(stood)
     standings.sort(key=lambda one: one is not first)
     result = HangAnalysis(
         cause=cause,
@@ -36,6 +44,7 @@ def analyze_hang(
         standings=standings,
         mismatches=mismatches,
         ranks=hang.ranks(),
+        places=by_place(stood, culprits),
         findings=[],
         verdict=[],
         warnings=list(warnings),
@@ -88,7 +97,13 @@ def _followed(standings: Sequence[HangStanding], hang: _Hang) -> HangStanding | 
 class _Hang:
     """The dumps of a job, and what is asked of them again and again."""
 
-    def __init__(self, dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifest]) -> None:
+    def __init__(
+        self,
+        dumps: Sequence[FlightDump],
+        manifests: Mapping[int, RankManifest],
+        stacks: Mapping[int, HangStack],
+    ) -> None:
+        self._stacks = stacks
         self._dumps = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank)}
         self._manifests = manifests
         self._groups = group_calls(list(self._dumps.values()), manifests)
@@ -112,8 +127,9 @@ class _Hang:
         return sorted(found, key=lambda one: one.call.created_ns)
 
     def ranks(self) -> list[HangRank]:
-        """Every rank that a group names, in order."""
-        named = sorted({rank for group in self._groups for rank in group.ranks} | set(self._dumps))
+        """Every rank that a group names or that left something, in order."""
+        of_groups = {rank for group in self._groups for rank in group.ranks}
+        named = sorted(of_groups | set(self._dumps) | set(self._stacks))
         return [self._rank(rank) for rank in named]
 
     def _standing(self, group: GroupCalls) -> HangStanding | None:
@@ -147,9 +163,12 @@ class _Hang:
         )
 
     def _rank(self, rank: int) -> HangRank:
-        dump = self._dumps.get(rank)
+        dump, stack = self._dumps.get(rank), self._stacks.get(rank)
+        error = self._manifests[rank].error if rank in self._manifests else None
         if dump is None:
-            return HangRank(rank=rank, dump=None, last=None, standing_in=None, behind=None)
+            return HangRank(
+                rank=rank, dump=None, last=None, standing_in=None, behind=None, stack=stack, error=error
+            )
         last, waits = dump.issued[-1] if dump.issued else None, self.unfinished(rank)
         groups = [group for group in self._groups if rank in group.calls]
         return HangRank(
@@ -158,6 +177,8 @@ class _Hang:
             last=None if last is None else self._call(rank, last),
             standing_in=None if waits is None else self._call(rank, waits),
             behind=max((group.front - group.last(rank) for group in groups), default=0),
+            stack=stack,
+            error=error,
         )
 
     def _call(self, rank: int, one: Issued) -> HangCall:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from fsdp2prof.analyzers.hang.place_wording import advice, endings, places_sentence
+from fsdp2prof.analyzers.hang.place_wording import listed as _ranks
+from fsdp2prof.analyzers.hang.place_wording import verb as _verb
 from fsdp2prof.analyzers.wording import in_phase, named_layer
 from fsdp2prof.results import Finding, HangAnalysis, HangCall, HangMismatch, HangStanding, Scalar
 from fsdp2prof.units import plural
@@ -11,22 +14,38 @@ from fsdp2prof.vocabulary import dtype_label, op_label, printable
 
 __all__ = ["finding", "verdict"]
 
-_LISTED = 8
-
 _ADVICE = {
     "mismatch": "Look for code that depends on the rank or its data: branches around layers, uneven batches, "
     "different shapes.",
     "not_come": "Look at what they do instead: the data loader, a checkpoint, an exception that was caught; "
     "`py-spy dump` shows it.",
     "no_dump": "Look at their logs for how they ended.",
+    "none": "Look at what they do there.",
+    "stacks": "Which collective they stand in, dumps of the Flight Recorder say: set `TORCH_FR_BUFFER_SIZE`.",
     "order": "Issue the collectives of all process groups in the same order on every rank.",
     "inside": "The network or a device is to be looked at, not the program's order.",
 }
 
 
+_BY_PLACE = ("not_come", "no_dump", "stacks", "none")
+"""Causes at which the culprits' own lines are what is to be looked at."""
+
+
 def verdict(hang: HangAnalysis) -> list[str]:
-    """At most three sentences: the cause, where the job stands, what to look at."""
+    """At most five sentences: the cause, where the job stands, at which lines, what to look at."""
+    sentences = _cause(hang)
+    sentences += [ended] if (ended := endings(hang.ranks, hang.culprits)) is not None else []
+    sentences += [places_sentence(hang.places)] if hang.places else []
+    if hang.cause == "none" and not hang.places:
+        return sentences
+    by_place = advice(hang.places, hang.culprits) if hang.cause in _BY_PLACE else None
+    return [*sentences, by_place or _ADVICE[hang.cause]]
+
+
+def _cause(hang: HangAnalysis) -> list[str]:
     stand = hang.standings[0] if hang.standings else None
+    if hang.cause == "stacks":
+        return ["No rank left a dump of its collectives; where they stand is known by their stacks alone."]
     if hang.cause == "none":
         return [
             "No rank stands in a collective: every one that was issued has finished, and all ranks agree."
@@ -39,12 +58,12 @@ def verdict(hang: HangAnalysis) -> list[str]:
         sentences = [f"{left}; the other ranks stand in no collective: theirs have finished, or failed."]
     else:
         sentences = [_first(hang, stand), *_for_these(hang, stand)]
-    return [*sentences, _ADVICE[hang.cause]]
+    return sentences
 
 
 def finding(hang: HangAnalysis) -> list[Finding]:
     """The cause as a finding; none where no rank stands."""
-    if hang.cause == "none":
+    if hang.cause in ("none", "stacks"):
         return []
     calls = [one.expected for one in hang.mismatches[:1]] or [one.call for one in hang.standings[:1]]
     evidence: list[Scalar | Mapping[str, Scalar]] = [
@@ -152,14 +171,3 @@ def _tensor(call: HangCall) -> str:
 def _sizes(call: HangCall) -> str:
     shown = ", ".join(map(str, call.input_sizes[:2])) + (", ..." if len(call.input_sizes) > 2 else "")
     return f"{shown} {dtype_label(call.dtype)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
-    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"
-
-
-def _verb(ranks: Sequence[int], one: str, several: str) -> str:
-    return one if len(ranks) == 1 else several

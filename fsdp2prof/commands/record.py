@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.recording_options import default_run, recording_options, tell
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RecordOptions
@@ -49,7 +50,8 @@ def record(
     if node_rank and output is None:
         raise UsageError("--node-rank needs -o: the run directory that all nodes share")
     path = output or default_run()
-    outcome = launch(list(command), path, options, node_rank=node_rank, force=force)
+    told = None if quiet else (lambda line: say(f"fsdp2prof: {line}"))
+    outcome = launch(list(command), path, options, node_rank=node_rank, force=force, told=told)
     if not quiet:
         tell(outcome, path, always=output is None)
     return outcome.exit_code

@@ -105,6 +105,8 @@ class _Ending:
     ) -> None:
         self._error = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0][:ERROR_LENGTH]
         self._crashed = not issubclass(kind, KeyboardInterrupt)
+        if self._crashed and os.getpid() == self._pid and self._session.manifest.world_size > 1:
+            self._session.keep_state(self._error, trace)
         self._previous_excepthook(kind, error, trace)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:

@@ -23,9 +23,12 @@ _PREFIXES = (
 _NAMES = frozenset(
     {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES", "LD_PRELOAD", "OMP_PROC_BIND"}
 )
+_OF_ONE_RUN = frozenset({"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"})
+"""Paths that differ from run to run and change nothing."""
 
 
 def relevant_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that change how a training runs, sorted by name."""
-    names = sorted(name for name in environment if name.startswith(_PREFIXES) or name in _NAMES)
+    kept = (name for name in environment if name.startswith(_PREFIXES) or name in _NAMES)
+    names = sorted(name for name in kept if name not in _OF_ONE_RUN)
     return {name: environment[name] for name in names}

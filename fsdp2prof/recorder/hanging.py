@@ -2,49 +2,100 @@
 
 Every rank watches its own steps. In a hang no rank's step ends, so all of them leave their part at about the
 same moment: the last collectives that torch kept (the Flight Recorder) and the Python stacks of all threads.
-A main thread that hangs in C++ and keeps the interpreter to itself is not heard.
+A main thread that hangs in C++ and keeps the interpreter to itself is not heard; the launcher sees that it is
+silent (:mod:`fsdp2prof.recorder.host_hangs`).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
+from types import CodeType, TracebackType
 
 from fsdp2prof.files import replacing
-from fsdp2prof.manifest import FLIGHT_RECORDER_FILE, STACKS_FILE
+from fsdp2prof.manifest import FLIGHT_RECORDER_FILE, FLIGHT_RECORDER_FOLDER, STACKS_FILE
 
 __all__ = ["HangWatch", "buffer_variables", "keep_state"]
 
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Entries of the Flight Recorder's buffer, as newer and older torch call them."""
+_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", (2, 8))
+"""Entries of the Flight Recorder's buffer: the name, the older one, the first torch that knows the new."""
+_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", (2, 9))
+"""Where NCCL's watchdog writes its dump, to which torch adds the rank."""
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT", (2, 2))
 _KEPT = "2000"
+_STOPPED_S = 5.0
+"""Seconds between two looks that are too many for a process whose Python runs."""
+_DEEPEST = 500
+"""Calls kept of a thread."""
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Of NCCL's collectives, and of other backends'."""
 
 
-def buffer_variables(environment: dict[str, str]) -> dict[str, str]:
-    """Return what switches the Flight Recorder on, nothing where the user has said how much it keeps."""
-    return {} if any(name in environment for name in _SIZES) else dict.fromkeys(_SIZES, _KEPT)
+def buffer_variables(environment: Mapping[str, str], run: Path, torch: str) -> dict[str, str]:
+    """Return what switches the Flight Recorder on, and lets NCCL's watchdog dump it into the run.
 
-
-def keep_state(folder: Path) -> list[str]:
-    """Write the Flight Recorder's dump and all threads' stacks into a rank's folder; return the files' names.
-
-    Raises ``OSError`` where they cannot be written.
+    What the user has set stays. ``torch`` is the version that trains: newer ones warn of old names.
     """
-    kept = []
-    dump = _dump()
-    if dump is not None:
-        with replacing(folder / FLIGHT_RECORDER_FILE) as temporary:
-            temporary.write_bytes(dump)
-        kept.append(FLIGHT_RECORDER_FILE)
-    with (folder / STACKS_FILE).open("w") as file:
-        faulthandler.dump_traceback(file)
-    return [*kept, STACKS_FILE]
+    variables = {}
+    file = str(run.resolve() / FLIGHT_RECORDER_FOLDER / "nccl_trace_rank_")
+    for (new, old, since), value in ((_SIZE, _KEPT), (_FILE, file), (_ON_TIMEOUT, "1")):
+        if new not in environment and old not in environment:
+            variables[new if _minor(torch) >= since else old] = value
+    return variables
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def keep_state(folder: Path, why: str, crash: TracebackType | None = None) -> list[str]:
+    """Write all threads' stacks and the Flight Recorder's dump into a rank's folder; return the files' names.
+
+    The stacks come first: a dump can fail where a device has. ``crash`` is the traceback of an exception that
+    ends the main thread. Raises ``OSError`` where they cannot be written.
+    """
+    with replacing(folder / STACKS_FILE) as temporary:
+        temporary.write_text("\n".join(_stacks(why, crash)) + "\n", errors="backslashreplace")
+    try:
+        dump = _dump()
+    except RuntimeError:
+        dump = None
+    if dump is None:
+        return [STACKS_FILE]
+    with replacing(folder / FLIGHT_RECORDER_FILE) as temporary:
+        temporary.write_bytes(dump)
+    return [FLIGHT_RECORDER_FILE, STACKS_FILE]
+
+
+def _stacks(why: str, crash: TracebackType | None) -> Iterator[str]:
+    """Lines as ``faulthandler`` writes them, after one that says why; the main thread first, with names."""
+    yield f"# {why}"
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    running = sys._current_frames()
+    for ident in sorted(running, key=lambda ident: ident != main):
+        kind = "Main thread" if ident == main else "Thread"
+        name = f" [{names[ident]}]" if ident in names else ""
+        yield f"\n{kind} 0x{ident:016x}{name} (most recent call first):"
+        if ident == main and crash is not None:
+            calls = [(one.f_code, line) for one, line in traceback.walk_tb(crash)][::-1]
+        else:
+            calls = [
+                (one.f_code, line) for one, line in islice(traceback.walk_stack(running[ident]), _DEEPEST)
+            ]
+        yield from (
+            f'  File "{one.co_filename}", line {line} in {_name(one)}' for one, line in calls[:_DEEPEST]
+        )
+
+
+def _name(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.11 has it
 
 
 def _dump() -> bytes | None:
@@ -88,8 +139,12 @@ class HangWatch:
         self._over.set()
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._over.wait(min(1.0, self._after_s / 4)):
-            waited = time.monotonic() - self._last
+            before, looked = looked, time.monotonic()
+            if looked - before > _STOPPED_S:  # the process itself was stopped: begin anew
+                self._last = looked
+            waited = looked - self._last
             if waited >= self._after_s and not self._told:
                 self._told = True
                 self._hung(waited)

@@ -11,12 +11,16 @@ import shlex
 import shutil
 import signal
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.files import temporaries, write_json
 from fsdp2prof.manifest import (
+    FLIGHT_RECORDER_FOLDER,
     MANIFEST_FILE,
     RankManifest,
     RankRecord,
@@ -27,6 +31,7 @@ from fsdp2prof.manifest import (
     node_file,
 )
 from fsdp2prof.recorder.hanging import buffer_variables
+from fsdp2prof.recorder.host_hangs import HangReport
 from fsdp2prof.recorder.host_processes import RankProcesses, end_orphans
 from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
@@ -65,10 +70,12 @@ def launch(
     node_rank: int = 0,
     force: bool = False,
     rehearsal: Rehearsal | None = None,
+    told: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Record ``command`` into ``path`` and wait for it; other nodes may record into the same directory.
 
     With ``rehearsal`` the command is one process, which stands for a rank of a world that is not there.
+    ``told`` gets what a person should know while the command runs.
     Raises ``RunDirectoryError`` if the directory is there, ``InputError`` if the command cannot start.
     """
     if shutil.which(command[0]) is None:
@@ -81,8 +88,9 @@ def launch(
     alive.mkdir(exist_ok=True)
     processes = RankProcesses(settings)
     try:
-        environment = _child_environment(settings, alive) | _rendezvous(rehearsal)
-        status, interrupted = _run(command, environment, processes, _Trigger(options, path))
+        environment = _child_environment(settings, alive, path) | _rendezvous(rehearsal)
+        with _hangs(path, options, node_rank, told):
+            status, interrupted = _run(command, environment, processes, _Trigger(options, path))
         killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
         _mark_dead_ranks(records_of_node(path, node_rank), killed)
         alive_pids = {int(file.name) for file in alive.iterdir()}
@@ -92,6 +100,7 @@ def launch(
         raise
     finally:
         shutil.rmtree(alive)
+        _remove_if_empty(path / FLIGHT_RECORDER_FOLDER)
     code = 128 - status if status < 0 else status
     records = records_of_node(path, node_rank)
     manifests = _manifests(records)
@@ -120,11 +129,31 @@ def _why_not_found(command: list[str]) -> str:
     return f"{name}: command not found"
 
 
-def _child_environment(settings: str, alive: Path) -> dict[str, str]:
+@contextmanager
+def _hangs(
+    path: Path, options: RecordOptions, node_rank: int, told: Callable[[str], None] | None
+) -> Iterator[None]:
+    """Report hangs while the block runs, where the ranks watch for them."""
+    if options.hang_after is None:
+        yield
+        return
+    report = HangReport(path, node_rank, told or (lambda _: None))
+    try:
+        yield
+    finally:
+        report.close()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # not there, or something in it
+        folder.rmdir()
+
+
+def _child_environment(settings: str, alive: Path, run: Path) -> dict[str, str]:
     python_path = os.environ.get("PYTHONPATH")
     entries = [BOOTSTRAP, python_path] if python_path else [BOOTSTRAP]
     added = {"PYTHONPATH": os.pathsep.join(entries), VARIABLE: settings, ALIVE_VARIABLE: str(alive)}
-    return {**os.environ, **buffer_variables(dict(os.environ)), **added}
+    return {**os.environ, **buffer_variables(os.environ, run, version("torch")), **added}
 
 
 def _rendezvous(rehearsal: Rehearsal | None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from fsdp2prof import __version__
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import (
+    FLIGHT_RECORDER_FOLDER,
     MANIFEST_FILE,
     TRIGGER_FILE,
     RankRecord,
@@ -130,7 +131,7 @@ def _remove_ranks(path: Path, node_rank: int) -> None:
     alone = is_alone(path, node_rank)
     (path / TRIGGER_FILE).unlink(missing_ok=True)
     if alone:
-        for folder in path.glob("recording-[0-9]*/"):
+        for folder in (*path.glob("recording-[0-9]*/"), *path.glob(FLIGHT_RECORDER_FOLDER)):
             shutil.rmtree(folder)
     for folder in path.glob("rank-[0-9]*/"):
         try:

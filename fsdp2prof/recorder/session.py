@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from torch import nn
 
 from fsdp2prof.manifest import (
     FLIGHT_RECORDER_FILE,
+    FLIGHT_RECORDER_FOLDER,
     SNAPSHOT_FILE,
     STACKS_FILE,
     STEPS_FILE,
     STORAGE_COUNT_FILE,
     SUMMARY_FILE,
     TRACE_FILE,
+    RecordOptions,
     StepInfo,
 )
 from fsdp2prof.recorder.captures import Captures
@@ -51,7 +54,8 @@ MAX_STEPS = 10_000
 
 
 class RankSession:
-    """Records one rank. Inert in forked children, in ranks that were not selected, and after the end.
+    """Records one rank. Inert in forked children and after the end; a rank that was not selected only watches
+    for hangs, where it is to.
 
     ``automatic`` takes the step boundaries from the optimizers (:class:`TrainingSteps`); else the owner calls
     :meth:`step`.
@@ -71,26 +75,28 @@ class RankSession:
         self._roots = Roots(self._forward)
         self._file = ManifestFile(settings, identity, self._roots, self._watch)
         self.manifest, self.folder = self._file.manifest, self._file.folder
-        self._summaries = Summaries() if settings.options.summary else None
-        self._lines = StepLines(self.folder) if settings.options.watch else None
-        after_s = settings.options.hang_after
+        options = settings.options if self.manifest.selected else _of_a_rank_left_out(settings.options)
+        self._summaries = Summaries() if options.summary else None
+        self._lines = StepLines(self.folder) if options.watch else None
+        after_s = options.hang_after
         self._hang = HangWatch(after_s, self._hung) if after_s is not None else None
         self._recordings: Recordings | None = None
-        if records_again(settings.options):
+        if records_again(options):
             self._recordings = Recordings(
                 settings, identity, self._roots, self._watch, self._file, self._summaries
             )
             self._captures = self._recordings.current
         else:
-            self._captures = Captures(self._file, settings.options, self._roots)
+            self._captures = Captures(self._file, options, self._roots)
 
     def begin(self) -> None:
-        """Leave the sign of life and, in a selected rank, start watching."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Leave the sign of life and start watching, in a rank that is not selected for hangs alone."""
+        for folder in (self.folder, self.folder.parent / FLIGHT_RECORDER_FOLDER):
+            folder.mkdir(parents=True, exist_ok=True)
         for name in _LEFT_BY_A_RANK:  # of an attempt that was restarted
             (self.folder / name).unlink(missing_ok=True)
         self.write_manifest()
-        self._active = self.manifest.selected
+        self._active = self.manifest.selected or self._hang is not None
         if self._active and self._recordings is not None:
             self._recordings.listen()
         if self._active:
@@ -199,14 +205,15 @@ class RankSession:
             self._guard(self._recordings.next_step, self._step)
             self._captures = self._recordings.current
 
-    def keep_state(self, why: str) -> None:
+    def keep_state(self, why: str, crash: TracebackType | None = None) -> None:
         """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``."""
         try:
-            kept = keep_state(self.folder)
-        except (OSError, RuntimeError) as error:
+            kept = keep_state(self.folder, why, crash)
+        except OSError as error:
             self.tell(f"{why}: its state could not be kept: {_reason(error)}")
         else:
-            self.tell(f"{why}: {' and '.join(kept)} say what it was doing then")
+            said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
+            self.tell(f"{why}: {said} what it was doing then")
 
     def _hung(self, waited_s: float) -> None:
         if self._alive():
@@ -330,6 +337,11 @@ class RankSession:
             manifest.state = "complete" if complete else "partial"
         manifest.error = error
         self.write_manifest()
+
+
+def _of_a_rank_left_out(options: RecordOptions) -> RecordOptions:
+    """What is watched in a rank that was not selected: a hang is every rank's."""
+    return RecordOptions(active=0, memory=False, hang_after=options.hang_after)
 
 
 def _reason(error: Exception) -> str:

@@ -114,8 +114,11 @@ from fsdp2prof.results.hang import (
     HANG_SCHEMA,
     HangAnalysis,
     HangCall,
+    HangFrame,
     HangMismatch,
+    HangPlace,
     HangRank,
+    HangStack,
     HangStanding,
 )
 from fsdp2prof.results.hta import (
@@ -294,8 +297,11 @@ __all__ = [
     "GroupRow",
     "HangAnalysis",
     "HangCall",
+    "HangFrame",
     "HangMismatch",
+    "HangPlace",
     "HangRank",
+    "HangStack",
     "HangStanding",
     "HardwareCatalog",
     "HardwareUse",

@@ -1,4 +1,4 @@
-"""Result of ``analyze hang``: which collective a job stands in, who has not come, and who differs."""
+"""Result of ``analyze hang``: where a job stands, who has not come or differs, and at which line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 
-__all__ = ["HANG_SCHEMA", "HangAnalysis", "HangCall", "HangMismatch", "HangRank", "HangStanding"]
+__all__ = [
+    "HANG_SCHEMA",
+    "HangAnalysis",
+    "HangCall",
+    "HangFrame",
+    "HangMismatch",
+    "HangPlace",
+    "HangRank",
+    "HangStack",
+    "HangStanding",
+]
 
 HANG_SCHEMA = "fsdp2prof.hang/1"
 
@@ -72,6 +82,55 @@ class HangMismatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HangFrame:
+    """One call on a stack."""
+
+    file: str
+    line: int | None
+    """Null where the tool does not say it, mostly of C or C++."""
+    function: str
+
+    @property
+    def short(self) -> str:
+        """The file's name, or its path in its package, and the line: ``train.py:12``."""
+        _, installed, inside = self.file.rpartition("-packages/")
+        name = inside if installed else self.file.rpartition("/")[2]
+        return name if self.line is None else f"{name}:{self.line}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangStack:
+    """Where a rank's main thread stood."""
+
+    source: str
+    """The file that says so."""
+    tool: str
+    """``faulthandler``, in whose form the recorder writes, or ``py-spy``."""
+    doing: str | None
+    """One of ``fsdp2prof.vocabulary.DOING`` by the innermost call that says it; null where none does."""
+    own: HangFrame
+    """The innermost call in the user's own code; where there is none, of an installed package or of torch."""
+    at: HangFrame
+    """The innermost Python call."""
+    native: str | None
+    """The innermost function of C or C++ below it; null where the tool shows none."""
+    frames: list[HangFrame]
+    """All of the main thread, innermost first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangPlace:
+    """Ranks whose main threads stand at the same line of the user's code, doing the same."""
+
+    ranks: list[int]
+    doing: str | None
+    own: HangFrame
+    at: HangFrame
+    """Of the first of these ranks, as ``native``."""
+    native: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HangRank:
     """What one rank did last."""
 
@@ -84,22 +143,28 @@ class HangRank:
     """The first call it issued that has not finished; null where it waits in none."""
     behind: int | None
     """Collectives that it is behind the furthest rank of the group it is furthest behind in."""
+    stack: HangStack | None = None
+    """Where its main thread stood; null where no file says so."""
+    error: str | None = None
+    """What it ended with, by its manifest: an exception's last line, ``SIGTERM``; null where it has not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangAnalysis(Shown):
-    """What the Flight Recorder dumps of a job say about where it stands."""
+    """What the Flight Recorder dumps and the stacks of a job say about where it stands."""
 
     schema: str = HANG_SCHEMA
     cause: str
     """``mismatch``, ``not_come``, ``no_dump``, ``order`` (ranks wait for each other in different groups),
-    ``inside`` (all came, none got out), or ``none``."""
+    ``inside`` (all came, none got out), ``none``, or ``stacks`` where there are stacks and no dumps."""
     culprits: list[int]
     """Ranks that the cause names; empty where none does."""
     standings: list[HangStanding]
     """One a process group at most, that of the cause first."""
     mismatches: list[HangMismatch]
     ranks: list[HangRank]
+    places: list[HangPlace]
+    """Where the main threads stand whose stacks were kept, those of the culprits first."""
     findings: list[Finding]
     verdict: list[str]
     warnings: list[str]

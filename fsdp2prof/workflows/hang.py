@@ -1,9 +1,9 @@
-"""From the Flight Recorder dumps at a path to where the job stands."""
+"""From the Flight Recorder dumps and stacks at a path to where the job stands."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp2prof.analyzers.hang.analysis import analyze_hang as analyze
@@ -11,36 +11,58 @@ from fsdp2prof.errors import FlightRecorderError, InputError
 from fsdp2prof.manifest import FLIGHT_RECORDER_FILE, RankManifest
 from fsdp2prof.readers.flight_recorder import looks_like_dump, read_dump
 from fsdp2prof.readers.run_directory import is_run_directory, open_run
+from fsdp2prof.readers.stacks import looks_like_stacks, read_stacks
 from fsdp2prof.results import HangAnalysis
 from fsdp2prof.tables.flight_recorder import FlightDump
+from fsdp2prof.tables.stacks import RankStacks
 from fsdp2prof.workflows.file_names import read_name
 from fsdp2prof.workflows.folders import files_below
 
 __all__ = ["analyze_hang"]
 
-_LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.(?:json|pickle|pkl|bin))?$")
+_LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.(?:json|pickle|pkl|bin|txt|log|stacks))?$")
+_STACKS = ("stack", "py-spy", "pyspy", "py_spy", "faulthandler", "traceback")
 
 
 def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
-    """Read every dump at a path and say where the job stands.
+    """Read every dump and every rank's stacks at a path and say where the job stands.
 
-    ``path`` is one dump, a folder of them (one a rank), or a run directory that holds them; ``run`` is the
+    ``path`` is one file, a folder of them (one a rank), or a run directory that holds them; ``run`` is the
     run directory whose manifests name the layers, by default ``path`` itself where it is one. Raises
-    ``InputError`` for a path without a dump, two dumps of one rank, and a dump whose rank no name says.
+    ``InputError`` for a path without dumps and stacks, two dumps of one rank, and a dump whose rank no name
+    says.
     """
     root = Path(path)
     if not root.exists():
         raise InputError(f"{root}: no such file or folder")
-    dumps, warnings = _read_all(root)
+    files = [root] if root.is_file() else list(files_below(root))
+    stacks, left_out = _read_stacks(files)
+    dumps, warnings = _read_dumps(root, files, needed=not stacks)
     manifests = _manifests(root if run is None else Path(run), asked=run is not None)
-    return analyze(dumps, manifests, warnings)
+    return analyze(dumps, manifests, [*warnings, *left_out], stacks=stacks)
 
 
-def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
-    if root.is_file():
-        return [read_dump(root, _rank(root))], []
+def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
+    """The stacks of each rank, the newest where there are several."""
     found: dict[int, Path] = {}
-    for file in _of_one_moment(root, list(filter(looks_like_dump, files_below(root)))):
+    warnings: list[str] = []
+    for file in files:
+        named = file.suffix == ".txt" or any(word in file.name.lower() for word in _STACKS)
+        if not (named and looks_like_stacks(file)):
+            continue
+        rank = _named_rank(file)
+        if rank is None:
+            warnings.append(f"left out: {file}: stacks, whose rank its name does not say")
+        elif rank not in found or found[rank].stat().st_mtime_ns < file.stat().st_mtime_ns:
+            found[rank] = file
+    return [read_stacks(file, rank) for rank, file in sorted(found.items())], warnings
+
+
+def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[list[FlightDump], list[str]]:
+    if root.is_file():
+        return [read_dump(root, _rank(root))] if needed else [], []
+    found: dict[int, Path] = {}
+    for file in _of_one_moment(root, list(filter(looks_like_dump, files))):
         rank = _rank(file)
         if rank in found:
             raise FlightRecorderError(
@@ -55,9 +77,11 @@ def _read_all(root: Path) -> tuple[list[FlightDump], list[str]]:
             dumps.append(read_dump(file, rank))
         except FlightRecorderError as error:
             warnings.append(f"left out: {error}")
-    if not dumps:
+    if not dumps and needed:
         said = (
-            warnings[0].removeprefix("left out: ") if warnings else f"{root}: no Flight Recorder dump in it"
+            warnings[0].removeprefix("left out: ")
+            if warnings
+            else f"{root}: no Flight Recorder dump and no stacks of a rank in it"
         )
         raise FlightRecorderError(said)
     return dumps, warnings
@@ -71,17 +95,20 @@ def _of_one_moment(root: Path, files: list[Path]) -> list[Path]:
 
 
 def _rank(file: Path) -> int:
-    """The rank that a file's name says (``rank_3``, or a number at its end), else its folder's."""
-    named = read_name(Path(file.name)).rank
-    if named is None and (number := _LAST_NUMBER.search(file.name)):
-        named = int(number[1])
-    if named is None:
-        named = read_name(file).rank
+    named = _named_rank(file)
     if named is None:
         raise FlightRecorderError(
             f"{file}: its name says no rank; rename it to end in the rank, like trace_3"
         )
     return named
+
+
+def _named_rank(file: Path) -> int | None:
+    """The rank that a file's name says (``rank_3``, or a number at its end), else its folder's."""
+    named = read_name(Path(file.name)).rank
+    if named is None and (number := _LAST_NUMBER.search(file.name)):
+        named = int(number[1])
+    return read_name(file).rank if named is None else named
 
 
 def _manifests(root: Path, *, asked: bool) -> Mapping[int, RankManifest]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.results import HangAnalysis
 from fsdp2prof.workflows.hang import analyze_hang
 
@@ -102,9 +105,12 @@ def test_layers_of_one_size_are_told_apart_by_their_order(tmp_path: Path) -> Non
 
 
 def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> None:
-    """Rank 1 sleeps for twelve seconds in the last step of a job that then goes on to its end."""
+    """For a while rank 1 gets no data, and rank 2 lets no thread write; then the job goes on to its end.
+
+    Only rank 0 is recorded; a hang is every rank's.
+    """
     run = tmp_path / "run"
-    training = torchrun(script_path("pausing"), 2, "--seconds", "12")
+    training = torchrun(script_path("pausing"), 3, "--seconds", "25")
     command = [
         sys.executable,
         "-m",
@@ -113,17 +119,38 @@ def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> No
         "-o",
         str(run),
         "--no-memory",
+        "--ranks",
+        "0",
         "--hang-after",
-        "3",
+        "2",
     ]
     done = subprocess.run(
         [*command, "--", *training],
         env=training_environment(), capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-    assert "no step ended for" in done.stderr
+    told = next(line for line in done.stderr.splitlines() if "no step ends" in line)
+    assert f"see `fsdp2prof analyze hang {run}`" in told
+    assert "deprecated" not in done.stderr
     found = analyze_hang(run)
     assert (found.cause, found.culprits) == ("not_come", [1])
     call = found.standings[0].call
-    assert (call.op, call.fqn, call.phase) == ("all_gather", "", "forward")
-    assert "in pause" in (run / "rank-00001" / "stacks.txt").read_text()
+    assert (call.op, call.fqn, call.phase, found.standings[0].no_dump) == ("all_gather", "", "forward", [2])
+    stood = {rank: place for place in found.places for rank in place.ranks}
+    assert [(stood[rank].own.function, stood[rank].doing) for rank in (0, 1)] == [
+        ("main", "communicating"),
+        ("main", "loading_data"),
+    ]
+    assert found.places[0].ranks == [1]
+    assert re.search(r"Rank 1 stands in `main` \(pausing\.py:\d+\), loading data", " ".join(found.verdict))
+    if shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").exists():
+        assert found.ranks[2].stack is not None
+        assert (stood[2].own.function, found.ranks[2].stack.tool) == ("keep_the_lock", "py-spy")
+    else:
+        assert "rank 2 did not answer" in told
+    opened = open_run(run)
+    assert [record.manifest is not None and record.manifest.selected for record in opened.ranks] == [
+        True,
+        False,
+        False,
+    ]

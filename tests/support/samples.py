@@ -40,6 +40,7 @@ from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.step import estimate_step, predict_step
 from fsdp2prof.estimators.whatif import RecordedRank, program_of, what_if
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
+from fsdp2prof.tables.stacks import RankStacks, StackFrame, ThreadStack
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.nccl_files import inspected, logged, manifest
@@ -121,11 +122,19 @@ def nccl_analysis() -> results.NcclAnalysis:
         return analyze_nccl(inspected(Path(folder), gathers), log, manifests)
 
 
+def hang_analysis() -> results.HangAnalysis:
+    """Two ranks that issue different collectives, and the stack of one of them."""
+    calls = [StackFrame("/env/torch/distributed/distributed_c10d.py", 9, "all_reduce")]
+    main = ThreadStack(name="MainThread", frames=[*calls, StackFrame("/me/train.py", 7, "main")])
+    stacks = RankStacks(rank=1, source="stacks_1.txt", tool="py-spy", main=main, others=[])
+    return analyze_hang(two_ranks_that_differ(), stacks=[stacks])
+
+
 SAMPLES: dict[str, tuple[type, str, Callable[[], Any]]] = {
     "trace": (results.TraceAnalysis, "fsdp2prof.trace/1", trace_analysis),
     "memory": (results.MemoryAnalysis, "fsdp2prof.memory/1", memory_analysis),
     "memory_comparison": (results.MemoryComparison, "fsdp2prof.memory_comparison/1", memory_comparison),
-    "hang": (results.HangAnalysis, "fsdp2prof.hang/1", lambda: analyze_hang(two_ranks_that_differ())),
+    "hang": (results.HangAnalysis, "fsdp2prof.hang/1", hang_analysis),
     "nccl": (results.NcclAnalysis, "fsdp2prof.nccl/1", nccl_analysis),
     "check": (results.RunCheck, "fsdp2prof.check/1", run_check),
     "parity": (

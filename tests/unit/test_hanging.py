@@ -5,15 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from fsdp2prof.manifest import STACKS_FILE
+from fsdp2prof.readers.stacks import read_stacks
 from fsdp2prof.recorder.hanging import HangWatch, buffer_variables, keep_state
 
 
 def test_a_buffer_that_the_user_has_sized_stays_so() -> None:
-    assert set(buffer_variables({}).values()) == {"2000"}
-    assert buffer_variables({"TORCH_FR_BUFFER_SIZE": "0"}) == {}
-    assert buffer_variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}) == {}
+    names = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    old = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    run = Path("/runs/one")
+    assert buffer_variables({}, run, "2.13.0+cpu") == dict(
+        zip(names, ("2000", "/runs/one/flight-recorder/nccl_trace_rank_", "1"), strict=True)
+    )
+    assert tuple(buffer_variables({}, run, "2.7.1")) == old
+    for known in (names, old):
+        assert buffer_variables(dict.fromkeys(known, "0"), run, "2.13.0") == {}
 
 
 def test_each_hang_is_told_once_and_only_after_a_step_began() -> None:
@@ -46,10 +56,38 @@ def test_stacks_name_where_every_thread_is(tmp_path: Path) -> None:
     thread = threading.Thread(target=stand_still)
     thread.start()
     try:
-        assert STACKS_FILE in keep_state(tmp_path)
+        assert STACKS_FILE in keep_state(tmp_path, "told to")
     finally:
         leave.set()
         thread.join()
     stacks = (tmp_path / STACKS_FILE).read_text()
-    assert "in stand_still" in stacks
+    assert stacks.startswith("# told to\n")
+    assert "stand_still" in stacks
     assert "test_stacks_name_where_every_thread_is" in stacks
+
+
+def test_a_crash_leaves_the_line_that_raised(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise ValueError
+
+    try:
+        fails()
+    except ValueError as error:
+        keep_state(tmp_path, "ValueError", error.__traceback__)
+    stacks = read_stacks(tmp_path / STACKS_FILE, 0)
+    assert stacks.main is not None
+    assert stacks.main.frames[0].function.endswith("fails")
+    assert stacks.main.frames[-1].function == "test_a_crash_leaves_the_line_that_raised"
+
+
+def test_a_process_that_was_stopped_is_watched_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does after it was stopped says nothing of what it did before."""
+    told: list[float] = []
+    clock = iter([0.0, 0.0, 0.5, 1.0, 600.0, 600.5, 1200.0, 1201.0, 1202.0, 1203.0])
+    watch = HangWatch(2, told.append)
+    monkeypatch.setattr("fsdp2prof.recorder.hanging.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(watch, "_over", SimpleNamespace(wait=lambda _: watch._told and bool(told)))
+    monkeypatch.setattr(watch, "_thread", threading.current_thread())
+    watch.step()
+    watch._run()
+    assert told == [2.0]

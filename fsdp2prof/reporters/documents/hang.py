@@ -1,4 +1,4 @@
-"""Document of a hang: who stands where, and who differs."""
+"""Document of a hang: who stands where, at which line, and who differs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ from fsdp2prof.reporters.formats import (
     show_text,
     text_column,
 )
-from fsdp2prof.results import HangAnalysis, HangCall, HangMismatch, HangRank, HangStanding
-from fsdp2prof.vocabulary import layer_name, printable
+from fsdp2prof.results import (
+    HangAnalysis,
+    HangCall,
+    HangMismatch,
+    HangPlace,
+    HangRank,
+    HangStack,
+    HangStanding,
+)
+from fsdp2prof.vocabulary import doing_label, layer_name, printable
 
 __all__ = ["hang_document"]
 
 _RANKS = 16
+_FRAMES = 12
+_STACKS = 2
+"""Places whose whole stack is shown."""
 _UNKNOWN = "unknown"
 
 _CAUSES = {
@@ -29,7 +40,8 @@ _CAUSES = {
     "no_dump": "ranks left no dump",
     "order": "ranks wait for each other",
     "inside": "all came, none got out",
-    "none": "nothing stands",
+    "none": "no collective waits",
+    "stacks": "unknown: no dumps",
 }
 
 
@@ -39,6 +51,7 @@ def hang_document(hang: HangAnalysis) -> Document:
     blocks += [_standings(hang.standings)] if hang.standings else []
     blocks += [_mismatches(hang.mismatches)] if hang.mismatches else []
     dumps = sum(one.dump is not None for one in hang.ranks)
+    stacks = sum(one.stack is not None for one in hang.ranks)
     return Document(
         kind="hang",
         title="Where the job stands",
@@ -46,9 +59,15 @@ def hang_document(hang: HangAnalysis) -> Document:
         numbers=[
             KeyFigure(value=_CAUSES[hang.cause], label="cause"),
             KeyFigure(value=f"{dumps} of {len(hang.ranks)}", label="ranks with a dump"),
+            *(
+                [KeyFigure(value=f"{stacks} of {len(hang.ranks)}", label="ranks with stacks")]
+                if stacks
+                else []
+            ),
         ],
         sections=[
             *([Section(anchor="standings", title="Where it stands", blocks=blocks)] if blocks else []),
+            *([Section(anchor="places", title="At which line", blocks=_lines(hang))] if hang.places else []),
             Section(anchor="ranks", title="What each rank did last", blocks=[_ranks(hang.ranks)]),
         ],
         warnings=hang.warnings,
@@ -73,6 +92,54 @@ def _standings(standings: Sequence[HangStanding]) -> Table:
         ],
         noun="collective",
     )
+
+
+def _lines(hang: HangAnalysis) -> list[Block]:
+    """Every place, and the whole main thread of a rank at each of the first."""
+    by_rank = {one.rank: one.stack for one in hang.ranks}
+    stacks = [(one.ranks[0], by_rank.get(one.ranks[0])) for one in hang.places[:_STACKS]]
+    return [_places(hang.places), *(_stack(rank, stack) for rank, stack in stacks if stack is not None)]
+
+
+def _places(places: Sequence[HangPlace]) -> Table:
+    return Table(
+        name="places",
+        title="Where the main threads stand",
+        note="the innermost call in the user's own code, and the innermost of all",
+        columns=[
+            name_column("ranks", "ranks"),
+            name_column("own", "own code", _plain),
+            name_column("function", "function", _plain),
+            text_column("doing", "doing", _doing),
+            name_column("at", "innermost", _plain),
+            name_column("native", "C or C++", _plain),
+        ],
+        rows=[
+            [_listed(one.ranks), one.own.short, one.own.function, one.doing, one.at.short, one.native]
+            for one in places
+        ],
+        limit=_RANKS,
+        noun="place",
+    )
+
+
+def _stack(rank: int, stack: HangStack) -> Table:
+    return Table(
+        name=f"stack_{rank}",
+        title=f"Main thread of rank {rank}",
+        note=f"innermost call first; written by {stack.tool}",
+        columns=[
+            name_column("function", "function", _plain),
+            name_column("place", "place", _plain),
+        ],
+        rows=[[one.function, one.short] for one in stack.frames],
+        limit=_FRAMES,
+        noun="call",
+    )
+
+
+def _doing(doing: Any) -> str:
+    return show_text(None) if doing is None else doing_label(doing)
 
 
 def _mismatches(mismatches: Sequence[HangMismatch]) -> Table:
