@@ -457,7 +457,7 @@ class Timeline {
 }
 
 const timelines = new Map();
-work.push(oneByOne(document.querySelectorAll("[data-timeline]"), box => {
+for (const box of document.querySelectorAll("[data-timeline]")) {
   const { timeline: name } = box.dataset;
   timelines.set(name, new Timeline(box, figures[name], details[name]));
-}));
+}
