@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from fsdp2prof.commands.finishing import write_finished
+from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
 from fsdp2prof.commands.paths import InputPath
@@ -121,6 +122,11 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
         f"wrote {folder}: {plural(made.ranks, 'rank')}, {made.nodes:,} nodes, "
         f"{plural(made.groups, 'process group')} beside that of all ranks"
     )
+    if made.as_time and not output.quiet:
+        say(
+            f"{plural(made.as_time, 'collective')} of a process group that neither trace nor manifest "
+            "describes: written as time that passes, not as communication"
+        )
 
 
 @export.command(short_help="The main numbers as OpenMetrics text.")

@@ -41,6 +41,8 @@ class ChakraNode:
     comm_bytes: int | None = None
     group: str | None = None
     """Name of its process group; null for that of all ranks."""
+    unplaced: bool = False
+    """A collective whose group is not known, written as the time that it took."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class _Lane:
 class _Writer:
     program: RankProgram
     groups: Mapping[tuple[int, str], str | None]
-    """(rank, process group) -> its name among all ranks' groups; null is all ranks."""
+    """(rank, process group) -> its name among all ranks' groups; null is all ranks, no entry not known."""
     ids: dict[int, int] = field(default_factory=dict)
     """Activity -> node."""
     lanes: dict[int, _Lane] = field(default_factory=dict)
@@ -104,19 +106,21 @@ class _Writer:
         given = [] if self.last_host is None else [self.last_host]
         waits = [self.ids[cause.index] for cause in causes if cause.index in self.ids]
         waits = list(dict.fromkeys([*given, *self.awaited, *waits]))
-        is_collective = one.kind == "collective"
-        lane = self.lanes.setdefault(-1 if is_collective else one.stream, _Lane())
+        recorded = one.kind == "collective"
+        is_collective = recorded and (self.program.rank, one.group) in self.groups
+        lane = self.lanes.setdefault(-1 if recorded else one.stream, _Lane())
         node = ChakraNode(
             id=self._next(),
             name=self._name(one),
             type=COLLECTIVE if is_collective else COMPUTE,
             waits_for=waits,
-            duration_us=lane.round(max(0, one.transfer_ns if is_collective else one.duration)),
+            duration_us=lane.round(max(0, one.transfer_ns if recorded else one.duration)),
             start_us=(one.start + self.program.shift_ns) // _NS_IN_US,
             on_host=False,
             comm_type=self._type(one) if is_collective else None,
             comm_bytes=self._given_bytes(one) if is_collective else None,
             group=self.groups[self.program.rank, one.group] if is_collective else None,
+            unplaced=recorded and not is_collective,
         )
         self.ids[one.index] = node.id
         return node

@@ -40,13 +40,15 @@ class ChakraExport:
     nodes: int
     groups: int
     """Process groups that are not all ranks."""
+    as_time: int
+    """Collectives whose group neither trace nor manifest describes: written as time that passes."""
 
 
 def export_chakra(job: JobFiles, folder: Path) -> ChakraExport:
     """Write ``workload.RANK.et`` of every rank, and ``comm_groups.json``, into a folder.
 
     Raises the errors of :func:`~fsdp2prof.workflows.whatif.recorded_ranks`, and ``InputError`` if a rank was
-    not recorded, a group's ranks are unknown, or protobuf is not installed.
+    not recorded, or protobuf is not installed.
     """
     messages = _messages()
     ranks, _ = recorded_ranks(job)
@@ -54,7 +56,7 @@ def export_chakra(job: JobFiles, folder: Path) -> ChakraExport:
     names, groups = _groups(job, ranks)
     replayed: Job = replay_job([(one.program, one.analysis.summary) for one in ranks])
     folder.mkdir(parents=True, exist_ok=True)
-    count = 0
+    count = as_time = 0
     for program in replayed:
         with replacing(folder / f"workload.{program.rank}.et") as temporary, temporary.open("wb") as file:
             about = messages["GlobalMetadata"](version="0.0.4")
@@ -63,9 +65,10 @@ def export_chakra(job: JobFiles, folder: Path) -> ChakraExport:
             for node in chakra_nodes(program, names):
                 file.write(_framed(_encoded(messages["Node"](), node)))
                 count += 1
+                as_time += node.unplaced
     with replacing(folder / GROUPS_FILE) as temporary:
         temporary.write_bytes(msgspec.json.encode(groups))
-    return ChakraExport(ranks=len(replayed), nodes=count, groups=len(groups))
+    return ChakraExport(ranks=len(replayed), nodes=count, groups=len(groups), as_time=as_time)
 
 
 def _require_all(job: JobFiles, ranks: Sequence[RecordedRank]) -> None:
@@ -83,26 +86,25 @@ def _require_all(job: JobFiles, ranks: Sequence[RecordedRank]) -> None:
 def _groups(
     job: JobFiles, ranks: Sequence[RecordedRank]
 ) -> tuple[dict[tuple[int, str], str | None], dict[str, list[int]]]:
-    """Number the process groups that are not all ranks, from 1."""
+    """Number the process groups that are not all ranks, from 1; those of unknown ranks have no entry."""
     world = list(range(len(ranks)))
     numbers: dict[tuple[int, ...], str] = {}
     names: dict[tuple[int, str], str | None] = {}
+    unknown: set[tuple[int, str]] = set()
     for one in ranks:
         manifest = job.manifests.get(one.program.rank)
         known = [*one.tables.trace.process_groups, *(manifest.process_groups if manifest else ())]
         members = {group.name: sorted(group.ranks) for group in known if group.ranks}
         for activity in one.program.activities.values():
             key = one.program.rank, activity.group
-            if activity.kind != "collective" or key in names:
+            if activity.kind != "collective" or key in names or key in unknown:
                 continue
             found = members.get(activity.group)
             if found is None and activity.group_size == len(world):
                 found = world
             if found is None:
-                raise InputError(
-                    f"{job.path}: rank {key[0]}: neither its trace nor a manifest says which ranks are in "
-                    f"process group {activity.group or '?'!r}"
-                )
+                unknown.add(key)
+                continue
             names[key] = None if found == world else numbers.setdefault(tuple(found), str(len(numbers) + 1))
     return names, {number: list(found) for found, number in numbers.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -170,3 +171,24 @@ def test_groups_of_hsdp_are_numbered_alike_on_all_ranks(tmp_path: Path) -> None:
         for one in nodes(tmp_path / "chakra" / f"workload.{rank}.et"):
             if one["type"] == COLLECTIVE:
                 assert rank in groups[one["pg_name"].decode()]
+
+
+def test_a_collective_of_an_unknown_group_is_written_as_the_time_it_took(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the traces nor the collectives in them say which pairs of the four ranks talk."""
+    schedule = Schedule(roots=(transformer(1),), steps=1, shard=2, replicas=2)
+    run = write_run(record(*[schedule] * RANKS), tmp_path / "run")
+    assert call(capfd, "export", "chakra", run, "-o", tmp_path / "known").err == ""
+    for trace in run.glob("*_trace.json.gz"):
+        content = gzip.decompress(trace.read_bytes())
+        for where in (b'"pg_config"', b'"Process Group Ranks"'):
+            content = content.replace(where, b'"left out"')
+        trace.write_bytes(gzip.compress(content))
+    said = call(capfd, "export", "chakra", run, "-o", tmp_path / "unknown")
+    read = [nodes(tmp_path / name / "workload.0.et") for name in ("known", "unknown")]
+    collectives = [sum(one["type"] == COLLECTIVE for one in each) for each in read]
+    assert collectives[0] > 0
+    assert collectives[1] == 0
+    assert f"{RANKS * collectives[0]} collectives of a process group" in said.err
+    assert [one["duration"] for one in read[0]] == [one["duration"] for one in read[1]]

@@ -13,7 +13,7 @@ from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters.document import Findings, Sentences
-from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.documents import build, trace_titles
 from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput, WhatIfChange
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job_files import open_job
@@ -113,6 +113,23 @@ def test_groups_of_one_mesh_dimension_are_told_apart_by_their_ranks() -> None:
     assert [cells[-1] for cells in both.rows] == ["shard, ranks 0-1", "shard, ranks 2-3,5"]
     alone = table_of(build(replace(analysis, bandwidth=[row])), "bandwidth")
     assert [cells[-1] for cells in alone.rows] == ["shard"]
+
+
+def test_the_title_of_the_step_names_exposed_communication_as_one_part() -> None:
+    """Two kinds of 20% are more than 30% of idle time, and say so; host copies are no communication."""
+    totals = replace(
+        trace_analysis().totals,
+        exposed_frac=0.4,
+        breakdown_frac={
+            "exposed_all_gather": 0.2,
+            "exposed_reduce_scatter": 0.2,
+            "exposed_memcpy": 0.05,
+            "idle": 0.3,
+            "compute": 0.25,
+        },
+    )
+    title = trace_titles.step(replace(trace_analysis(), totals=totals))
+    assert title == "A step is 40.0% exposed communication, 30.0% idle, 25.0% compute"
 
 
 def test_host_synchronisations_are_a_table() -> None:

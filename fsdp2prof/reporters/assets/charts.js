@@ -31,7 +31,7 @@ function drawOne(place) {
 }
 
 const places = [...document.querySelectorAll("[data-figure]")].filter(place => !place.closest("[data-timeline]"));
-const draw = () => work.push(oneByOne(places, drawOne));
+const draw = () => inTurn(places, drawOne);
 
 draw();
 inTheDark.addEventListener("change", draw);
@@ -43,5 +43,5 @@ addEventListener("beforeprint", () => {
 });
 addEventListener("afterprint", () => {
   printing = false;
-  work.push(oneByOne(places, place => drawOne(place).then(() => Plotly.Plots.resize(place))));
+  inTurn(places, place => drawOne(place).then(() => Plotly.Plots.resize(place)));
 });

@@ -60,7 +60,7 @@ for (const place of document.querySelectorAll(".scroll")) widths.observe(place);
 
 const tables = [...document.querySelectorAll("main table")];
 for (const table of tables) table.closest("details")?.addEventListener("toggle", () => enliven(table), { once: true });
-work.push(oneByOne(tables.filter(table => table.closest("details") === null), enliven));
+inTurn(tables.filter(table => table.closest("details") === null), enliven);
 
 // The table of contents says where the reader is.
 const links = new Map([...document.querySelectorAll("nav a")].map(link => [link.hash.slice(1), link]));

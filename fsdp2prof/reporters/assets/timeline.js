@@ -351,10 +351,6 @@ class Timeline {
   }
 
   showWorst() {
-    if (!this.stalls.length) {
-      this.say(["Nothing in this step waited for a collective."]);
-      return;
-    }
     this.worst = (this.worst + 1) % this.stalls.length;
     const stall = this.stalls[this.worst];
     const from = Math.min(stall.needed, stall.start), to = Math.max(stall.until, stall.end);
@@ -377,8 +373,10 @@ class Timeline {
       bar.append(made);
       return made;
     };
-    const worst = button("Show the worst", "Show the worst: the longest wait, then the next", () => this.showWorst());
-    worst.className = "worst";
+    if (this.stalls.length) {
+      const worst = button("Show the worst", "Show the worst: the longest wait, then the next", () => this.showWorst());
+      worst.className = "worst";
+    }
     button("+", "Zoom in", () => this.zoom(0.5));
     button("−", "Zoom out", () => this.zoom(2));
     button("←", "Earlier", () => this.pan(-0.4));
@@ -459,7 +457,7 @@ class Timeline {
 }
 
 const timelines = new Map();
-work.push(oneByOne(document.querySelectorAll("[data-timeline]"), box => {
+for (const box of document.querySelectorAll("[data-timeline]")) {
   const { timeline: name } = box.dataset;
   timelines.set(name, new Timeline(box, figures[name], details[name]));
-}));
+}

@@ -78,7 +78,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
 
 
 def _by_layer(figure: Figure, largest: LayerMemory) -> Chart:
-    title = f"{largest.name} holds most of the peak: {format_bytes(largest.bytes)}"
+    title = f"Of single layers {largest.name} holds most: {format_bytes(largest.bytes)}"
     return Chart(name="layers_at_peak", title=title, figure=figure)
 
 

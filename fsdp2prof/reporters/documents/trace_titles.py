@@ -9,19 +9,19 @@ from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name
 
 __all__ = ["arrivals", "bandwidth", "layers", "operators", "step", "waits"]
 
-_MOST = 0.5
-"""Fraction from which a part is most of the whole."""
+_NAMED = 3
+"""Parts of a step that its chart's title names."""
 
 
 def step(analysis: TraceAnalysis) -> str:
-    """Name the largest part of the step, and how much communication shows."""
-    parts = analysis.totals.breakdown_frac
-    largest = max(parts, key=lambda part: parts[part])
-    lead = "Most" if parts[largest] > _MOST else "The largest part"
-    said = f"{lead} of the step is {BREAKDOWN_PARTS[largest].label}: {format_frac(parts[largest])}"
-    if largest.startswith("exposed"):
-        return said
-    return f"{said}; {format_frac(analysis.totals.exposed_frac)} is exposed communication"
+    """Name the largest parts of the step, exposed communication of all kinds as one."""
+    totals = analysis.totals
+    parts = {"exposed communication": totals.exposed_frac or 0.0}
+    for part, share in totals.breakdown_frac.items():
+        if not part.startswith("exposed") or part == "exposed_memcpy":
+            parts[BREAKDOWN_PARTS[part].label] = share
+    largest = sorted((part for part in parts if parts[part]), key=lambda part: -parts[part])[:_NAMED]
+    return f"A step is {', '.join(f'{format_frac(parts[part])} {part}' for part in largest)}"
 
 
 def layers(analysis: TraceAnalysis) -> str:
@@ -66,4 +66,4 @@ def operators(analysis: TraceAnalysis) -> str:
     rate = format_flops(first.flops_per_s)
     share = f", {format_frac(first.roof_frac)} of its roof" if first.roof_frac is not None else ""
     what = f"{first.name.removeprefix('aten::')} of {first.shapes}"
-    return f"{what} takes longest: {format_ns(first.total_ns)} a step at {rate}{share}"
+    return f"Longest of products and attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"
