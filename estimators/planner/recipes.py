@@ -93,7 +93,9 @@ def _torchtitan(request: PlanRequest, one: Candidate) -> str:
     policy = one.policy
     mode = {"none": "none", "full": "full"}.get(str(policy.ac), "selective")
     option = "op" if policy.ac == "op" else str(policy.ac_every or "op")
-    checkpointing = {"mode": mode} | ({"selective_ac_option": option} if mode == "selective" else {})
+    checkpointing: dict[str, object] = {"mode": mode}
+    if mode == "selective":
+        checkpointing["selective_ac_option"] = option
     sections = {**_titan_sections(request, one), "activation_checkpoint": checkpointing}
     lines: list[str] = []
     for name, values in sections.items():
