@@ -17,18 +17,19 @@ from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.estimators.spec.choices import base_of
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, dtype_bytes
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,
-    check_parallelism,
     counted_by_execution,
 )
 from fsdp2prof.estimators.traffic.parts import part_of

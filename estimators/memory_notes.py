@@ -8,9 +8,10 @@ from dataclasses import replace
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight, micro_batches_under_way
+from fsdp2prof.estimators.spec.choices import values_of
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import schedule_rule
-from fsdp2prof.estimators.spec.policy import PolicySpec, values_of
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes, plural
 
@@ -125,6 +126,18 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         )
     if policy.recomputes_attention:
         notes.append("operator-selective checkpointing recomputes attention, too")
+    if policy.keep_logits is not None:
+        notes.append(
+            "the script holds the logits "
+            + ("in fp32 " if policy.keep_logits == "fp32" else "")
+            + "through backward and until the next forward has made others"
+        )
+    if policy.ac_saves is not None:
+        notes.append(f"operator-selective checkpointing also saves {', '.join(policy.ac_saves)}")
+    if policy.ac_recomputes is not None:
+        notes.append(
+            f"products of the shapes of {', '.join(policy.ac_recomputes)} are recomputed and not counted"
+        )
     if policy.norm is not None:
         notes.append(f"RMSNorm {_NORM[policy.norm]}")
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):

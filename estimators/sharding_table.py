@@ -10,7 +10,7 @@ from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, free
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
 

@@ -38,7 +38,7 @@ from fsdp2prof.estimators.timeline.micro_batches import (
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.results import BreakdownNs, EstimatedModel, TraceAnalysis
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.tables import Trace

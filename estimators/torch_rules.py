@@ -44,6 +44,10 @@ class TorchRules:
     rms_norm_is_fused: bool
     """From 2.9 on ``nn.RMSNorm`` runs as one kernel on CUDA, which keeps its input and one number a row.
     Source: ``aten::_fused_rms_norm``, which 2.8 does not have."""
+    partitioner_knows_parameters: bool
+    """From 2.8 on AOTAutograd's partitioner knows that saving a parameter is free; before, it saves what
+    was made of one where that is smaller: weights cast to float8, where nothing is checkpointed.
+    Source: ``min_cut_rematerialization_partition`` of 2.7.0 and 2.8.0."""
     clipping_reduces_every_norm: bool
     """From 2.10 on ``clip_grad_norm_`` all-reduces the norms of all parameters; before, their total."""
 
@@ -71,6 +75,7 @@ def _rules(version: tuple[int, int]) -> TorchRules:
         root_obeys_reshard=version >= (2, 8),
         collectives_record_streams=version < (2, 8),
         rms_norm_is_fused=version >= (2, 9),
+        partitioner_knows_parameters=version >= (2, 8),
         clipping_reduces_every_norm=version >= (2, 10),
     )
 

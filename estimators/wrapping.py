@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.spec.choices import base_of, values_of
 from fsdp2prof.estimators.spec.option import ByUnit
-from fsdp2prof.estimators.spec.policy import PolicySpec, base_of, values_of
+from fsdp2prof.estimators.spec.policy import PolicySpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,11 +19,14 @@ from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.partition import compiled
 from fsdp2prof.estimators.compiler.recompute import Recompute
 from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
+from fsdp2prof.estimators.torch_rules import TorchRules
 
 __all__ = ["compile_blocks"]
 
 
-def compile_blocks(root: nn.Module, recompute: dict[str, Recompute], graphs: Graphs) -> None:
+def compile_blocks(
+    root: nn.Module, recompute: dict[str, Recompute], graphs: Graphs, rules: TorchRules
+) -> None:
     """Run the forward of blocks, by FQN, as compiled with what backward runs again, in place.
 
     Blocks that compute the same share a graph, kept in ``graphs``. It is traced when the first of them runs:
@@ -31,25 +34,29 @@ def compile_blocks(root: nn.Module, recompute: dict[str, Recompute], graphs: Gra
     """
     for fqn, again in recompute.items():
         block = root.get_submodule(fqn)
-        block.forward = _Compiled(block, fqn, again, graphs)
+        block.forward = _Compiled(block, fqn, again, graphs, rules)
 
 
 class _Compiled:
     """Stands for a block's forward."""
 
-    def __init__(self, block: nn.Module, fqn: str, recompute: Recompute, graphs: Graphs) -> None:
+    def __init__(
+        self, block: nn.Module, fqn: str, recompute: Recompute, graphs: Graphs, rules: TorchRules
+    ) -> None:
         self._block = block
         self._forward = block.forward
         self._fqn = fqn
         self._recompute = recompute
         self._graphs = graphs
+        self._rules = rules
         self._own = _identity(block, fqn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: dict[str, Tensor] = dict(self._block.named_parameters(remove_duplicate=False))
         state.update(self._block.named_buffers(remove_duplicate=False))
         inputs = (state, args, kwargs)
-        key = (self._own, self._recompute, torch.is_grad_enabled(), _shapes(inputs))
+        knows = self._rules.partitioner_knows_parameters
+        key = (self._own, self._recompute, knows, torch.is_grad_enabled(), _shapes(inputs))
         if key not in self._graphs:
             self._graphs[key] = self._traced(inputs)
         return self._graphs[key](*inputs)
@@ -61,7 +68,7 @@ class _Compiled:
 
         if any(isinstance(module, FSDPModule) for module in list(self._block.modules())[1:]):
             raise CannotCompile(f"{self._fqn} holds modules that fully_shard wraps on their own")
-        made = compiled(run, self._recompute, sum(map(_inputs_of, inputs[0].values())))
+        made = compiled(run, self._recompute, sum(map(_inputs_of, inputs[0].values())), self._rules)
         try:
             with _apart(inputs):
                 made(*tree_map(_like, inputs))

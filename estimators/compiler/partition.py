@@ -21,25 +21,28 @@ from torch.fx import GraphModule, Node
 
 from fsdp2prof.estimators.compiler.program import Program
 from fsdp2prof.estimators.compiler.recompute import Recompute, mark
+from fsdp2prof.estimators.torch_rules import TorchRules
 
-__all__ = ["compiled"]
+__all__ = ["KNOWS_WHAT_IS_THERE", "compiled"]
 
-_KNOWS_WHAT_IS_THERE = (
+KNOWS_WHAT_IS_THERE = (
     "static_lifetime_input_indices" in signature(partitioners.min_cut_rematerialization_partition).parameters
 )
 """The partitioner of torch 2.7 saves parameters at their size."""
 
 
-def compiled(function: Callable[..., Any], recompute: Recompute, parameters: int) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], recompute: Recompute, parameters: int, rules: TorchRules
+) -> Callable[..., Any]:
     """Return ``function`` as AOTAutograd runs it; it is traced when it is first called, on fake tensors.
 
-    Its first ``parameters`` inputs are there anyway, and cost nothing to save.
+    Its first ``parameters`` inputs are there anyway: where the run's torch knows it, saving them is free.
     """
 
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         if recompute != "none":
             mark(joint, num_fwd_outputs, recompute)
-        if _KNOWS_WHAT_IS_THERE:
+        if KNOWS_WHAT_IS_THERE and rules.partitioner_knows_parameters:
             options["static_lifetime_input_indices"] = list(range(parameters))
         with _writing_nothing():
             halves = partitioners.min_cut_rematerialization_partition(

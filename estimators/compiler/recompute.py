@@ -1,46 +1,78 @@
-"""What a checkpointed block's backward runs again, said to the partitioner as Dynamo says it."""
+"""What a checkpointed block's backward runs again: one rule for eager blocks and for the partitioner."""
 
 from __future__ import annotations
 
 import operator
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-__all__ = ["Recompute", "mark"]
+__all__ = ["MATMULS", "Recompute", "Selective", "mark"]
 
-Recompute = Literal["none", "full", "op", "op_and_attention"]
-"""What backward runs again: what the partitioner likes, all, or by operator, attention too or not."""
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor"
+_ATTENTION = "aten._scaled_dot_product_"
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
-_SAVED_BESIDES = (torch.ops._c10d_functional.reduce_scatter_tensor.default,)
-_ATTENTION = "_scaled_dot_product_"
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """Some operators' results are saved: torchtitan's policy.
+
+    The first, third, ... matrix product, attention and reduce-scatters are; everything else is run again.
+    """
+
+    attention: bool = True
+    besides: frozenset[str] = frozenset()
+    """Other operators that are saved, as ``aten.abs``."""
+    recomputed_shapes: frozenset[tuple[int, ...]] = frozenset()
+    """Right factors (inner, outer) of products that are run again and not counted."""
+
+    def counts(self, target: object, arguments: Sequence[Any]) -> bool:
+        """Whether this is one of the products of which every other one is saved."""
+        return target in MATMULS and not (
+            self.recomputed_shapes and _shape(arguments[1]) in self.recomputed_shapes
+        )
+
+    def saves(self, target: object) -> bool:
+        """Whether the results of an operator that is no such product are saved."""
+        if target in MATMULS:
+            return False
+        name = str(target).rpartition(".")[0]
+        if name.startswith(_ATTENTION):
+            return self.attention
+        return name == _REDUCE_SCATTER or name in self.besides
+
+
+Recompute = Literal["none", "full"] | Selective
+"""What backward runs again: what the partitioner likes, all, or what is not selected."""
 
 
 def mark(joint: GraphModule, num_fwd_outputs: int, recompute: Recompute) -> None:
-    """Mark the forward's operators as saved or recomputed, as a checkpoint around the block does.
-
-    By operator, the first, third, ... matrix product, attention and reduce-scatters are saved: torchtitan's
-    policy.
-    """
+    """Mark the forward's operators as saved or recomputed, as a checkpoint around the block does."""
     matmuls = 0
     forward = _forward(joint, num_fwd_outputs)
     for node in joint.graph.nodes:
         if node.op != "call_function" or node not in forward:
             continue
         saved = False
-        if recompute != "full":
-            matmuls += node.target in _MATMULS
-            saved = node.target in _SAVED_BESIDES
-            saved |= node.target in _MATMULS and matmuls % 2 == 1
-            saved |= recompute == "op" and _ATTENTION in str(node.target)
+        if isinstance(recompute, Selective):
+            counted = recompute.counts(node.target, node.args)
+            matmuls += counted
+            saved = matmuls % 2 == 1 if counted else recompute.saves(node.target)
         policy = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         if node.target is operator.getitem:  # one result of several is its operator's
             policy = node.args[0].meta["recompute"]
         node.meta["recompute"] = policy
         node.meta["ac_graph_id"] = 0
+
+
+def _shape(factor: Any) -> tuple[int, ...]:
+    tensor = factor.meta["val"] if isinstance(factor, Node) else factor
+    return tuple(tensor.shape)
 
 
 def _forward(joint: GraphModule, num_fwd_outputs: int) -> set[Node]:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
@@ -91,6 +92,8 @@ def execute(
     ``watched`` returns. Raises ``ModelError`` for a model, mesh or policy that cannot be run, and
     ``CannotCompile``, one of these, for a block that cannot be traced.
     """
+    if policy.keep_logits is not None and mesh.pp > 1:
+        raise ModelError("keep_logits: a pipeline's last stage holds its outputs as torch's schedule does")
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
         mode = stack.enter_context(fake_tensors(follow_values=policy.images > 0))

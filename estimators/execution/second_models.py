@@ -15,9 +15,10 @@ from fsdp2prof.errors import Fsdp2ProfError, ModelError
 from fsdp2prof.estimators.models.adapters import without_adapters
 from fsdp2prof.estimators.models.losses import head_of, score_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
+from fsdp2prof.estimators.spec.choices import NOTHING_SELECTED, Loss
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import Loss, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.labels import root_label
 
 __all__ = [
@@ -78,7 +79,7 @@ def policy_of_others(policy: PolicySpec) -> PolicySpec:
     return replace(
         policy,
         ac="none",
-        attention_is_saved=None,
+        **NOTHING_SELECTED,
         trainable=None,
         lora=None,
         extra_model=None,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -70,7 +70,7 @@ def shard(
     if graphs is not None:
         from fsdp2prof.estimators.compiler.blocks import compile_blocks  # imports the compiler
 
-        compile_blocks(model.module, recomputation(model.blocks, policy), graphs)
+        compile_blocks(model.module, recomputation(model.module, model.blocks, policy), graphs, policy.rules)
     else:
         checkpoint_blocks(model.module, model.blocks, policy)
     if units[-1].reshard_after_forward and not installed_root_obeys_reshard():
@@ -154,6 +154,8 @@ class TrainingLoop:
     """The logits are sharded over the vocabulary."""
     stage: PipelineStage | None = None
     """Schedule of the micro-batches if the model is a stage of a pipeline."""
+    held: list[Tensor] = field(default_factory=list)
+    """Logits of the last micro-batch, where the script keeps them."""
 
     def forward_backward(self) -> None:
         """Drop the old gradients and run every micro-batch forward and backward."""
@@ -181,7 +183,8 @@ class TrainingLoop:
         """Run the models that run forward only, and give the loss what a reference says of the batch."""
         how, in_parallel = self.policy.loss, self.loss_is_parallel
         scores = [(one.role, one.score(batch, how, in_parallel=in_parallel)) for one in self.seconds]
-        return replace(batch, reference=next((score for role, score in scores if role != "reward"), None))
+        reference = next((score for role, score in scores if role != "reward"), None)
+        return replace(batch, reference=reference, keeps_logits=self.policy.keep_logits, kept=self.held)
 
     def update(self) -> None:
         """Clip the gradients and update the parameters, where they live."""

@@ -20,7 +20,7 @@ from fsdp2prof.estimators.models.llama import LlamaTransformer
 from fsdp2prof.estimators.models.losses import loss_of_model
 from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
 from fsdp2prof.estimators.models.ring import ring_width
-from fsdp2prof.estimators.spec.policy import Chunked, Loss
+from fsdp2prof.estimators.spec.choices import Chunked, Loss
 
 __all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
 

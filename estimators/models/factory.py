@@ -16,7 +16,7 @@ from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
-from fsdp2prof.estimators.spec.policy import Loss
+from fsdp2prof.estimators.spec.choices import Loss
 from fsdp2prof.estimators.spec.user_code import current_directory_importable
 
 __all__ = ["build_factory"]
@@ -88,6 +88,8 @@ def _own_loss(loss: Callable[[nn.Module, Any], Tensor], module: nn.Module, batch
         raise ModelError(
             f"loss={how} is of the models whose loss is ours: compute it in your own loss function"
         )
+    if batch.keeps_logits is not None:
+        raise ModelError("keep_logits: this model has a loss of its own: hold them in your own function")
     return loss(module, batch.args[0])
 
 

@@ -7,7 +7,7 @@ separate operators. Shapes: N tokens, D model dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.after_head import taken_over
 from fsdp2prof.estimators.models.model import Batch
-from fsdp2prof.estimators.spec.policy import Chunked, Loss
+from fsdp2prof.estimators.spec.choices import Chunked, Loss
 
 __all__ = [
     "chunked_loss",
@@ -40,17 +44,22 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     """What the compiled cross-entropy holds: logits as they are, one fp32 number a token, the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum."""
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum.
+
+        Ranks that have a part of the vocabulary each reduce the largest logit, the sum and the target's.
+        """
         normaliser = logits[:, 0].float()
+        for operation in ("max", "sum", "sum") if group is not None else ():
+            normaliser = wait_tensor(all_reduce(normaliser, operation, group))  # type: ignore[no-untyped-call, arg-type]
         ctx.save_for_backward(logits, targets, normaliser)
         return normaliser.mean()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Stand for the kernel that writes the gradient of the logits."""
         logits, _, _ = ctx.saved_tensors
-        return torch.empty_like(logits), None
+        return torch.empty_like(logits), None, None
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -93,7 +102,10 @@ def logits_loss(
         return _preference(taken, reference) if how == "dpo" else _surrogate(taken, reference)
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if how == "compiled" and is_fake(logits):
-        loss: Tensor = _CompiledCrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+        local, group = logits, None
+        if isinstance(logits, DTensor):  # divided by vocabulary
+            local, group = logits.to_local(), logits.device_mesh.get_group()
+        loss: Tensor = _CompiledCrossEntropy.apply(local, targets, group)  # type: ignore[no-untyped-call]
         return loss
     return F.cross_entropy(logits.float(), targets)
 
@@ -120,7 +132,9 @@ def _preference(taken: Tensor, reference: Tensor | None, beta: float = 0.1) -> T
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
-def chunked_loss(head: nn.Module, hidden_bsd: Tensor, targets_bs: Tensor, chunks: int) -> Tensor:
+def chunked_loss(
+    head: Callable[[Tensor], Tensor], hidden_bsd: Tensor, targets_bs: Tensor, chunks: int
+) -> Tensor:
     """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
 
     def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -139,10 +153,15 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     targets = batch.targets
     assert targets is not None
     if how != "fused" and not isinstance(how, Chunked):
-        return logits_loss(_logits(module(*batch.args, **batch.named)), targets, how, batch.reference)
+        logits = _logits(module(*batch.args, **batch.named))
+        if batch.keeps_logits == "fp32":
+            logits = logits.float()
+        if batch.keeps_logits is not None:
+            batch.kept[:] = [logits]
+        return logits_loss(logits, targets, how, batch.reference)
     if head is None:
         raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
-    with _in_place_of(module.get_submodule(head), targets, how):
+    with taken_over(module) as after, _in_place_of(module.get_submodule(head), after, targets, how):
         return _logits(module(*batch.args, **batch.named)).sum()
 
 
@@ -167,19 +186,21 @@ def _logits(output: Any) -> Tensor:
 
 
 @contextmanager
-def _in_place_of(head: nn.Module, targets: Tensor, how: Loss) -> Iterator[None]:
+def _in_place_of(
+    head: nn.Module, after: Callable[[Tensor], Tensor], targets: Tensor, how: Loss
+) -> Iterator[None]:
     """Let a head return the loss, (1, 1, 1), for as long as it is asked."""
     own = vars(head).get("forward")  # tensor parallelism puts its collectives around a forward of its own
     apart = partial(type(head).forward, head) if own is None else own
 
     def with_loss(hidden_bsd: Tensor) -> Tensor:
         if isinstance(how, Chunked):
-            loss = chunked_loss(apart, hidden_bsd, targets, how.count)  # type: ignore[arg-type]
+            loss = chunked_loss(lambda piece: after(apart(piece)), hidden_bsd, targets, how.count)
         elif is_fake(hidden_bsd):
             hidden, labels = hidden_bsd.flatten(0, 1), targets.flatten()
             loss = _FusedLinearCrossEntropy.apply(hidden, head.weight, labels)  # type: ignore[no-untyped-call]
         else:
-            loss = logits_loss(apart(hidden_bsd), targets)
+            loss = logits_loss(after(apart(hidden_bsd)), targets)
         return loss.view(1, 1, 1)
 
     head.forward = with_loss

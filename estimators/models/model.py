@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fsdp2prof.estimators.models.experts import ExpertExchange
-    from fsdp2prof.estimators.spec.policy import Loss
+    from fsdp2prof.estimators.spec.choices import KeptLogits, Loss
 
 __all__ = ["ADAPTERS", "Batch", "LayerPattern", "Model", "TensorParallel", "elements_of"]
 
@@ -54,6 +54,10 @@ class Batch:
     """What the loss compares with."""
     reference: Tensor | None = None
     """Log-probabilities (B, S) of the targets by a reference model, for the losses that use them."""
+    keeps_logits: KeptLogits | None = None
+    """Whether the caller keeps the logits that the loss was computed of, and in which dtype."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Where a loss leaves them, in the place of those of the batch before."""
 
 
 class TensorParallel(Protocol):

@@ -20,9 +20,10 @@ from fsdp2prof.estimators.planner.alive import Alive
 from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.spec.choices import CheckpointingMode
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import CheckpointingMode, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace

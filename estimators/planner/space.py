@@ -12,10 +12,11 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
+from fsdp2prof.estimators.spec.choices import Every
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import Interleaved, ZeroBubble, schedule_rule
-from fsdp2prof.estimators.spec.policy import Every, PolicySpec
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 
 __all__ = ["candidates", "meshes"]
 

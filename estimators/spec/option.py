@@ -295,17 +295,20 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Several names, at least one."""
+    """Several names, at least one; with ``none`` also nothing."""
 
     example: str
+    none: bool = False
 
     @property
     def values(self) -> str:
         """Names."""
         return "NAME,..."
 
-    def read(self, value: Any) -> tuple[str, ...]:
+    def read(self, value: Any) -> tuple[str, ...] | None:
         """Return the names; text holds them with commas between."""
+        if self.none and value in (None, "none"):
+            return None
         names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
         if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{value!r} are no names; write {self.example}")

@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, get_args
 
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.choices import (
+    SELECTION,
+    ActivationCheckpointing,
+    Allocator,
+    Attention,
+    CheckpointingMode,
+    Chunked,
+    Every,
+    ExpertShards,
+    Float8,
+    KeptLogits,
+    Loss,
+    LossMode,
+    Norm,
+    Prefetch,
+    Reshard,
+    ReshardRule,
+    Sync,
+    base_of,
+)
 from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels, ExtraModelsText
 from fsdp2prof.estimators.spec.image_size import ImageSize, ImageSizeText
 from fsdp2prof.estimators.spec.lora import Lora, LoraText
@@ -23,7 +43,6 @@ from fsdp2prof.estimators.spec.optimizers import (
 )
 from fsdp2prof.estimators.spec.option import (
     ByUnit,
-    Counted,
     Dtype,
     Flag,
     Integer,
@@ -63,66 +82,13 @@ __all__ = [
     "Loss",
     "Norm",
     "PolicySpec",
-    "Reshard",
-    "Sync",
-    "base_of",
     "dtype_bytes",
-    "values_of",
 ]
-
-ReshardRule = Literal["default", "torchtitan", "always", "never"]
-Reshard = ReshardRule | int
-"""``default``: fully_shard's own (the root keeps its parameters, others reshard). ``torchtitan``: units after
-the last block (``norm+output``) keep them, or the last block where there are none. An integer reshards to
-that many ranks."""
-
-Prefetch = int | tuple[str, ...]
-"""A number of blocks, or units by name in order."""
-
-ExpertShards = Literal["auto", "experts", "hidden"]
-Sync = Literal["last", "each"]
-Allocator = Literal["expandable", "classic"]
-Attention = Literal["flash", "cudnn", "efficient", "math"]
-Norm = Literal["composed", "fused"]
-Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
-
-
-@dataclass(frozen=True, slots=True)
-class Every(Counted):
-    """Every K-th block is checkpointed."""
-
-    word: ClassVar[str] = "every"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunked(Counted):
-    """Head and cross-entropy over K pieces of the sequence, recomputed in backward."""
-
-    word: ClassVar[str] = "chunked"
-
-
-CheckpointingMode = Literal["none", "full", "op"]
-ActivationCheckpointing = CheckpointingMode | Every
-"""``op`` is selective by operator."""
-LossMode = Literal["full", "compiled", "fused", "logprobs", "dpo"]
-Loss = LossMode | Chunked
-"""``full``: over all logits at once."""
-
 
 _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
 _MOST_REPEATS = 4096
 """Micro-batches of a step: each is executed."""
-
-
-def base_of(value: Any) -> Any:
-    """The value of an option for the units that have none of their own."""
-    return value.base if isinstance(value, ByUnit) else value
-
-
-def values_of(value: Any) -> tuple[Any, ...]:
-    """Every value of an option, of whichever unit."""
-    return (value.base, *(own for _, own in value.units)) if isinstance(value, ByUnit) else (value,)
 
 
 def dtype_bytes(name: str) -> int:
@@ -223,6 +189,13 @@ class PolicySpec:
         "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
         "logprobs is that of reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
     )
+    keep_logits: KeptLogits | None = option(
+        None,
+        Words(words=get_args(KeptLogits), none=True),
+        "Logits that the script still holds in backward and till the next forward has made others: as the "
+        "model returns them (own), or the fp32 copy that the loss is computed of.",
+        memory_only=True,
+    )
     loss_parallel: bool = option(
         True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
     )
@@ -271,6 +244,17 @@ class PolicySpec:
         Flag(unset=True, off="--attention-is-recomputed"),
         "Whether ac=op saves attention's results; torchtitan's list had those of flash and efficient alone "
         "until December 2025.",
+    )
+    ac_saves: tuple[str, ...] | None = option(
+        None,
+        Names("_c10d_functional.all_to_all_single", none=True),
+        "Operators whose results ac=op saves besides, as _c10d_functional.all_to_all_single.",
+    )
+    ac_recomputes: tuple[str, ...] | None = option(
+        None,
+        Names("router.gate", none=True),
+        "Linear layers, by a part of their name, whose matrix products (and all of the same shape) ac=op "
+        "recomputes and does not count; blocks without such layers are as ever.",
     )
     norm: Norm | None = option(
         None,
@@ -338,8 +322,11 @@ class PolicySpec:
                 raise ModelError(f"{name}: say which unit prefetches them, as layers.0=layers.1>layers.2")
         if self.record_streams and not self.rules.collectives_record_streams:
             raise ModelError(f"record_streams: torch {self.rules.version} never does; it ended with 2.8")
-        if self.attention_is_saved is not None and self.ac != "op":
-            raise ModelError("attention_is_saved: without ac=op nothing chooses what is saved")
+        for name in SELECTION:
+            if getattr(self, name) is not None and self.ac != "op":
+                raise ModelError(f"{name}: without ac=op nothing chooses what is saved")
+        if self.keep_logits is not None and (self.loss == "fused" or self.loss_chunks):
+            raise ModelError(f"keep_logits: loss={self.loss} never makes them whole")
         refusal = self.optimizer_kind and self.optimizer_kind.refusal(self.optimizer_impl)
         if refusal:
             raise ModelError(f"optimizer_impl: {refusal}")

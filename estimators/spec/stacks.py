@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.choices import SELECTION
 
 __all__ = ["STACKS", "Stack", "stack_named", "stack_notes", "with_stack"]
 
@@ -35,9 +36,34 @@ _TITAN = {
     "reduce_dtype": "fp32",
     "attention": "flash",
 }
+_FUSED = "the default since 6e4988550 (#881, February 2025)"
+_ABS_AND_MAX = ("aten.abs", "aten.max")
+_MAX_AND_EXCHANGES = ("aten.max", "_c10d_functional.all_to_all_single")
+_SAVES_ABS = "parallelize_llama.py lists max and abs from bcebc0de5 (#701) to 88247277c (#820)"
+_SAVES_MAX = "parallelize_llama.py lists max since bcebc0de5 (#701)"
+_SAVES_EXCHANGES = "max, and of mixtures the exchanges since c4e229115 (#1672)"
+_RECOMPUTES_GATE = "moe.router.gate since 9a8cb98f1 (#1380)"
 _NO_RECORD = "torchtitan utils.py sets TORCH_NCCL_AVOID_RECORD_STREAMS=1 from e62573d4c to 681c66f28"
 
 STACKS: Mapping[str, Stack] = {
+    "torchtitan-2024-06": Stack(
+        what="torchtitan 40f8fd007 (June 2024)",
+        policy={
+            **_TITAN,
+            "torch": "2.4",
+            "norm": "composed",
+            "allocator": "classic",
+            "record_streams": False,
+            "keep_logits": "fp32",
+        },
+        sources={
+            "torch": "its README: torch-2.4.0.dev",
+            "norm": _OWN_NORM,
+            "allocator": "run_llama_train.sh sets none before a5e57e4a9 (October 2024)",
+            "record_streams": _NO_RECORD,
+            "keep_logits": "train.py deletes pred before backward since e29b6b4d4 (#391)",
+        },
+    ),
     "torchtitan-2024-07": Stack(
         what="torchtitan 174c44a39 (July 2024)",
         policy={
@@ -62,12 +88,14 @@ STACKS: Mapping[str, Stack] = {
             "norm": "composed",
             "allocator": "expandable",
             "record_streams": False,
+            "ac_saves": _ABS_AND_MAX,
         },
         sources={
             "torch": "the nightly of that month",
             "norm": _OWN_NORM,
             "allocator": "run_llama_train.sh: expandable_segments:True since a5e57e4a9",
             "record_streams": _NO_RECORD,
+            "ac_saves": _SAVES_ABS,
         },
     ),
     "torchtitan-2024-12-slurm": Stack(
@@ -78,12 +106,32 @@ STACKS: Mapping[str, Stack] = {
             "norm": "composed",
             "allocator": "classic",
             "record_streams": False,
+            "ac_saves": _ABS_AND_MAX,
         },
         sources={
             "torch": "the nightly of that month",
             "norm": _OWN_NORM,
             "allocator": "multinode_trainer.slurm sets none",
             "record_streams": _NO_RECORD,
+            "ac_saves": _SAVES_ABS,
+        },
+    ),
+    "torchtitan-2025-01": Stack(
+        what="torchtitan 2271b6386 (January 2025), launched by run_llama_train.sh",
+        policy={
+            **_TITAN,
+            "torch": "2.7",
+            "norm": "composed",
+            "allocator": "expandable",
+            "record_streams": False,
+            "ac_saves": _ABS_AND_MAX,
+        },
+        sources={
+            "torch": "the nightly of that month",
+            "norm": _OWN_NORM,
+            "allocator": "run_llama_train.sh: expandable_segments:True",
+            "record_streams": _NO_RECORD,
+            "ac_saves": _SAVES_ABS,
         },
     ),
     "torchtitan-2025-02": Stack(
@@ -94,12 +142,14 @@ STACKS: Mapping[str, Stack] = {
             "norm": "composed",
             "allocator": "expandable",
             "record_streams": False,
+            "ac_saves": ("aten.max",),
         },
         sources={
             "torch": "the nightly of that month",
             "norm": _OWN_NORM,
             "allocator": "run_llama_train.sh: expandable_segments:True",
             "record_streams": _NO_RECORD,
+            "ac_saves": _SAVES_MAX,
         },
     ),
     "torchtitan-2025-06": Stack(
@@ -110,12 +160,16 @@ STACKS: Mapping[str, Stack] = {
             "reshard_root": True,
             "norm": "composed",
             "allocator": "expandable",
+            "optimizer_impl": "fused",
+            "ac_saves": ("aten.max",),
         },
         sources={
             "torch": "the nightly of that month",
             "reshard_root": "apply_fsdp: fully_shard(model, reshard_after_forward=not pp_enabled)",
             "norm": "nn.RMSNorm since 3b39d7ab0, which torch runs as separate operators before 2.9",
             "allocator": "run_train.sh: expandable_segments:True",
+            "optimizer_impl": _FUSED,
+            "ac_saves": _SAVES_MAX,
         },
     ),
     "torchtitan-2025-08": Stack(
@@ -127,6 +181,8 @@ STACKS: Mapping[str, Stack] = {
             "norm": "fused",
             "allocator": "expandable",
             "optimizer_impl": "fused",
+            "ac_saves": ("aten.max",),
+            "ac_recomputes": ("router.gate",),
         },
         sources={
             "torch": "the nightly of that month",
@@ -134,7 +190,9 @@ STACKS: Mapping[str, Stack] = {
             "attention": "models/attention.py: flash first; the efficient kernel behind latent attention",
             "norm": "nn.RMSNorm, one kernel from torch 2.9 on",
             "allocator": "run_train.sh: expandable_segments:True",
-            "optimizer_impl": "job_config.py: fused",
+            "optimizer_impl": _FUSED,
+            "ac_saves": _SAVES_MAX,
+            "ac_recomputes": _RECOMPUTES_GATE,
         },
     ),
     "torchtitan-2025-10": Stack(
@@ -147,6 +205,9 @@ STACKS: Mapping[str, Stack] = {
             "attention_is_saved": False,
             "norm": "fused",
             "allocator": "expandable",
+            "optimizer_impl": "fused",
+            "ac_saves": _MAX_AND_EXCHANGES,
+            "ac_recomputes": ("router.gate",),
         },
         sources={
             "torch": "the nightly of that month",
@@ -155,6 +216,9 @@ STACKS: Mapping[str, Stack] = {
             "attention_is_saved": "its list has flash and efficient alone before b39377f9f (#2095)",
             "norm": "nn.RMSNorm, one kernel from torch 2.9 on",
             "allocator": "run_train.sh: expandable_segments:True",
+            "optimizer_impl": _FUSED,
+            "ac_saves": _SAVES_EXCHANGES,
+            "ac_recomputes": _RECOMPUTES_GATE,
         },
     ),
     "torchtitan-2025-12": Stack(
@@ -167,6 +231,9 @@ STACKS: Mapping[str, Stack] = {
             "attention_is_saved": True,
             "norm": "fused",
             "allocator": "expandable",
+            "optimizer_impl": "fused",
+            "ac_saves": _MAX_AND_EXCHANGES,
+            "ac_recomputes": ("router.gate",),
         },
         sources={
             "torch": "the nightly of that month",
@@ -175,6 +242,9 @@ STACKS: Mapping[str, Stack] = {
             "attention_is_saved": "b39377f9f (#2095)",
             "norm": "nn.RMSNorm, one kernel from torch 2.9 on",
             "allocator": "run_train.sh: expandable_segments:True",
+            "optimizer_impl": _FUSED,
+            "ac_saves": _SAVES_EXCHANGES,
+            "ac_recomputes": _RECOMPUTES_GATE,
         },
     ),
 }
@@ -198,8 +268,10 @@ def with_stack(name: str | None, policy: Mapping[str, Any]) -> dict[str, Any]:
     if name is None:
         return dict(policy)
     values = {**stack_named(name).policy, **policy}
-    if values.get("ac", "none") != "op" and "attention_is_saved" not in policy:
-        values.pop("attention_is_saved", None)  # it is about ac=op alone
+    if values.get("ac", "none") != "op":
+        for option in SELECTION:
+            if option not in policy:
+                values.pop(option, None)
     return values
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from fsdp2prof.estimators.spec.policy import Sync, dtype_bytes
+from fsdp2prof.estimators.spec.choices import Sync
+from fsdp2prof.estimators.spec.policy import dtype_bytes
 from fsdp2prof.results import CommRow
 
 __all__ = ["Axis", "GroupTraffic", "Ledger", "walk_step"]

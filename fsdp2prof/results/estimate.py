@@ -98,6 +98,7 @@ class EstimatedPolicy:
     optimizer_impl: str | None = None
     clip_grad: bool | None = None
     loss: str | None = None
+    keep_logits: str | None = None
     loss_parallel: bool | None = None
     forward_prefetch: int | str | tuple[str, ...] | None = None
     backward_prefetch: int | str | tuple[str, ...] | None = None
@@ -111,6 +112,8 @@ class EstimatedPolicy:
     torch: str | None = None
     attention: str | None = None
     attention_is_saved: bool | None = None
+    ac_saves: str | tuple[str, ...] | None = None
+    ac_recomputes: str | tuple[str, ...] | None = None
     norm: str | None = None
     allocator: str | None = None
     record_streams: bool | None = None

@@ -14,10 +14,11 @@ from fsdp2prof.estimators.communication import estimate_built, estimate_comm
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.spec.choices import Every
 from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import Every, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step

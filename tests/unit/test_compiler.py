@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
 from fsdp2prof.estimators.compiler.launches import told_of_launches
-from fsdp2prof.estimators.compiler.recompute import Recompute
-from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.compiler.recompute import Recompute, Selective
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.models.llama import TransformerBlock
+from fsdp2prof.estimators.spec.choices import CheckpointingMode
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import CheckpointingMode, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER, MemoryRecording
@@ -49,7 +51,7 @@ def history(recompute: Recompute) -> tuple[MemoryRecording, int]:
     """A forward and a backward of one compiled block, and the order of the last event of the forward."""
     with fake_tensors() as mode:
         root = nn.Sequential(FeedForward())
-        compile_blocks(root, {"0": recompute}, {})
+        compile_blocks(root, {"0": recompute}, {}, torch_rules())
         x = torch.empty(TOKENS, DIM, requires_grad=True)
         gradient = torch.empty(TOKENS, DIM)
         tracker = StorageTracker(fake_mode=mode)
@@ -73,7 +75,7 @@ RELU_MASK = TOKENS * HIDDEN
         # sin(x), and relu of the first product, doubled, both read by products of the backward; relu's mask.
         ("none", [SMALL, LARGE, RELU_MASK]),
         ("full", []),
-        ("op", [LARGE]),  # the first product; sin and relu are run again
+        (Selective(), [LARGE]),  # the first product; sin and relu are run again
     ],
 )
 def test_what_a_block_saves_by_hand(recompute: Recompute, kept: list[int]) -> None:
@@ -139,7 +141,7 @@ def test_what_a_block_saves_is_what_torch_compile_saves(ac: CheckpointingMode) -
         return torch.compile(root.get_submodule("0"), backend="aot_eager_decomp_partition", fullgraph=True)  # type: ignore[return-value]
 
     def on_paper(root: nn.Module) -> nn.Module:
-        compile_blocks(root, {"0": ac}, {})
+        compile_blocks(root, recomputation(root, ("0",), PolicySpec(ac=ac)), {}, torch_rules())
         return root.get_submodule("0")
 
     with fake_tensors():
@@ -173,10 +175,10 @@ def test_fused_kernels_move_each_tensor_once() -> None:
     moved: list[int] = []
     with fake_tensors():
         root = nn.Sequential(FeedForward())
-        compile_blocks(root, {"0": "none"}, {})
+        compile_blocks(root, {"0": "none"}, {}, torch_rules())
         x = torch.empty(TOKENS, DIM, requires_grad=True)
         root(x)  # traces the graph
-        with told_of_launches(lambda nbytes, dtype: moved.append(nbytes)):
+        with told_of_launches(lambda nbytes, dtype, moves: moved.append(nbytes)):
             out = root(x)
             forward = len(moved)
             out.backward(torch.empty(TOKENS, DIM))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
+from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.memory_advice import expert_padding
@@ -28,15 +30,17 @@ from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.models.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.spec.choices import Chunked
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.lora import Lora
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import Chunked, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.storage_tracker import StorageTracker
+from fsdp2prof.tables import NEVER
 
 CONFIG = TransformerConfig(
     name="tiny-experts",
@@ -166,6 +170,52 @@ def test_every_loss_is_the_cross_entropy_on_real_tensors(how) -> None:
     torch.testing.assert_close(gradients[0][0], logits_loss(module(hidden), targets).detach())
 
 
+class Capped(Head):
+    """Logits that the model caps (Gemma 2) and divides (Granite) after its head, and multiplies (Cohere)."""
+
+    logit_scale = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(final_logit_softcapping=3.0, logits_scaling=0.5)
+
+    def forward(self, hidden):
+        logits = self.head(hidden) / self.config.logits_scaling * self.logit_scale
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+@pytest.mark.parametrize("how", ["fused", Chunked(3)])
+def test_what_a_model_does_to_its_logits_is_done_to_each_piece(how) -> None:
+    torch.manual_seed(0)
+    module, targets, hidden = Capped(), torch.randint(11, (2, 6)), 4 * torch.randn(2, 6, 8)
+    losses = []
+    for one in ("full", how):
+        module.zero_grad()
+        loss = loss_of_model("head", module, Batch(args=(hidden,), targets=targets), one)
+        loss.backward()
+        losses.append([loss.detach(), present(module.head.weight.grad).clone()])
+    torch.testing.assert_close(*losses)
+    assert vars(module.config) == {"final_logit_softcapping": 3.0, "logits_scaling": 0.5}
+    assert module.logit_scale == 0.25
+
+
+@pytest.mark.parametrize(("kept", "element"), [("own", 2), ("fp32", 4)])
+def test_logits_that_a_script_keeps_live_until_the_next(kept, element) -> None:
+    spec, mesh, policy = ModelSpec(source="gpt2", layers=1), MeshSpec(dp_shard=4), PolicySpec(seq_len=64)
+    nbytes = 64 * 50_257 * element
+
+    def alive_at_the_end(policy: PolicySpec) -> int:
+        allocations = execute(spec, mesh, policy).recording.allocations
+        return int(((allocations.size == nbytes) & (allocations.free_order == NEVER)).sum())
+
+    assert (alive_at_the_end(policy), alive_at_the_end(replace(policy, keep_logits=kept))) == (0, 1)
+    with pytest.raises(ModelError, match="keep_logits: loss=fused never makes them whole"):
+        replace(policy, keep_logits=kept, loss="fused")
+    with pytest.raises(ModelError, match="keep_logits: a pipeline's last stage"):
+        execute(spec, MeshSpec(dp_shard=4, pp=2), replace(policy, keep_logits=kept, reshard="never"))
+
+
 def test_losses_hold_less_and_less() -> None:
     """Of a vocabulary that dwarfs the model: fp32 copies, the logits once, no logits."""
     spec, mesh = ModelSpec(source="qwen3-0.6b", layers=1), MeshSpec(dp_shard=64)
@@ -179,6 +229,22 @@ def test_losses_hold_less_and_less() -> None:
     # Two fp32 tensors of them, against one fp32 number a token.
     assert peaks["full"] - peaks["compiled"] == 8 * logits - 4 * tokens
     assert peaks["compiled"] - peaks["fused"] > logits
+
+
+def test_a_compiled_loss_takes_logits_that_are_divided() -> None:
+    """A rank makes its part of the logits and of their gradient, in bf16, and nothing of them in fp32."""
+    spec, mesh = ModelSpec(source="llama3-8b", layers=1), MeshSpec(dp_shard=2, tp=2)
+    policy = PolicySpec(seq_len=64, loss="compiled", orig_dtype="bfloat16")
+    part = 64 * 128_256 // 2
+
+    def made(policy: PolicySpec) -> tuple[int, int]:
+        sizes = execute(spec, mesh, policy, steps=1).recording.allocations.size
+        return int((sizes == 2 * part).sum()), int((sizes == 4 * part).sum())
+
+    assert made(policy) == (2, 0)
+    assert made(replace(policy, loss="full"))[1] >= 2
+    told, full = (estimate_comm(spec, mesh, replace(policy, loss=how)) for how in ("compiled", "full"))
+    assert told.per_step == full.per_step
 
 
 def adapters(text: Any) -> Lora | None:

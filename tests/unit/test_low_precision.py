@@ -18,7 +18,8 @@ from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.compiler.blocks import compile_blocks
-from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks
+from fsdp2prof.estimators.compiler.partition import KNOWS_WHAT_IS_THERE
+from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.memory import estimate_memory
@@ -26,9 +27,11 @@ from fsdp2prof.estimators.models.float8_linear import Float8Linear
 from fsdp2prof.estimators.models.float8_weight import compute_scales
 from fsdp2prof.estimators.models.low_precision import RECIPES
 from fsdp2prof.estimators.models.mx_linear import MxLinear
+from fsdp2prof.estimators.spec.choices import CheckpointingMode, Float8
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import CheckpointingMode, Float8, PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER
@@ -266,6 +269,22 @@ class Gated(nn.Module):
         return out
 
 
+@pytest.mark.skipif(not KNOWS_WHAT_IS_THERE, reason="this torch's partitioner saves parameters at their size")
+def test_an_older_partitioner_saves_weights_as_float8() -> None:
+    """A byte an element is less than the two of a parameter that it does not know to be there anyway."""
+    saved = []
+    for version in ("2.8", "2.7"):
+        with fake_tensors():
+            paper = nn.Sequential(Gated())
+            for name, part in list(paper.named_modules()):
+                if isinstance(part, nn.Linear):
+                    paper.set_submodule(name, Float8Linear(part, RECIPES["tensorwise"], gathered=False))
+            compile_blocks(paper, {"0": "none"}, {}, torch_rules(version))
+            saved.append(saved_of(paper[0], [torch.empty(128, 64, dtype=torch.bfloat16, requires_grad=True)]))
+    weight = 64 * 192
+    assert saved[1].count(weight) - saved[0].count(weight) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ac", ["none", "full"])
@@ -287,7 +306,7 @@ def test_a_compiled_block_saves_what_torch_compile_saves_of_torchao_s(
         for name, part in list(paper.named_modules()):
             if isinstance(part, nn.Linear):
                 paper.set_submodule(name, Float8Linear(part, RECIPES[recipe], gathered=False))
-        compile_blocks(paper, {"0": ac}, {})
+        compile_blocks(paper, recomputation(paper, ("0",), PolicySpec(ac=ac)), {}, torch_rules())
         found = saved_of(paper[0], [torch.empty(128, 64, dtype=torch.bfloat16, requires_grad=True)])
     assert found == expected
     assert bool(found) is (ac == "none")

@@ -29,7 +29,7 @@ LLAMA = ModelSpec(source="llama3-8b", layers=1)
 MESH = MeshSpec(dp_shard=4)
 POLICY = PolicySpec(seq_len=256)
 MIB = 1 << 20
-TOKENS, DIM, HEADS = 256, 4096, 32
+TOKENS, DIM, HEADS, FFN = 256, 4096, 32, 14_336
 
 
 def on_device(policy: PolicySpec, model: ModelSpec = GPT, mesh: MeshSpec = MESH) -> MemoryRecording:
@@ -140,6 +140,26 @@ def test_attention_that_is_recomputed_is_not_kept() -> None:
     assert saved == TOKENS * DIM * 2 + TOKENS * HEADS * 4  # the result, and one fp32 number a row and head
     with pytest.raises(ModelError, match="without ac=op"):
         PolicySpec(attention_is_saved=False)
+
+
+def test_operators_that_are_saved_besides_are_kept() -> None:
+    """A block's SwiGLU makes one tensor of the hidden size by ``silu``, in bf16."""
+    policy = PolicySpec(seq_len=TOKENS, ac="op")
+    more = kept_by_forward(replace(policy, ac_saves=("aten.silu",))) - kept_by_forward(policy)
+    assert more == TOKENS * FFN * 2
+    with pytest.raises(ModelError, match=r"torch has no operator 'aten\.sill'"):
+        kept_by_forward(replace(policy, ac_saves=("aten.sill",)))
+    with pytest.raises(ModelError, match="ac_saves: without ac=op"):
+        PolicySpec(ac_saves=("aten.silu",))
+
+
+def test_products_of_a_shape_that_is_recomputed_are_not_counted() -> None:
+    """Of q, k, v, o, w1, w3, w2 the first, third, ... are kept: q, v, w1, w2. Without w1 and w3: q, v, w2."""
+    policy = PolicySpec(seq_len=TOKENS, ac="op")
+    less = kept_by_forward(policy) - kept_by_forward(replace(policy, ac_recomputes=("w1",)))
+    assert less == TOKENS * FFN * 2
+    same = kept_by_forward(replace(policy, ac_recomputes=("router.gate",)))
+    assert same == kept_by_forward(policy)
 
 
 def test_an_allocator_that_is_not_given_is_a_range() -> None:

@@ -16,7 +16,18 @@ _TOPICS = {
     "sharding": ("wrap", "reshard", "reshard_root", "unshard_in_backward", "offload", "lora", "trainable"),
     "precision": ("orig_dtype", "param_dtype", "reduce_dtype", "output_dtype", "float8", "fp8_all_gather"),
     "software": ("torch", "attention", "attention_is_saved", "norm", "allocator", "record_streams"),
-    "training": ("ac", "optimizer", "optimizer_impl", "clip_grad", "loss", "loss_parallel", "compile"),
+    "training": (
+        "ac",
+        "ac_saves",
+        "ac_recomputes",
+        "optimizer",
+        "optimizer_impl",
+        "clip_grad",
+        "loss",
+        "keep_logits",
+        "loss_parallel",
+        "compile",
+    ),
 }
 """Options by what they are about; the others come last."""
 
