@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TypeAlias
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.memory import estimate_memory
+from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.planner.alive import Alive
 from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
@@ -30,7 +30,6 @@ from fsdp2prof.estimators.timeline.costs import HostPace
 from fsdp2prof.estimators.timeline.deepen import CannotCutError, Part, parts_of
 from fsdp2prof.estimators.timeline.program import execute_and_capture
 from fsdp2prof.estimators.traffic.parts import part_of
-from fsdp2prof.results import MemoryEstimate
 
 __all__ = [
     "BlockKind",
@@ -49,7 +48,6 @@ Shapes: TypeAlias = tuple[Shape, ...]
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
 _SHARDS = 2
-_TOKEN_SIZED = ("activation", "temporary", "input", "unattributed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,15 +153,14 @@ def measure(probe: Probe) -> BlockProfile:
         parts = parts_of(program, built.blocks[0].removesuffix("0"), shallow)
     except CannotCutError:
         raise ModelError(f"plan: the blocks of {built.name} do not run one after the other") from None
-    memory = estimate_memory(spec, mesh, policy, executed=execution)
+    prediction = predict_memory(spec, mesh, policy, executed=execution)
+    alive = Alive(prediction, built.blocks)
     found = []
     for block, count in sorted(kinds.items()):
         own = [part for part in parts if part.block == block]
-        found.append(_kind(count, own, sharded, memory, built.blocks[: block + 1]))
+        found.append(_kind(count, own, sharded, alive, built.blocks[: block + 1]))
     ends, update = _split([part.commands for part in parts if part.ladder is None])
-    states, peak = _states(memory), memory.peak
-    saved = sum(_saved(memory, fqn) for fqn in built.blocks)
-    root = sum(map(prod, sharded.root))
+    saved = sum(map(alive.saved, built.blocks))
     flops = sum(work.flops for part in parts if part.ladder == 0 for work in _stretch(part.commands).works)
     return BlockProfile(
         tp=probe.tp,
@@ -178,8 +175,8 @@ def measure(probe: Probe) -> BlockProfile:
         update_bytes=sum(c.work.bytes for c in update if isinstance(c, Kernel) and c.work),
         shard_numel=sharded.shard_numel,
         model_flops_ends=program.model_flops - 3 * flops,
-        ends_bytes=max(0, peak.streams["default"] - states - root * 2 - saved),
-        pool_bytes=peak.streams.get("all_gather_copy_in", 0),
+        ends_bytes=max(0, alive.at_loss() - saved),
+        pool_bytes=prediction.estimate.peak.streams.get("all_gather_copy_in", 0),
     )
 
 
@@ -226,9 +223,7 @@ class _Sharded:
         return tuple(p.shape for p in self._blocks[fqn] if p.is_expert == experts)
 
 
-def _kind(
-    count: int, parts: list[Part], sharded: _Sharded, memory: MemoryEstimate, until: Sequence[str]
-) -> BlockKind:
+def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until: Sequence[str]) -> BlockKind:
     """Take a block apart: the last of ``until``, whose activations are alive while it runs backward."""
     fqn = until[-1]
     if len(parts) != 2:
@@ -241,8 +236,8 @@ def _kind(
         dense=sharded.of_block(fqn, experts=False),
         experts=sharded.of_block(fqn, experts=True),
         model_flops=3 * sum(work.flops for work in forward.works),
-        saved_bytes=_saved(memory, fqn),
-        peak_bytes=_block_peak(memory, until),
+        saved_bytes=alive.saved(fqn),
+        peak_bytes=alive.in_backward(fqn, until),
     )
 
 
@@ -298,20 +293,3 @@ def _host_ns(commands: Iterable[Command]) -> int:
     pace = HostPace()
     cost = {Kernel: pace.operator_ns, Collective: pace.collective_ns, Enter: pace.label_ns, Leave: 0}
     return sum(cost.get(type(command), pace.event_ns) for command in commands)
-
-
-def _saved(memory: MemoryEstimate, fqn: str) -> int:
-    return sum(row.bytes for row in memory.peak.by_layer if row.fqn == fqn and row.category in _TOKEN_SIZED)
-
-
-def _states(memory: MemoryEstimate) -> int:
-    held = memory.peak.categories
-    return held["sharded_parameter"] + held["optimizer_state"]
-
-
-def _block_peak(memory: MemoryEstimate, until: Sequence[str]) -> int:
-    """Most bytes in use during a block's backward, above what is there at its start."""
-    found = [row.peak_bytes for row in memory.layers if row.fqn == until[-1] and row.phase == "backward"]
-    held = memory.peak.categories
-    fixed = _states(memory) + held["unsharded_parameter"] + held["sharded_gradient"]
-    return max(0, max(found, default=0) - fixed - sum(_saved(memory, fqn) for fqn in until))

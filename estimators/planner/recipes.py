@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.option import options_of
@@ -26,7 +28,10 @@ def recipes(request: PlanRequest, winner: Candidate) -> list[Recipe]:
         Recipe(tool="estimate memory", text=_command(f"estimate memory {common} {hardware}")),
         Recipe(tool="estimate comm", text=_command(f"estimate comm {common}")),
         Recipe(tool="estimate step", text=_command(f"estimate step {common} {hardware}{_cluster(request)}")),
-        Recipe(tool="torchtitan", text=_torchtitan(request, winner), note=_torchtitan_note(winner)),
+        Recipe(tool="torchtitan to 0.2", text=_torchtitan(request, winner), note=_torchtitan_note(winner)),
+        Recipe(
+            tool="torchtitan 0.3", text=_flags(request, winner), note=_torchtitan_note(winner, newer=True)
+        ),
         Recipe(tool="accelerate", text=_accelerate(request, winner), note=_accelerate_note(winner)),
         Recipe(tool="fully_shard", text=_fully_shard(winner)),
     ]
@@ -84,44 +89,82 @@ def _cluster(request: PlanRequest) -> str:
 
 
 def _torchtitan(request: PlanRequest, one: Candidate) -> str:
-    mesh, policy = one.mesh, one.policy
+    """Sections of a TOML file."""
+    policy = one.policy
     mode = {"none": "none", "full": "full"}.get(str(policy.ac), "selective")
     option = "op" if policy.ac == "op" else str(policy.ac_every or "op")
-    reshard = policy.reshard if policy.reshard in ("never", "always") else "default"
+    checkpointing: dict[str, object] = {"mode": mode}
+    if mode == "selective":
+        checkpointing["selective_ac_option"] = option
+    sections = {**_titan_sections(request, one), "activation_checkpoint": checkpointing}
+    lines: list[str] = []
+    for name, values in sections.items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
+    return "\n".join(lines[:-1])
+
+
+def _flags(request: PlanRequest, one: Candidate) -> str:
+    """Options of a command, beside --module and --config."""
     lines = [
-        "[training]",
-        f"local_batch_size = {policy.batch_size}",
-        f"global_batch_size = {request.global_batch}",
-        f"seq_len = {policy.seq_len}",
-        f'mixed_precision_param = "{policy.compute_dtype}"',
-        f'mixed_precision_reduce = "{policy.gradient_dtype}"',
-        "",
-        "[parallelism]",
-        f"data_parallel_replicate_degree = {mesh.dp_replicate}",
-        f"data_parallel_shard_degree = {mesh.dp_shard}",
-        f"tensor_parallel_degree = {mesh.tp}",
-        f"context_parallel_degree = {mesh.cp}",
-        f"pipeline_parallel_degree = {mesh.pp}",
-        *([f'pipeline_parallel_schedule = "{_schedule(policy)}"'] if mesh.pp > 1 else []),
-        *([f"expert_parallel_degree = {mesh.ep}"] if mesh.ep > 1 else []),
-        f'fsdp_reshard_after_forward = "{reshard}"',
-        "",
-        "[activation_checkpoint]",
-        f'mode = "{mode}"',
-        *([f'selective_ac_option = "{option}"'] if mode == "selective" else []),
+        f"--{section}.{key} {value}"
+        for section, values in _titan_sections(request, one).items()
+        for key, value in values.items()
     ]
-    return "\n".join(lines)
+    mode = {"none": "none", "full": "full"}.get(str(one.policy.ac), "selective")
+    return " \\\n".join([*lines, f"activation_checkpoint:{mode}"])
 
 
-def _schedule(policy: PolicySpec) -> str:
-    return schedule_rule(policy.pp_schedule).torchtitan_name
+def _titan_sections(request: PlanRequest, one: Candidate) -> dict[str, dict[str, object]]:
+    """Settings that every torchtitan has.
+
+    A pipeline divides its local batch into micro-batches of its own; without one the rest of the global batch
+    is accumulated.
+    """
+    mesh, policy = one.mesh, one.policy
+    reshard = policy.reshard if policy.reshard in ("never", "always") else "default"
+    pipeline: dict[str, object] = {}
+    if mesh.pp > 1:
+        pipeline = {
+            "pipeline_parallel_schedule": schedule_rule(policy.pp_schedule).torchtitan_name,
+            "pipeline_parallel_microbatch_size": policy.batch_size,
+        }
+    return {
+        "training": {
+            "local_batch_size": policy.batch_size * (policy.grad_accum if mesh.pp > 1 else 1),
+            "global_batch_size": request.global_batch,
+            "seq_len": policy.seq_len,
+            "mixed_precision_param": policy.compute_dtype,
+            "mixed_precision_reduce": "float32",
+            **({"enable_cpu_offload": True} if policy.offload else {}),
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": mesh.dp_replicate,
+            "data_parallel_shard_degree": mesh.dp_shard,
+            "tensor_parallel_degree": mesh.tp,
+            "context_parallel_degree": mesh.cp,
+            "pipeline_parallel_degree": mesh.pp,
+            **pipeline,
+            **({"expert_parallel_degree": mesh.ep} if mesh.ep > 1 else {}),
+            "fsdp_reshard_after_forward": reshard,
+        },
+    }
 
 
-def _torchtitan_note(one: Candidate) -> str:
-    notes = []
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _torchtitan_note(one: Candidate, *, newer: bool = False) -> str:
+    notes = ["beside --module and --config"] if newer else []
+    if newer and one.policy.ac_every is not None:
+        notes.append(f"ac={one.policy.ac} is no setting of it: selective is by operator")
+    if one.policy.gradient_dtype != "float32":
+        notes.append("torchtitan reduces gradients in float32")
     if isinstance(one.policy.reshard, int):
         notes.append(f"resharding to {one.policy.reshard} ranks is no setting of torchtitan's")
-    if one.policy.grad_accum > 1 and one.policy.sync == "last":
+    if one.mesh.pp == 1 and one.policy.grad_accum > 1 and one.policy.sync == "last":
         notes.append("torchtitan reduces gradients after each micro-batch (sync=each)")
     if one.mesh.pp == 1 and one.policy.reshard == "default":
         notes.append("torchtitan shards embedding and [norm, output] as groups of their own")
@@ -132,6 +175,7 @@ def _accelerate(request: PlanRequest, one: Candidate) -> str:
     mesh, policy = one.mesh, one.policy
     words = {True: "true", False: "false"}
     lines = [
+        "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
         f"mixed_precision: {_DTYPES.get(policy.compute_dtype, 'no')}",
         f"num_machines: {-(-request.gpus // request.cluster.gpus_per_node)}",
@@ -142,19 +186,19 @@ def _accelerate(request: PlanRequest, one: Candidate) -> str:
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
         f"  fsdp_activation_checkpointing: {words[policy.ac == 'full']}",
         f"  fsdp_offload_params: {words[policy.offload]}",
-        "use_parallelism_config: true",
         "parallelism_config:",
         f"  parallelism_config_dp_replicate_size: {mesh.dp_replicate}",
         f"  parallelism_config_dp_shard_size: {mesh.dp_shard}",
         f"  parallelism_config_tp_size: {mesh.tp}",
         f"  parallelism_config_cp_size: {mesh.cp}",
-        "gradient_accumulation_steps: " + str(policy.grad_accum),
     ]
     return "\n".join(lines)
 
 
 def _accelerate_note(one: Candidate) -> str:
-    notes = [f"in the script: a batch of {one.policy.batch_size} and {one.policy.seq_len} tokens"]
+    policy = one.policy
+    accumulated = f", gradient_accumulation_steps={policy.grad_accum}" if policy.grad_accum > 1 else ""
+    notes = [f"in the script: a batch of {policy.batch_size}, {policy.seq_len} tokens{accumulated}"]
     if one.policy.ac not in ("none", "full"):
         notes.append(f"ac={one.policy.ac} is no setting of accelerate's: checkpoint in the script")
     if one.mesh.pp > 1:
@@ -168,25 +212,31 @@ def _accelerate_note(one: Candidate) -> str:
 
 def _fully_shard(one: Candidate) -> str:
     mesh, policy = one.mesh, one.policy
-    dims = {name: size for name, size in mesh.sizes().items() if size > 1} or {"dp_shard": 1}
-    shape, listed = tuple(dims.values()), tuple(dims)
+    dims = _dimensions(mesh)
     block = {"never": "False", "default": "True", "always": "True", "torchtitan": "True"}.get(
         str(policy.reshard), str(policy.reshard)
     )
-    lines = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names={listed})']
-    made, taken = _sharding_dimensions(mesh, listed)
+    offloading = ", CPUOffloadPolicy" if policy.offload else ""
+    names = tuple(name for name in dims if name in ("dp_replicate", "dp_shard", "dp_shard_cp"))
+    taken = names if len(names) > 1 else names[0]
     root = block if policy.reshard in ("always", "never") else "False"
-    lines += [
-        *made,
+    lines = [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        f"from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard{offloading}",
+        "",
+        *_mesh("mesh", dims),
+        *_context_parallel(mesh),
+        *_divided_first(one),
         f'policy = {{"mesh": mesh[{taken!r}], "mp_policy": MixedPrecisionPolicy(',
         f"    param_dtype=torch.{policy.compute_dtype}, reduce_dtype=torch.{policy.gradient_dtype})}}",
+        *(['policy["offload_policy"] = CPUOffloadPolicy()'] if policy.offload else []),
         *_experts(one),
         "for block in blocks:",
         f"    fully_shard(block, reshard_after_forward={block}, **policy{_placed(one)})",
         *_ends(policy, block),
         f"fully_shard(model, reshard_after_forward={root}, **policy)",
     ]
-    if policy.grad_accum > 1 and policy.sync == "last":
+    if mesh.pp == 1 and policy.grad_accum > 1 and policy.sync == "last":
         lines.append("# in the loop: model.set_requires_gradient_sync(is_last_micro_batch)")
     lines.append(
         f"# batch {policy.batch_size} x {policy.seq_len} tokens, {policy.grad_accum} micro-batches, "
@@ -195,18 +245,48 @@ def _fully_shard(one: Candidate) -> str:
     return "\n".join(lines)
 
 
-def _sharding_dimensions(mesh: MeshSpec, names: tuple[str, ...]) -> tuple[list[str], str | tuple[str, ...]]:
-    """Lines that flatten what FSDP shards over, and the dimensions to give to it."""
-    fsdp = [name for name in ("dp_replicate", "dp_shard") if name in names] or ["dp_shard"]
+def _dimensions(mesh: MeshSpec) -> dict[str, int]:
+    """Dimensions of a device mesh, those of one rank left out; what FSDP shards over is always there.
+
+    Context parallelism's ranks are a part of what FSDP shards over.
+    """
+    sizes = mesh.sizes()
+    cp = sizes.pop("cp")
+    shards = "dp_shard" if cp == 1 else "dp_shard_cp"
+    named = {shards if name == "dp_shard" else name: size for name, size in sizes.items()}
+    named[shards] *= cp
+    return {name: size for name, size in named.items() if size > 1 or name == shards}
+
+
+def _mesh(variable: str, dims: Mapping[str, int], taken: str = "") -> list[str]:
+    shape, names = tuple(dims.values()), tuple(dims)
+    return [f"{variable} = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names={names}){taken}']
+
+
+def _context_parallel(mesh: MeshSpec) -> list[str]:
+    """Lines that make the groups of context parallelism."""
     if mesh.cp == 1:
-        return [], tuple(fsdp) if len(fsdp) > 1 else fsdp[0]
-    parts = tuple(name for name in ("dp_shard", "cp") if name in names)
-    lines = [
-        "# context parallelism: shard over dp_shard x cp, flattened to one dimension",
-        f'mesh[{parts!r}]._flatten("dp_shard_cp")',
+        return []
+    dims = {name: size for name, size in mesh.sizes().items() if size > 1}
+    return [
+        "# context parallelism: FSDP shards over dp_shard x cp; the ring's own groups are of another mesh",
+        *_mesh("ring", dims, '["cp"]'),
     ]
-    flat = [name for name in fsdp if name != "dp_shard"]
-    return lines, (*flat, "dp_shard_cp") if flat else "dp_shard_cp"
+
+
+def _divided_first(one: Candidate) -> list[str]:
+    """Lines on what divides a model before FSDP shards it."""
+    mesh, policy = one.mesh, one.policy
+    lines = []
+    if mesh.pp > 1:
+        name = schedule_rule(policy.pp_schedule).torch_class
+        lines += [
+            f'# pipeline: model is the stage of mesh["pp"].get_local_rank(), run by {name}',
+            f"# of torch.distributed.pipelining with n_microbatches={policy.grad_accum}",
+        ]
+    if mesh.tp > 1:
+        lines.append('# tensor parallelism: parallelize_module(block, mesh["tp"], plan) for every block')
+    return lines
 
 
 def _experts(one: Candidate) -> list[str]:

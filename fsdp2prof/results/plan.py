@@ -141,7 +141,8 @@ class Recipe:
     """The winner's settings, to paste."""
 
     tool: str
-    """``estimate memory``, ``estimate step``, ``torchtitan``, ``accelerate`` or ``fully_shard``."""
+    """``estimate memory``, ``estimate comm``, ``estimate step``, ``torchtitan to 0.2`` (TOML),
+    ``torchtitan 0.3`` (options), ``accelerate`` (YAML) or ``fully_shard`` (Python)."""
     text: str
     note: str = ""
     """What this tool cannot say of the winner."""

@@ -144,3 +144,15 @@ def test_one_execution_says_what_two_say() -> None:
     assert program == capture_step(spec, mesh, policy)
     assert estimate_memory(spec, mesh, policy, executed=execution) == estimate_memory(spec, mesh, policy)
     assert execute_and_capture(spec, mesh, replace(policy, compile=True), model) is None
+
+
+def test_a_checkpointed_block_saves_its_input_wherever_the_peak_is() -> None:
+    """A small vocabulary puts the peak into a block, whose recomputed activations are alive then. Its input:
+    3 x 256 tokens of 4096 in bf16."""
+    model = build_model(MIXTRAL.model, seq_len=256)
+    full = probes(replace(MIXTRAL, fixed_policy={"ac": "full"}), [(1, 1)], model)[-1]
+    assert full.policy.ac == "full"
+    profile = measure(full)
+    assert profile.kinds[0].saved_bytes == 3 * 256 * 4096 * 2
+    logits = 3 * 256 * 32_000
+    assert profile.ends_bytes >= logits * 4  # in fp32, for the loss
