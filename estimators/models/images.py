@@ -242,7 +242,8 @@ def _tile(name: str, vision: Any, size: ImageSize | None, *, in_rows: bool) -> _
     def arguments(sequences: int, images: int, device: torch.device) -> dict[str, Tensor]:
         count = (sequences, images) if in_rows else (sequences * images,)
         channels = int(getattr(vision, "num_channels", 3))
-        return {"pixel_values": torch.rand(*count, channels, height, width, device=device)}
+        # Images without a pixel that is 0: Idefics leaves out those that are padding.
+        return {"pixel_values": torch.ones(*count, channels, height, width, device=device)}
 
     return _Image(width=width, height=height, arguments=arguments)
 
