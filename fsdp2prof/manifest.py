@@ -34,6 +34,7 @@ __all__ = [
     "MANIFEST_SCHEMA",
     "NODE_FILES",
     "OOM_SNAPSHOT_FILE",
+    "RANK_LIMIT",
     "RECORDING_FILE",
     "RECORDING_SCHEMA",
     "RUN_FILE",
@@ -109,7 +110,9 @@ def recording_folder(number: int) -> str:
 def recording_number(name: str) -> int | None:
     """Number of the recording whose folder has a name; None for other names."""
     number = name.removeprefix("recording-")
-    return int(number) if number != name and number.isdigit() and len(number) >= 4 else None
+    if number == name or not (number.isascii() and number.isdigit() and 4 <= len(number) <= 9):
+        return None
+    return int(number) if recording_folder(int(number)) == name else None
 
 
 def node_file(node_rank: int) -> str:
@@ -117,7 +120,10 @@ def node_file(node_rank: int) -> str:
     return f"run-node-{node_rank:05d}.json" if node_rank else RUN_FILE
 
 
-Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 17)]
+RANK_LIMIT = 1 << 17
+"""No run has so many ranks."""
+
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=RANK_LIMIT)]
 """A rank, or how many there are: more than the largest cluster has, few enough to list."""
 Index: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
 """A position among parameters, groups, roots, steps, devices; -1 where it is unknown."""

@@ -12,6 +12,7 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import (
     MANIFEST_FILE,
     MANIFEST_SCHEMA,
+    RANK_LIMIT,
     RECORDING_FILE,
     RECORDING_SCHEMA,
     RUN_FILE,
@@ -25,16 +26,22 @@ from fsdp2prof.manifest import (
     RecordingInfo,
     RunDirectory,
     RunInfo,
+    rank_folder,
     recording_folder,
     recording_number,
 )
-from fsdp2prof.readers.run_documents import UnreadableError, decode_document, read_document
+from fsdp2prof.readers.run_documents import (
+    UnreadableError,
+    content_of_document,
+    decode_document,
+    read_document,
+)
 from fsdp2prof.readers.run_nodes import node_ranks, read_run_info
 from fsdp2prof.readers.unrecorded_ranks import say_unrecorded
 
 __all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
 
-_RANK_FOLDER = re.compile(r"^rank-(\d{5,})$")
+_RANK_FOLDER = re.compile(r"rank-([0-9]{5,6})")
 
 
 def is_run_directory(path: Path) -> bool:
@@ -131,8 +138,10 @@ def _recordings(root: Path) -> tuple[int, ...]:
 
 
 def _rank_of(folder: Path) -> int | None:
-    match = _RANK_FOLDER.match(folder.name)
-    return int(match.group(1)) if match and folder.is_dir() else None
+    match = _RANK_FOLDER.fullmatch(folder.name)
+    rank = int(match.group(1)) if match else RANK_LIMIT
+    named_by_us = rank < RANK_LIMIT and folder.name == rank_folder(rank)  # no second name of the same rank
+    return rank if named_by_us and folder.is_dir() else None
 
 
 def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
@@ -143,7 +152,7 @@ def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
         messages.append(f"{MANIFEST_FILE} is missing")
     else:
         try:
-            content = (folder / MANIFEST_FILE).read_bytes()
+            content = content_of_document(folder / MANIFEST_FILE)
             manifest = decode_document(content, folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
             packed = PackedManifest.of(content)
             messages += _state_messages(manifest)

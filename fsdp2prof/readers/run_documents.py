@@ -11,7 +11,10 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordingInfo, RunInfo
 from fsdp2prof.readers.run_checks import check_document
 
-__all__ = ["UnreadableError", "decode_document", "read_document"]
+__all__ = ["UnreadableError", "content_of_document", "decode_document", "read_document"]
+
+_LARGEST = 256 << 20
+"""Bytes: a thousand parameter groups take one MiB."""
 
 _Document = TypeVar("_Document", RunInfo, RankManifest, RecordingInfo)
 
@@ -26,7 +29,21 @@ class _Head(msgspec.Struct):
 
 def read_document(file: Path, kind: type[_Document], known_schema: str) -> _Document:
     """Read and decode one document, as :func:`decode_document` does."""
-    return decode_document(file.read_bytes(), file, kind, known_schema)
+    return decode_document(content_of_document(file), file, kind, known_schema)
+
+
+def content_of_document(file: Path) -> bytes:
+    """Return the bytes of a document. Raises ``UnreadableError`` for one that is not there, or too large."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise UnreadableError(f"{file}: cannot be read ({error.strerror}); record the run again") from error
+    if len(content) > _LARGEST:
+        raise UnreadableError(
+            f"{file}: cannot be read (more than {_LARGEST >> 20} MiB); record the run again"
+        )
+    return content
 
 
 def decode_document(content: bytes, file: Path, kind: type[_Document], known_schema: str) -> _Document:

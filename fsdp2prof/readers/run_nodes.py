@@ -14,13 +14,15 @@ from fsdp2prof.readers.run_documents import read_document
 
 __all__ = ["merge_nodes", "node_ranks", "read_run_info"]
 
-_NODE_FILE = re.compile(r"^run-node-(\d{5,})\.json$")
+_NODE_FILE = re.compile(r"run-node-([0-9]{5,6})\.json")
 _BEST_TO_WORST: tuple[State, ...] = ("complete", "partial", "running", "crashed")
 
 
 def node_ranks(root: Path) -> dict[int, Path]:
     """Return the file of every node that recorded into a run directory, in order of the nodes."""
-    files = {int(match[1]): file for file in root.glob(NODE_FILES) if (match := _NODE_FILE.match(file.name))}
+    files = {
+        int(match[1]): file for file in root.glob(NODE_FILES) if (match := _NODE_FILE.fullmatch(file.name))
+    }
     if (root / RUN_FILE).is_file():
         files[0] = root / RUN_FILE
     return dict(sorted(files.items()))

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.tables.parity import Measured
+from fsdp2prof.workflows.parity_sharding import shard_by_default
 from fsdp2prof.workflows.rank_meshes import expert_mesh_of, mesh_of
 
 __all__ = ["ParitySettings", "run_plain", "run_rank"]
@@ -168,7 +168,7 @@ def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[l
     assert mesh is not None
     training = _Training(settings)
     if settings.shard is None:
-        _shard_by_default(training.module, mesh)
+        shard_by_default(training.module, mesh)
     elif experts is None:
         _load(settings.shard)(training.module, mesh)
     else:
@@ -199,17 +199,6 @@ def _train_sharded(settings: ParitySettings, rank: int, folder: Path) -> tuple[l
         means.append(float(sum(losses.values())) / settings.micro_batches)
         training.digests.clear()
     return measured, means
-
-
-def _shard_by_default(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Every member of a list of modules, then the root, over the data-parallel dimensions."""
-    names = [name for name in mesh.mesh_dim_names or () if name in ("dp_replicate", "dp_shard")]
-    data = mesh[tuple(names)] if len(names) > 1 else mesh[names[0]]
-    for part in module.modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)) and part is not module:
-            for child in part:
-                fully_shard(child, mesh=data)
-    fully_shard(module, mesh=data)
 
 
 def _precision(module: nn.Module) -> dict[str, str]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from support.parity_measurements import doubled_gradient, measured
+from torch import nn
 
 from fsdp2prof.analyzers.sharding.parity import TOLERANCES, judge_parity
 from fsdp2prof.tables.parity import Measured
+from fsdp2prof.workflows.parity_sharding import members_of_lists
 
 
 def judge(*rows: Measured, **changes: Any):
@@ -49,3 +51,12 @@ def test_the_first_in_the_order_of_a_step_is_named() -> None:
     assert (found.first.kind, found.first.ratio) == ("gradient", 2.0)
     assert found.hint is not None
     assert found.hint.startswith("every gradient is 2 times")
+
+
+def test_members_of_outermost_lists_are_sharded() -> None:
+    """Lists in a member stay in it; a list of lists is never called, so its members stand for it."""
+    block = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.Sequential(nn.Conv2d(3, 3, 1)))
+    stages = nn.ModuleList([block, nn.ModuleList([nn.Linear(2, 2), nn.Identity()])])
+    model = nn.ModuleDict({"stages": stages, "head": nn.Linear(2, 2), "again": nn.ModuleList([block])})
+    names = {part: name for name, part in model.named_modules()}
+    assert [names[one] for one in members_of_lists(model)] == ["stages.0", "stages.1.0", "stages.0"]

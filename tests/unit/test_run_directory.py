@@ -8,7 +8,7 @@ from support.present import present
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, node_file, rank_folder
-from fsdp2prof.readers.run_directory import is_run_directory, open_run
+from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
 
 
 def write(path, document):
@@ -242,3 +242,48 @@ def test_a_node_of_an_older_run_is_told(run):
     assert open_run(run).messages == (
         "node 1 (host-1): ended before another node started: it is of an older run; record it anew with -f",
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rank-٠٠٠٠١",
+        "rank-000001",
+        "rank-1",
+        "rank-131072",
+        "rank-" + "9" * 40,
+        "rank-00001\n",
+        "rank-00001\x1b",
+    ],
+)
+def test_only_names_that_a_recorder_gives_are_ranks(run, name):
+    """Digits of other scripts, a second name of the same rank, more ranks than there are."""
+    make_rank(run, 0)
+    (run / rank_folder(0)).rename(run / "kept")
+    (run / "kept").rename(run / name)
+    make_rank(run, 0)
+    assert [record.rank for record in open_run(run).ranks] == [0]
+
+
+@pytest.mark.parametrize("name", ["recording-000²", "recording-٠٠٠١", "recording-00001", "recording-1"])
+def test_only_names_that_a_recorder_gives_are_recordings(run, name):
+    make_rank(run, 0)
+    (run / name / rank_folder(0)).mkdir(parents=True)
+    assert open_run(run).recordings == ()
+
+
+def test_a_recording_without_its_document_is_told(run):
+    make_rank(run, 0)
+    (run / "recording-0001").symlink_to(run)
+    opened = open_recording(open_run(run), 1)
+    assert "recording.json: cannot be read (No such file or directory)" in opened.messages[-1]
+    assert [record.rank for record in opened.ranks] == [0]
+
+
+def test_documents_without_end_are_not_read_to_their_end(run):
+    make_rank(run, 0)
+    with (run / rank_folder(0) / "manifest.json").open("ab") as file:
+        file.truncate(30 << 30)
+    (record,) = open_run(run).ranks
+    assert record.manifest is None
+    assert "more than 256 MiB" in record.messages[0]

@@ -1,0 +1,252 @@
+"""Trains in an unusual way, and prints every loss and a checksum of the parameters."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _common import DIM, Tower, batch, process_group, shard_mesh
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Training:
+    """A sharded model, its optimizer, and the three parts of a step."""
+
+    def __init__(self, prepare: Callable[[Any], None] = lambda model: None) -> None:
+        self.model: Any = Tower(2)
+        prepare(self.model)
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=shard_mesh())
+        fully_shard(self.model, mesh=shard_mesh())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Forward and its loss, printed."""
+        loss = self.model(tokens).pow(2).mean()
+        if dist.get_rank() == 0:
+            print(loss.item().hex(), flush=True)
+        return loss
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """All three in a row."""
+        self.loss(batch()).backward()
+        self.update()
+
+    def checksum(self) -> float:
+        """Of the whole parameters."""
+        sums = [one.full_tensor().detach().double().sum() for one in self.model.parameters()]
+        return float(torch.stack(sums).sum())
+
+
+def in_a_loop_of_asyncio(steps: int) -> Training:
+    """Batches by a queue from another task; the backward in a thread."""
+
+    async def train() -> Training:
+        training, queue = Training(), asyncio.Queue[torch.Tensor](2)
+
+        async def produce() -> None:
+            for _ in range(steps):
+                await queue.put(batch())
+
+        producer = asyncio.create_task(produce())
+        for _ in range(steps):
+            loss = training.loss(await queue.get())
+            await asyncio.to_thread(loss.backward)
+            await asyncio.sleep(0)
+            training.update()
+        await producer
+        return training
+
+    return asyncio.run(train())
+
+
+def in_threads(steps: int) -> Training:
+    """Forward here, backward and the optimizer each in a thread of their own."""
+    training = Training()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for _ in range(steps):
+            first.submit(training.loss(batch()).backward).result()
+            second.submit(training.update).result()
+    return training
+
+
+def in_a_thread(steps: int) -> Training:
+    """The model too is made where the main thread never is."""
+
+    def train() -> Training:
+        training = Training()
+        for _ in range(steps):
+            training.step()
+        return training
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(train).result()
+
+
+def compiled(steps: int) -> Training:
+    """Blocks are compiled in place before they are wrapped."""
+
+    def compile_blocks(model: Any) -> None:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+
+    training = Training(compile_blocks)
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+def beside_ddp(steps: int) -> Training:
+    """A second model under DDP, in the same step."""
+    training = Training()
+    other = DistributedDataParallel(nn.Linear(DIM, DIM))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(steps):
+        beside = other(torch.randn(4, DIM)).pow(2).mean()
+        (training.loss(batch()) + beside).backward()
+        training.update()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(beside.item().hex(), flush=True)
+    return training
+
+
+def square(number: int) -> int:
+    """What a worker does."""
+    return number * number
+
+
+def with_pools(steps: int) -> Training:
+    """Processes and threads that live through all steps, and answer in each."""
+    training = Training()
+    with (
+        multiprocessing.get_context("fork").Pool(2) as forked,
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as spawned,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for _ in range(steps):
+            tokens = threads.submit(batch)
+            print(forked.map(square, range(4)), spawned.submit(square, 5).result(), flush=True)
+            training.loss(tokens.result()).backward()
+            training.update()
+    return training
+
+
+def elsewhere(steps: int) -> Training:
+    """In another working directory from the second step on."""
+    training = Training()
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(steps):
+            training.step()
+            if step == 1:
+                os.chdir(folder)
+        print(sorted(entry.name for entry in Path().iterdir()), flush=True)
+        os.chdir("/")
+    return training
+
+
+def saving(steps: int) -> Training:
+    """A checkpoint is written beside the steps, one on its way when the next begins."""
+    training, save = Training(), None
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(steps):
+            training.step()
+            if save is not None:
+                save.result()
+            state = get_model_state_dict(training.model)
+            save = dcp.async_save(state, checkpoint_id=f"{folder}/{step}")
+        if save is not None:
+            save.result()
+        print(sorted(entry.name for entry in Path(folder).iterdir()), flush=True)
+    return training
+
+
+def step_in_backward(steps: int) -> Training:
+    """Each parameter has an optimizer of its own, which steps when its gradient is there."""
+    training = Training()
+    each = {one: torch.optim.SGD([one], lr=0.1) for one in training.model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        each[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for one in each:
+        one.register_post_accumulate_grad_hook(update)
+    for _ in range(steps):
+        training.loss(batch()).backward()
+    return training
+
+
+def saved_on_the_host(steps: int) -> Training:
+    """Activations are packed by hooks of their own, gradients scaled and clipped."""
+    training = Training()
+    for step in range(steps):
+        with torch.autograd.graph.save_on_cpu() if step % 2 else nullcontext():
+            loss = training.loss(batch())
+        (loss * 1024).backward()
+        for one in training.model.parameters():
+            one.grad /= 1024
+        norm = nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        print(float(norm.full_tensor()), flush=True)
+        training.update()
+    return training
+
+
+def as_usual(steps: int) -> Training:
+    """Nothing unusual but the command line."""
+    training = Training()
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+WAYS = {
+    one.__name__: one
+    for one in (
+        in_a_loop_of_asyncio,
+        in_threads,
+        in_a_thread,
+        compiled,
+        beside_ddp,
+        with_pools,
+        elsewhere,
+        saving,
+        step_in_backward,
+        saved_on_the_host,
+        as_usual,
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=WAYS, default="as_usual")
+    parser.add_argument("--note", nargs="*", help="kept on the command line, for who reads it there")
+    args = parser.parse_args()
+    with process_group():
+        total = WAYS[args.way](7).checksum()
+        if dist.get_rank() == 0:
+            print("checksum", total.hex(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

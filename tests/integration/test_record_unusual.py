@@ -1,0 +1,195 @@
+"""Trainings that do unusual things, and unusual ways to start one: recorded, they do the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.readers.run_directory import open_run
+
+from .alone_and_recorded import RECORD, compare, ended, one_rank, processes_that_mention
+from .conftest import SCRIPTS, script_path, torchrun, training_environment
+
+pytestmark = pytest.mark.slow
+
+UNUSUAL = str(script_path("unusual"))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "in_a_loop_of_asyncio",
+        "in_threads",
+        "in_a_thread",
+        "compiled",
+        "beside_ddp",
+        "with_pools",
+        "elsewhere",
+        "saving",
+        "step_in_backward",
+        "saved_on_the_host",
+    ],
+)
+def test_of_ways_to_train(tmp_path: Path, way: str) -> None:
+    run = compare(tmp_path, [sys.executable, UNUSUAL, "--way", way], state={"complete"})
+    (rank,) = open_run(run).ranks
+    assert rank.manifest is not None
+    assert rank.manifest.traced_steps == [1]
+    assert rank.trace is not None
+
+
+@pytest.mark.parametrize("note", [["x" * 100_000], ["é\n\x1b[31m"] * 2000], ids=["long", "many"])
+def test_of_a_very_long_command_line(tmp_path: Path, note: list[str]) -> None:
+    run = compare(tmp_path, [sys.executable, UNUSUAL, "--note", *note], state={"complete"})
+    assert json.loads((run / "run.json").read_text())["command"][-len(note) :] == note
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_of_a_module(tmp_path: Path, launcher: str) -> None:
+    where = {"PYTHONPATH": str(SCRIPTS), "PYTHONDONTWRITEBYTECODE": "1"}
+    if launcher == "python":
+        compare(tmp_path, [sys.executable, "-m", "unusual"], state={"complete"}, env=one_rank(**where))
+        return
+    command = torchrun(Path("unusual"), 2)
+    command[-1:] = ["-m", "unusual"]
+    compare(tmp_path, command, state={"complete"}, env=training_environment(**where))
+
+
+def test_of_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the launcher is accelerate's own")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--num_processes", "2"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command += ["--main_process_port", "0", UNUSUAL]
+    run = compare(tmp_path, command, state={"complete"}, env=training_environment())
+    assert [rank.rank for rank in open_run(run).ranks] == [0, 1]
+
+
+def test_of_a_reader_that_leaves(tmp_path: Path) -> None:
+    """``record ... | head``: nobody reads stdout any more; the same exit code, and what was kept stays."""
+    codes = []
+    for prefix in ([], [*RECORD, "-o", str(tmp_path / "run"), "--"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [*prefix, sys.executable, UNUSUAL],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env=one_rank(),
+            timeout=200,
+            check=False,
+        )
+        os.close(writer)
+        codes.append(done.returncode)
+    assert codes[0] == codes[1] != 0
+    assert open_run(tmp_path / "run").info.state == "crashed"
+
+
+def test_of_stderr_that_nobody_reads(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    compare_stderr = [*RECORD, "-o", str(tmp_path / "run"), "--", sys.executable, UNUSUAL]
+    done = subprocess.run(
+        compare_stderr, stdout=subprocess.PIPE, stderr=writer, env=one_rank(), timeout=200, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stdout) == ended([sys.executable, UNUSUAL], tmp_path / "alone")
+
+
+def test_of_a_folder_that_is_named_from_here(tmp_path: Path) -> None:
+    """``-o run`` is relative to where the command began, not to where the training went."""
+    command = [sys.executable, UNUSUAL, "--way", "elsewhere"]
+    alone = ended(command, tmp_path / "alone")
+    assert ended([*RECORD, "-o", "run", "--", *command], tmp_path / "recorded") == alone
+    assert [entry.name for entry in (tmp_path / "recorded").iterdir()] == ["run"]
+    assert open_run(tmp_path / "recorded" / "run").info.state == "complete"
+
+
+def test_of_two_jobs_at_once(tmp_path: Path) -> None:
+    """Two launchers on one host, each with a recording of its own: they stay apart."""
+    command = torchrun(Path(UNUSUAL), 2)
+    alone = ended(command, tmp_path / "alone", env=training_environment())
+    both = [
+        subprocess.Popen(
+            [*RECORD, "-o", str(tmp_path / name), "--", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=training_environment(),
+        )
+        for name in ("first", "second")
+    ]
+    for name, job in zip(("first", "second"), both, strict=True):
+        output, _ = job.communicate(timeout=200)
+        assert (job.returncode, output) == alone
+        opened = open_run(tmp_path / name)
+        assert (opened.info.state, [rank.rank for rank in opened.ranks]) == ("complete", [0, 1])
+
+
+def test_of_two_nodes_under_one_recording(tmp_path: Path) -> None:
+    """A command that starts both of its launchers itself: all ranks are in one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    node = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend static"
+    node += f" --rdzv-endpoint 127.0.0.1:{port} --node-rank"
+    command = ["sh", "-c", f"{node} 1 {UNUSUAL} & {node} 0 {UNUSUAL}; code=$?; wait; exit $code"]
+    run = compare(tmp_path, command, state={"complete"}, env=training_environment())
+    assert [rank.rank for rank in open_run(run).ranks] == [0, 1]
+
+
+def test_of_a_reset_pythonpath(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"unset PYTHONPATH; exec {sys.executable} {UNUSUAL}"]
+    run = compare(tmp_path, command, state={"partial"})
+    assert "PYTHONPATH" in " ".join(open_run(run).info.messages)
+
+
+def test_of_every_rank_raising(tmp_path: Path) -> None:
+    command = torchrun(script_path("endings"), 2, "--how", "all_raise")
+    run = compare(tmp_path, command, state={"crashed"}, env=training_environment())
+    states = [rank.manifest.state for rank in open_run(run).ranks if rank.manifest is not None]
+    assert "crashed" in states
+
+
+def test_of_a_restart_of_two_ranks(tmp_path: Path) -> None:
+    """Each attempt with a store of its own: in a shared one a rank may find where a dead one listened."""
+    command = torchrun(script_path("endings"), 2, "--how", "restart")
+    command.insert(command.index("--standalone"), "--max-restarts=1")
+    apart = training_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    compare(tmp_path, command, state={"complete"}, env=apart)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_a_recorder_that_is_killed(tmp_path: Path, ranks: int) -> None:
+    """SIGKILL of ``fsdp2prof record`` itself: the training goes on, its ranks finish the recording."""
+    run, said = tmp_path / "run", tmp_path / "said"
+    script = [UNUSUAL, "--way", "as_usual"]
+    command = [sys.executable, *script] if ranks == 1 else torchrun(Path(script[0]), ranks, *script[1:])
+    environment = one_rank() if ranks == 1 else training_environment()
+    alone = ended(command, tmp_path / "alone", env=environment)
+    with said.open("wb") as output:
+        launcher = subprocess.Popen(
+            [*RECORD, "-o", str(run), "--", *command],
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+    deadline = time.monotonic() + 100
+    while not said.stat().st_size:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    launcher.kill()
+    assert launcher.wait() == -signal.SIGKILL
+    while processes_that_mention(str(run)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert said.read_bytes() == alone[1]
+    opened = open_run(run)
+    assert [rank.manifest.state for rank in opened.ranks if rank.manifest] == ["complete"] * ranks
+    assert opened.info.state == "running"
