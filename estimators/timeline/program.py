@@ -23,7 +23,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.deepen import deepened
-from fsdp2prof.estimators.traffic.parallel import check_parallelism
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.wrapping import fold_blocks
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
