@@ -16,6 +16,7 @@ from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.sharding import parameter_groups
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -30,6 +31,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.float8_gathers import with_float8_gathers
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,
@@ -109,6 +111,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     if policy.float8 is not None:
         fused = policy.compile and program.guessed_fusion is None
         program = in_float8(program, built.blocks, fused=fused)
+    if policy.fp8_all_gather:
+        program = with_float8_gathers(program, parameter_groups(built, mesh, policy))
     if policy.compile:
         program = compiled(program, built.blocks)
     if policy.async_tp:

@@ -26,6 +26,8 @@ _ADVISERS = (
     "transformers",
 )
 """Loggers whose warnings are for people who train."""
+_REPORTS_AGAIN = "torch._subclasses.fake_tensor"
+"""Logs a traceback of every operator that fails; whoever catches the error tells of it."""
 
 
 _TRANSFORMERS = "transformers.utils.import_utils"
@@ -80,6 +82,9 @@ def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> It
             logger = logging.getLogger(name)
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
+        logger = logging.getLogger(_REPORTS_AGAIN)
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.CRITICAL)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=allow_real))
         _active.append(mode)
         stack.callback(_active.pop)

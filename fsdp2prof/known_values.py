@@ -26,8 +26,8 @@ __all__ = ["KnownValues", "TensorsAsNumbers", "value_of"]
 
 _MOST_ELEMENTS = 1 << 26
 """Of a value that is followed: larger ones (a mask of all pairs of a long sequence) are left unknown."""
-_MOST_REALS = 1 << 20
-"""The same for numbers that are not whole: weights of an interpolation are followed, activations are not."""
+_MOST_REALS = 1 << 24
+"""The same for numbers that are not whole, as an image's; what weights make of them is not followed."""
 _VALUE = "_fsdp2prof_value"
 _NO_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 _BY_MASK = frozenset({torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor})

@@ -9,17 +9,17 @@ run once on fake tensors, which compute nothing but shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.fake_copy import copy_without, materialize_fake
-from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.fake_tensors import fake_tensors
 
@@ -62,6 +62,8 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
     with fake_tensors(follow_values=policy.images > 0):
         materialize_fake(module)
         batch = model.make_batch(policy.sequences, policy.seq_len, torch.device("cpu"))
+        if model.experts:  # their grouped products take the compute dtype alone
+            batch = _cast(module, batch, getattr(torch, policy.compute_dtype))
         try:
             loss = model.loss(module, batch, "full")
             if policy.images:
@@ -76,3 +78,16 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
             has_backward={group: group in reached for group in leads_back},
             without_gradient=frozenset(name for name, parameter in trained if parameter.grad is None),
         )
+
+
+def _cast(module: nn.Module, batch: Batch, dtype: torch.dtype) -> Batch:
+    """Parameters, in place, and inputs in the compute dtype, as FSDP casts them; buffers stay as they are."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    args, named = tree_map_only(Tensor, cast, (batch.args, dict(batch.named)))
+    return replace(batch, args=args, named=named)

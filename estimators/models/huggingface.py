@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -241,7 +241,7 @@ def _per_layer(text: Any, layers: int) -> dict[str, list[Any]]:
 
 def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Blocks of the text model, and those of everything beside it."""
-    found = no_split_blocks(module) or repeated_blocks(module)
+    found = _without_shared(module, no_split_blocks(module) or repeated_blocks(module))
     families: dict[str, list[str]] = {}
     for fqn in found:
         families.setdefault(fqn.rstrip("0123456789"), []).append(fqn)
@@ -250,6 +250,19 @@ def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], 
         return tuple(found), ()
     blocks = max(of_text, key=lambda family: sum(_size(module.get_submodule(fqn)) for fqn in family))
     return tuple(blocks), tuple(fqn for fqn in found if fqn not in blocks)
+
+
+def _without_shared(module: nn.Module, found: Iterable[str]) -> tuple[str, ...]:
+    """Leave out what shares a parameter with the rest (embeddings with a tied head): the root has it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    shared = [own for own in names.values() if len(own) > 1]
+    return tuple(
+        fqn
+        for fqn in found
+        if not any(0 < sum(name.startswith(f"{fqn}.") for name in own) < len(own) for own in shared)
+    )
 
 
 def _size(module: nn.Module) -> int:

@@ -242,7 +242,8 @@ def _tile(name: str, vision: Any, size: ImageSize | None, *, in_rows: bool) -> _
     def arguments(sequences: int, images: int, device: torch.device) -> dict[str, Tensor]:
         count = (sequences, images) if in_rows else (sequences * images,)
         channels = int(getattr(vision, "num_channels", 3))
-        return {"pixel_values": torch.rand(*count, channels, height, width, device=device)}
+        # Images without a pixel that is 0: Idefics leaves out those that are padding.
+        return {"pixel_values": torch.ones(*count, channels, height, width, device=device)}
 
     return _Image(width=width, height=height, arguments=arguments)
 
@@ -274,8 +275,18 @@ def _run_tower(model: Model, image: _Image) -> _Seen:
             ) from error
     features = [leaf for leaf in tree_leaves(_features(found)) if isinstance(leaf, Tensor)]
     tokens = sum(leaf.numel() // leaf.shape[-1] for leaf in features)
-    idle = tuple(fqn for fqn in model.idle if fqn not in reached)
+    idle = tuple(fqn for fqn in model.idle if fqn not in reached and not _is_called(module, fqn))
     return _seen.setdefault(key, _Seen(tokens=tokens, idle=idle))
+
+
+def _is_called(module: nn.Module, fqn: str) -> bool:
+    """Whether a module's owner runs it in its own forward (Llama 4's projector), by its source."""
+    owner, _, name = fqn.rpartition(".")
+    try:
+        source = inspect.getsource(type(module.get_submodule(owner)).forward)
+    except (OSError, TypeError):  # made without a file
+        return False
+    return f"self.{name}(" in source
 
 
 def _features(found: Any) -> Any:

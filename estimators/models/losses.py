@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +43,7 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     """What the compiled cross-entropy holds: logits as they are, one fp32 number a token, the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
         """Stand for the kernels: read ``logits`` (N, V), write the logarithm of their sum.
 
         Ranks that have a part of the vocabulary each reduce the largest logit, the sum and the target's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from fsdp2prof import units
@@ -346,6 +346,10 @@ class PolicySpec:
     def to_mapping(self) -> dict[str, Any]:
         """The plain values :meth:`from_mapping` builds an equal policy from."""
         return plain(self)
+
+    def without_checkpointing(self) -> PolicySpec:
+        """The same policy, in which nothing is recomputed."""
+        return replace(self, ac="none", attention_is_saved=None, ac_saves=None, ac_recomputes=None)
 
     @property
     def optimizer_kind(self) -> OptimizerKind | EightBitOptimizer | OptimizerFactory | None:

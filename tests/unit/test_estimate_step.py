@@ -37,6 +37,10 @@ POLICIES = {
     "checkpointing": (MeshSpec(dp_shard=4), replace(POLICY, ac="full")),
     "prefetch": (MeshSpec(dp_shard=4), replace(POLICY, forward_prefetch=2, backward_prefetch=2)),
     "tp": (MeshSpec(dp_shard=4, tp=2), POLICY),
+    "float8": (
+        MeshSpec(dp_shard=8),
+        replace(POLICY, float8="tensorwise", fp8_all_gather=True, ac="full", grad_accum=2),
+    ),
 }
 
 
