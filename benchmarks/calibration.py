@@ -9,6 +9,9 @@ same round, and the median of the rounds counts. How far the repeated recording 
 is the noise of the machine: no prediction can be expected to be closer. Configurations of more ranks than
 there are cores are left out: their ranks would take turns.
 
+A step also waits whenever other programs have the processors. So ranks note how long their own threads ran,
+and the table has the error with that part of a recording taken out, too: of "busy time".
+
 The C library is told to keep memory that was freed: on a virtual machine touching new pages costs more than
 all else that these steps do, and differs from minute to minute.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -35,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 VOCABULARY, DIM, HEADS, LENGTH = 1024, 512, 8, 128
+STEPS, WARM_UP, ACTIVE = 16, 3, 10
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,17 @@ def train(arguments: argparse.Namespace) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy, **options)
     fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
-    for _ in range(16):
+    times: list[tuple[int, int]] = []
+    for _ in range(STEPS):
+        began = time.perf_counter_ns(), time.process_time_ns()
         tokens = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
         logits = module(tokens[:, :-1])
         F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
+        times.append((time.perf_counter_ns() - began[0], time.process_time_ns() - began[1]))
+    if arguments.times is not None:
+        Path(f"{arguments.times}.{dist.get_rank()}").write_text(json.dumps(times))
     dist.destroy_process_group()
     time.sleep(0.2)
 
@@ -107,9 +117,20 @@ def record(configuration: Configuration, folder: Path) -> Path:
     if run.exists():
         return run
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command = [sys.executable, "-m", "fsdp2prof", "record", "-o", str(run), "--no-memory", "--wait", "3"]
-    command += ["--active", "10", "--", *launcher, str(configuration.ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp2prof",
+        "record",
+        "-o",
+        str(run),
+        "--no-memory",
+        "--wait",
+        str(WARM_UP),
+    ]
+    command += ["--active", str(ACTIVE), "--", *launcher, str(configuration.ranks)]
     command += ["-m", "benchmarks.calibration", "--train", *configuration.arguments]
+    command += ["--times", f"{run}.times"]
     environment = {**os.environ, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stderr=subprocess.DEVNULL)
     return run
@@ -137,40 +158,71 @@ def predicted_ns(configuration: Configuration, calibrating: Path) -> int:
     return estimate_step(describe(given=given, policy=policy), None, calibrate=calibrating).step_ns
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """One recording."""
+
+    run: Path
+    step_ns: float
+    """Mean of the traced steps."""
+    stretch: float
+    """The same steps' time over what their ranks' processors were busy."""
+
+    @classmethod
+    def of(cls, run: Path) -> Recorded:
+        """Read it."""
+        from fsdp2prof.workflows.analyze import analyze_trace
+        from fsdp2prof.workflows.job_files import open_job
+
+        steps = [
+            step
+            for file in sorted(run.parent.glob(f"{run.name}.times.*"))
+            for step in json.loads(file.read_text())[WARM_UP + 1 : WARM_UP + 1 + ACTIVE]
+        ]
+        stretch = sum(wall for wall, _ in steps) / sum(busy for _, busy in steps)
+        return cls(run, analyze_trace(open_job(run)).totals.step_ns or 0.0, stretch)
+
+    @property
+    def busy_ns(self) -> float:
+        """A step's time with the processors never taken by others."""
+        return self.step_ns / self.stretch
+
+
 def compare(folder: Path, rounds: int) -> None:
     """Record every configuration and print every prediction beside its recording."""
-    from fsdp2prof.workflows.analyze import analyze_trace
-    from fsdp2prof.workflows.job_files import open_job
-
     fitting = [one for one in CONFIGURATIONS if one.ranks <= (os.cpu_count() or 1)]
-    steps: list[dict[Configuration, float]] = []
-    runs: list[dict[Configuration, Path]] = []
+    recorded: list[dict[Configuration, Recorded]] = []
     for number in range(rounds):
         place = folder / f"round-{number + 1}"
-        runs.append({one: record(one, place) for one in fitting})
-        steps.append(
-            {one: analyze_trace(open_job(run)).totals.step_ns or 0.0 for one, run in runs[-1].items()}
-        )
-    noise = [abs(one[CONFIGURATIONS[1]] / one[CONFIGURATIONS[0]] - 1) for one in steps]
-    errors: dict[str, list[float]] = {}
-    print("| calibrated on | predicted | recorded ms | predicted ms | error |\n|---|---|--:|--:|--:|")
+        recorded.append({one: Recorded.of(record(one, place)) for one in fitting})
+    first, again = CONFIGURATIONS[:2]
+    errors: list[tuple[float, float]] = []
+    print("| calibrated on | predicted | recorded ms | predicted ms | error | error of busy time |")
+    print("|---|---|--:|--:|--:|--:|")
     for source in fitting:
         for target in fitting:
-            if target is source or CONFIGURATIONS[0] not in (source, target):
+            if target is source or first not in (source, target):
                 continue
-            recorded = [one[target] for one in steps]
-            predicted = [predicted_ns(target, one[source]) for one in runs]
-            each = [made / real - 1 for made, real in zip(predicted, recorded, strict=True)]
-            error = median(each)
-            errors.setdefault(source.name, []).append(abs(error))
-            times = f"{median(recorded) / 1e6:.1f} | {median(predicted) / 1e6:.1f} | {error:+.1%}"
-            print(f"| {source.name} | {target.name} | {times} |", flush=True)
-    every = [error for some in errors.values() for error in some]
-    print(f"\n{len(every)} pairs, medians of {rounds} rounds: median error {median(every):.1%}, ", end="")
-    print(f"largest {max(every):.1%}")
-    for name, some in errors.items():
-        print(f"from {name}: median {median(some):.1%}")
-    print(f"the same configuration recorded twice: {median(noise):.1%} apart, at most {max(noise):.1%}")
+            real = [one[target] for one in recorded]
+            made = [predicted_ns(target, one[source].run) for one in recorded]
+            error = median(p / r.step_ns - 1 for p, r in zip(made, real, strict=True))
+            sources = [one[source] for one in recorded]
+            busy = median(p / s.stretch / r.busy_ns - 1 for p, s, r in zip(made, sources, real, strict=True))
+            errors.append((abs(error), abs(busy)))
+            times = f"{median(r.step_ns for r in real) / 1e6:.1f} | {median(made) / 1e6:.1f}"
+            print(f"| {source.name} | {target.name} | {times} | {error:+.1%} | {busy:+.1%} |", flush=True)
+    noise = [abs(one[again].step_ns / one[first].step_ns - 1) for one in recorded]
+    busy_noise = [abs(one[again].busy_ns / one[first].busy_ns - 1) for one in recorded]
+    stretches = [one.stretch for each in recorded for one in each.values()]
+    print(
+        f"\n{len(errors)} pairs, medians of {rounds} rounds; a recording's time is {min(stretches):.1f} to ",
+        end="",
+    )
+    print(f"{max(stretches):.1f} times what its processors were busy")
+    for name, index, apart in (("time", 0, noise), ("busy time", 1, busy_noise)):
+        sizes = [one[index] for one in errors]
+        print(f"{name}: median error {median(sizes):.1%}, largest {max(sizes):.1%}; ", end="")
+        print(f"the same configuration recorded twice is {median(apart):.1%} apart, at most {max(apart):.1%}")
 
 
 def main() -> None:
@@ -182,6 +234,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--reshard", default="default")
+    parser.add_argument("--times")
     arguments = parser.parse_args()
     if arguments.train:
         train(arguments)

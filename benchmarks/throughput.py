@@ -3,7 +3,9 @@
     python benchmarks/throughput.py PUBLISHED.csv [ID ...]
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_THROUGHPUT) has a row a run: id, model, gpus, gpu,
-interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source.
+interconnect, mesh, batch_per_gpu, seq_len, ac, reshard, compile, float8, tokens_per_s_per_gpu, source; where
+a source says more, also stack (else the source's own) and options, as ``grad_accum=4 attention=cudnn``.
+``benchmarks/data/throughput_found_later.csv`` is such a table, of runs found when the constants stood.
 *Cold* uses data sheets and published measurements of the parts alone, and one stack of software a source;
 whether the published speed lies in the printed range is said too. *Calibrated* multiplies every prediction by
 the one factor that makes the first row of the same accelerator and source exact; that row is left out of its
@@ -34,6 +36,8 @@ PARTS = {
     "H100-SXM-96": "h100-sxm-96gb",
     "H100-96": "h100-sxm-96gb",
     "H100-SXM": "h100-sxm",
+    "H200": "h200",
+    "GB200": "gb200",
     "A100-SXM-80": "a100-80gb",
     "A100-40": "a100-40gb",
     "MI300X": "mi300x",
@@ -55,11 +59,22 @@ STACKS = {
 }
 """The software of each source, by the beginning of its name, the first that fits."""
 
+FOUR_A_NODE = ("Perlmutter", "Kempner", "GB200")
+"""Words of a row's accelerator that say that its nodes have four."""
+
 CUDNN_FIRST = ("b200", "b200-750w")
 """Parts on which torchtitan runs cuDNN's attention since May 2025 (pytorch/torchtitan#1196)."""
 
-NETWORKS = {"EFA": "400gb-efa", "RDMA": "400gb-roce", "Slingshot": "200gb-slingshot"}
+NETWORKS = {
+    "InfiniBand": "400gb-ib",
+    "EFA": "400gb-efa",
+    "RDMA": "400gb-roce",
+    "Slingshot": "200gb-slingshot",
+}
 """A word of the row's interconnect -> the network's name here."""
+
+OWN_OPTIONS = "-"
+"""Stack of a row whose options say all."""
 
 UNSAID = {"?", ""}
 
@@ -97,14 +112,16 @@ def read(row: dict[str, str]) -> Row:
     network = next((name for word, name in NETWORKS.items() if word in row["interconnect"]), None)
     cluster = Cluster(
         hardware=HardwareSpec.parse(part),
-        gpus_per_node=4 if "Perlmutter" in row["gpu"] else 8,
+        gpus_per_node=next((4 for name in FOUR_A_NODE if name in row["gpu"]), 8),
         network=NetworkSpec.parse(network) if network else None,
     )
     float8 = row["float8"].partition("+")[0]
     compiled = row["compile"] == "yes"
     batch = int(row["batch_per_gpu"])
     reshard = row["reshard"].partition("(")[0]
-    stack = next(name for start, name in STACKS.items() if row["source"].startswith(start))
+    stack = row.get("stack") or next(
+        name for start, name in STACKS.items() if row["source"].startswith(start)
+    )
     policy = {
         "batch_size": 1 if mesh.pp > 1 else batch,
         "grad_accum": batch if mesh.pp > 1 else 1,
@@ -119,6 +136,7 @@ def read(row: dict[str, str]) -> Row:
     }
     if part in CUDNN_FIRST:
         policy["attention"] = "cudnn"
+    policy |= _options(row.get("options") or "")
     nodes = "nodes" if int(row["gpus"]) > cluster.gpus_per_node else None
     kind = "tp" if mesh.tp > 1 else "float8" if float8 != "no" else "compiled" if compiled else "eager"
     return Row(
@@ -126,11 +144,26 @@ def read(row: dict[str, str]) -> Row:
         kind=f"{kind}, several {nodes}" if nodes else kind,
         family=(row["gpu"], row["source"].partition(" ")[0].partition("(")[0]),
         published=float(row["tokens_per_s_per_gpu"]),
-        model=ModelSpec(source=row["model"]),
+        model=ModelSpec(source=_model(row["model"])),
         mesh=mesh,
-        policy=PolicySpec.from_mapping(with_stack(stack, policy)),
+        policy=PolicySpec.from_mapping(policy if stack == OWN_OPTIONS else with_stack(stack, policy)),
         cluster=cluster,
     )
+
+
+def _model(name: str) -> str:
+    """A configuration beside the table, else a name."""
+    return str(Path(__file__).with_name("data") / name) if name.endswith(".json") else name
+
+
+def _options(text: str) -> dict[str, str | int | bool]:
+    """``name=value`` of a policy, between spaces: numbers, yes and no, words."""
+    made: dict[str, str | int | bool] = {}
+    for option in text.split():
+        name, _, value = option.partition("=")
+        known: dict[str, str | int | bool] = {"yes": True, "no": False}
+        made[name] = int(value) if value.isdecimal() else known.get(value, value)
+    return made
 
 
 def main(given: Sequence[str]) -> None:

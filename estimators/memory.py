@@ -55,17 +55,28 @@ class MemoryPrediction:
 
 
 def estimate_memory(
-    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, hardware: HardwareSpec | None = None
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    *,
+    hardware: HardwareSpec | None = None,
+    executed: Execution | None = None,
 ) -> MemoryEstimate:
     """Predict the memory of rank 0; ``hardware`` is the device that it has to fit on.
 
-    Raises ``ModelError`` for a model, mesh or policy that cannot be built or is not modelled.
+    ``executed``: an execution of just this, where there is one. Raises ``ModelError`` for a model, mesh or
+    policy that cannot be built or is not modelled.
     """
-    return predict_memory(model, mesh, policy, hardware=hardware).estimate
+    return predict_memory(model, mesh, policy, hardware=hardware, executed=executed).estimate
 
 
 def predict_memory(
-    model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, hardware: HardwareSpec | None = None
+    model: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    *,
+    hardware: HardwareSpec | None = None,
+    executed: Execution | None = None,
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations."""
     check_modelled(mesh, policy)
@@ -74,7 +85,10 @@ def predict_memory(
     part = part_of(built, mesh, policy)
     groups = parameter_groups(part, mesh, policy)  # refuses what fully_shard would
     local = replace(policy, seq_len=policy.seq_len // mesh.cp)
-    execution, how, why_guessed = _executed(model, mesh, _with_fewer_micro_batches(mesh, local))
+    if executed is None:
+        execution, how, why_guessed = _executed(model, mesh, _with_fewer_micro_batches(mesh, local))
+    else:
+        execution, how, why_guessed = executed, f"all {len(executed.blocks)} blocks executed", None
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
     if why_guessed is not None:
         on_device = with_fused_blocks(on_device, execution.blocks)

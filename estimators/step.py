@@ -154,6 +154,8 @@ class StepFigures:
     exposed_ns: int
     """Communication that nothing hides."""
     bubble_ns: int
+    idle_ns: int
+    """Nothing runs, mostly for a host that issues too slowly; the bubble is not in it."""
     model_flops: int
     extended_from: int | None = None
     """Micro-batches that were simulated, where there are more and each takes as long as the last."""
@@ -184,6 +186,7 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
         step_ns=more.step_ns + times * (more.step_ns - more.bubble_ns - fewer.step_ns + fewer.bubble_ns),
         exposed_ns=more.exposed_ns + times * (more.exposed_ns - fewer.exposed_ns),
         bubble_ns=more.bubble_ns,
+        idle_ns=more.idle_ns + times * (more.idle_ns - fewer.idle_ns),
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
         extended_from=_SIMULATED,
     )
@@ -206,6 +209,7 @@ def _figures(
         + parts.exposed_all_reduce
         + parts.exposed_other_comm,
         bubble_ns=bubble,
+        idle_ns=parts.idle,
         model_flops=program.model_flops,
     )
 

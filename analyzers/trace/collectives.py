@@ -20,6 +20,7 @@ from fsdp2prof.analyzers.trace.collective_names import (
     wire_bytes,
 )
 from fsdp2prof.analyzers.trace.gloo import gloo_ranges, match_issuers
+from fsdp2prof.analyzers.trace.rehearsed import issues_collective, rehearsed_issuers
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import (
     BoolArray,
@@ -141,7 +142,7 @@ def collect(
         seq=facts.number("seq"),
         comms_id=facts.number("comms_id"),
     )
-    issuers = trace.events.name.matches(_issues_collective)
+    issuers = trace.events.name.matches(issues_collective)
     issued = intervals.distinct(sources.operator[sources.operator >= 0])
     return Collectives(
         table=table,
@@ -216,37 +217,24 @@ def _gloo_sources(trace: Trace) -> _Sources:
 
 
 def _rehearsed_sources(trace: Trace) -> _Sources:
-    """The issuing operators themselves, the outermost of those in each other: no transfer followed them."""
     events = trace.events
-    issuers = np.flatnonzero(events.name.matches(_issues_collective))
-    issuers = issuers[np.lexsort((-events.end_ns[issuers], events.start_ns[issuers], events.thread[issuers]))]
-    outermost = []
-    thread, reach = -1, 0
-    for row in issuers.tolist():
-        if events.thread[row] != thread or events.start_ns[row] >= reach:
-            thread, reach = events.thread[row], events.end_ns[row]
-            outermost.append(row)
-    issuers = np.array(outermost, dtype=np.int64)
+    issuers, around = rehearsed_issuers(trace)
     none = np.full(len(issuers), -1, dtype=np.int64)
     return _Sources(
-        start=trace.events.start_ns[issuers],
-        end=trace.events.end_ns[issuers],
+        start=events.start_ns[issuers],
+        end=events.end_ns[issuers],
         stream=none,
         named=issuers,
         params=none,
         operator=issuers,
-        range=none,
-        issue_ns=trace.events.start_ns[issuers],
-        issue_end_ns=trace.events.end_ns[issuers],
-        thread=trace.events.thread[issuers].astype(np.int64),
+        range=around,
+        issue_ns=events.start_ns[issuers],
+        issue_end_ns=events.end_ns[issuers],
+        thread=events.thread[issuers].astype(np.int64),
         in_graph=np.zeros(len(issuers), dtype=np.bool_),
         activity=none[:0],
         owner=none[:0],
     )
-
-
-def _issues_collective(name: str) -> bool:
-    return name.startswith("c10d::") and op_of(name) is not None
 
 
 def _in_order(sources: _Sources) -> _Sources:

@@ -8,14 +8,14 @@ from contextvars import ContextVar
 
 __all__ = ["launched", "told_of_launches"]
 
-_Listener = Callable[[int, str], None]
+_Listener = Callable[[int, str, bool], None]
 
 _LISTENER: ContextVar[_Listener | None] = ContextVar("launches", default=None)
 
 
 @contextmanager
 def told_of_launches(listener: _Listener) -> Iterator[None]:
-    """Call ``listener`` with bytes read and written, and the element type, of each fused kernel."""
+    """Call ``listener`` for each fused kernel: bytes moved, element type, whether it only reorders."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -23,8 +23,8 @@ def told_of_launches(listener: _Listener) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def launched(nbytes: int, dtype: str) -> None:
+def launched(nbytes: int, dtype: str, moves: bool) -> None:
     """Say that a fused kernel is launched now."""
     listener = _LISTENER.get()
     if listener is not None:
-        listener(nbytes, dtype)
+        listener(nbytes, dtype, moves)

@@ -17,6 +17,7 @@ __all__ = ["Program"]
 
 _RNG_STATE_BYTES = 16
 """Of a CUDA generator: seed and offset."""
+_MOVES = frozenset({torch.ops.aten.cat.default, torch.ops.aten.clone.default})
 
 
 class Program:
@@ -57,7 +58,7 @@ class Program:
                 for node in kernel.writes:
                     place = held[in_place[node]] if node in in_place else None
                     held[node] = _made(node, place)
-                launched(*_moved(kernel))
+                launched(*_moved(kernel), _only_moves(kernel))
             for node in dead:
                 held.pop(node, None)
         return map_arg(self._output.args[0], lambda node: _value(node, held))
@@ -70,6 +71,15 @@ def _moved(kernel: Kernel) -> tuple[int, str]:
     value = None if largest is None else value_of(largest)
     dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "float32"
     return sum(map(nbytes, tensors)), dtype
+
+
+def _only_moves(kernel: Kernel) -> bool:
+    """Whether a fused kernel only reorders one tensor's elements, as behind a gather of a sequence."""
+    if len(kernel.nodes) != 1 or len(kernel.reads) != 1 or kernel.nodes[0].target not in _MOVES:
+        return False
+    (source,), (made,) = (list(map(value_of, some)) for some in (kernel.reads, kernel.nodes))
+    tensors = isinstance(source, Tensor) and isinstance(made, Tensor)
+    return tensors and (source.dtype, source.numel()) == (made.dtype, made.numel())
 
 
 def _deaths(kernels: list[Kernel], nodes: list[Node], output: Node) -> list[list[Node]]:

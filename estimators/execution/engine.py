@@ -7,8 +7,8 @@ by the recorder's own :class:`~fsdp2prof.storage_tracker.StorageTracker`, so wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,12 +78,19 @@ class Execution:
 
 
 def execute(
-    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, steps: int = 2, graphs: Graphs | None = None
+    spec: ModelSpec,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    *,
+    steps: int = 2,
+    graphs: Graphs | None = None,
+    watched: Callable[[DeviceMesh], AbstractContextManager[object]] | None = None,
 ) -> Execution:
     """Build, shard and train the model for ``steps`` steps as rank 0 of ``mesh``.
 
-    With ``graphs`` the blocks run as ``torch.compile`` of each would. Raises ``ModelError`` for a model,
-    mesh or policy that cannot be run, and ``CannotCompile``, one of these, for a block that cannot be traced.
+    With ``graphs`` the blocks run as ``torch.compile`` of each would. The last step runs inside of what
+    ``watched`` returns. Raises ``ModelError`` for a model, mesh or policy that cannot be run, and
+    ``CannotCompile``, one of these, for a block that cannot be traced.
     """
     if policy.keep_logits is not None and mesh.pp > 1:
         raise ModelError("keep_logits: a pipeline's last stage holds its outputs as torch's schedule does")
@@ -120,10 +127,11 @@ def execute(
             )
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                with naming_the_culprit(spec):
-                    loop.forward_backward()
-                with provenance.following(loop.optimizer):
-                    loop.update()
+                with watched(device_mesh) if watched is not None and step == steps else nullcontext():
+                    with naming_the_culprit(spec):
+                        loop.forward_backward()
+                    with provenance.following(loop.optimizer):
+                        loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, policy.roots))
             for other in others:
                 _reshard(other.model.module)

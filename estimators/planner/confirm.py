@@ -107,5 +107,6 @@ def confirmed(candidate: Candidate, fast: Score, memory: EngineMemory, step: Ste
         step_ns=step.step_ns,
         exposed_ns=step.exposed_ns,
         bubble_ns=step.bubble_ns,
+        host_ns=step.idle_ns,
         confirmed=True,
     )

@@ -28,6 +28,7 @@ from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
 from fsdp2prof.estimators.timeline.deepen import CannotCutError, Part, parts_of
+from fsdp2prof.estimators.timeline.program import execute_and_capture
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results import MemoryEstimate
 
@@ -147,13 +148,14 @@ def measure(probe: Probe) -> BlockProfile:
     spec = probe.model.with_layers(shallow)
     mesh = MeshSpec(dp_shard=_SHARDS * probe.ep, tp=probe.tp, ep=probe.ep)
     built = build_model(spec, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    at_once = execute_and_capture(spec, mesh, policy, built)
+    execution, program = at_once or (None, program_of(spec, mesh, policy))
     sharded = _Sharded(built, mesh, policy)
-    program = program_of(spec, mesh, policy)
     try:
         parts = parts_of(program, built.blocks[0].removesuffix("0"), shallow)
     except CannotCutError:
         raise ModelError(f"plan: the blocks of {built.name} do not run one after the other") from None
-    memory = estimate_memory(spec, mesh, policy)
+    memory = estimate_memory(spec, mesh, policy, executed=execution)
     found = []
     for block, count in sorted(kinds.items()):
         own = [part for part in parts if part.block == block]

@@ -6,10 +6,13 @@ from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.units import format_bytes, format_frac
 
-__all__ = ["why_it_lost"]
+__all__ = ["time_parts", "why_it_lost"]
 
 _ALIKE = 0.005
 """Steps that differ by less are called equally fast."""
+_LEAST_TENTHS = 2
+"""Tenths of a percent of a step that are worth a name."""
+_MOST_NAMED = 4
 
 
 def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str:
@@ -30,41 +33,63 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str
     if slower < -_ALIKE:
         return f"{format_frac(-slower)} less time by the search, which the engine did not confirm"
     if slower <= _ALIKE:
-        if one.total_bytes > winner.total_bytes:
-            return f"as fast, with {format_bytes(one.total_bytes - winner.total_bytes)} more"
-        return "as fast"
+        more = one.total_bytes - winner.total_bytes
+        return f"as fast within {_ALIKE:.1%}, with {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
     return f"{format_frac(slower)} slower: {_spent(one, winner, request)}"
 
 
 def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:
-    """Name what adds most time over the winner."""
-    parts = _parts(one)
-    theirs = _parts(winner)
-    worst = max(parts, key=lambda name: parts[name] - theirs[name])
-    mine, other = parts[worst] / one.fast.step_ns, theirs[worst] / winner.fast.step_ns
-    node = request.cluster.gpus_per_node
-    mesh = one.candidate.mesh
-    where = "on the network" if mesh.fsdp_size * mesh.tp * mesh.dp_replicate > node else "in the node"
-    inside = "in the node" if max(mesh.tp, mesh.ep) <= node else "on the network"
+    """Name what takes more time than in the winner and what takes less, in parts of the winner's step.
+
+    What is named adds up to the difference, to a tenth of a percent.
+    """
+    mine, theirs = time_parts(one), time_parts(winner)
+    tenths = {name: round(1000 * (mine[name] - theirs[name]) / winner.step_ns) for name in mine}
+    least = max(_LEAST_TENTHS, max(map(abs, tenths.values())) // 10)
+    named = sorted(
+        (name for name in tenths if abs(tenths[name]) >= least), key=lambda name: -abs(tenths[name])
+    )
+    named = named[:_MOST_NAMED]
+    rest = round(1000 * (one.step_ns / winner.step_ns - 1)) - sum(tenths[name] for name in named)
+    told = [(tenths[name], _called(name, one if tenths[name] > 0 else winner, request)) for name in named]
+    if rest:
+        told.append((rest, "the rest" if named else "a little of everything"))
+    told.sort(key=lambda part: part[0] < 0)  # what it loses, then what it gains
+    return ", ".join(f"{size / 10:+.1f}% {name}" for size, name in told)
+
+
+def _called(part: str, one: Scored, request: PlanRequest) -> str:
+    """Name a part of a step of a configuration that has it."""
+    node, mesh = request.cluster.gpus_per_node, one.candidate.mesh
+    outside = mesh.fsdp_size * mesh.tp * mesh.dp_replicate > node
     kinds = [word for word, size in (("tensor", mesh.tp), ("expert", mesh.ep)) if size > 1]
-    text = {
-        "exposed_fsdp": f"{format_frac(mine)} exposed {where}",
-        "exposed_parallel": f"{format_frac(mine)} exposed {' and '.join(kinds)} parallelism {inside}",
-        "bubble": f"{format_frac(mine)} pipeline bubble",
-        "recompute": f"{format_frac(mine)} recomputes activations",
-        "host": f"{format_frac(mine)} waits for the host",
-        "compute": f"its kernels take {format_frac(parts['compute'] / max(1, theirs['compute']) - 1)} longer",
-    }[worst]
-    return text if worst == "compute" else f"{text} (winner {format_frac(other)})"
-
-
-def _parts(one: Scored) -> dict[str, int]:
-    fast = one.fast
+    parallel = " and ".join(kinds) + " parallelism"
     return {
-        "exposed_fsdp": fast.exposed_fsdp_ns,
-        "exposed_parallel": fast.exposed_parallel_ns,
-        "bubble": fast.bubble_ns,
-        "recompute": fast.recompute_ns,
-        "host": fast.host_ns,
-        "compute": fast.compute_ns - fast.recompute_ns,
+        "exposed": f"exposed communication {'on the network' if outside else 'in the node'}",
+        "exposed_parallel": f"exposed {parallel} "
+        + ("in the node" if max(mesh.tp, mesh.ep) <= node else "on the network"),
+        "bubble": "pipeline bubble",
+        "recompute": "recomputed activations",
+        "host": "waiting for the host",
+        "kernels": "kernels",
+    }[part]
+
+
+def time_parts(one: Scored) -> dict[str, float]:
+    """Return what a step's nanoseconds go to; they sum to the step.
+
+    What the engine does not tell apart is divided as the search has it: exposed communication, and how much
+    of the kernels' time is recomputation.
+    """
+    fast = one.fast
+    parallel = fast.exposed_parallel_ns / max(1, fast.exposed_ns)
+    busy = one.step_ns - one.exposed_ns - one.bubble_ns - one.host_ns
+    recompute = busy * fast.recompute_ns / max(1, fast.compute_ns)
+    return {
+        "exposed": one.exposed_ns * (1 - parallel),
+        "exposed_parallel": one.exposed_ns * parallel,
+        "bubble": one.bubble_ns,
+        "recompute": recompute,
+        "host": one.host_ns,
+        "kernels": busy - recompute,
     }

@@ -29,6 +29,8 @@ class Scored:
     step_ns: int
     exposed_ns: int
     bubble_ns: int
+    host_ns: int
+    """Waiting for a host that issues too slowly."""
     confirmed: bool = False
     depends_on: tuple[str, ...] = ()
     """What decides where between the two ends."""
@@ -80,6 +82,7 @@ class Correction:
             step_ns=round(fast.step_ns * step),
             exposed_ns=round(fast.exposed_ns * step),
             bubble_ns=round(fast.bubble_ns * step),
+            host_ns=round(fast.host_ns * step),
         )
 
     def _most_like(self, candidate: Candidate) -> Scored | None:

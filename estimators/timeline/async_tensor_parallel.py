@@ -46,7 +46,7 @@ def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
         if isinstance(command, Wait) and command.event in gathers:
             made += held
             held = [command]
-        elif not held or _does_nothing(command):
+        elif not held or _does_nothing(command) or _casts(command):
             made.append(command)
         elif _is_product(command):
             rest, last = _cut(command, ranks)
@@ -85,6 +85,11 @@ def _last_work(commands: list[Command], end: int) -> int:
 
 def _does_nothing(command: Command) -> bool:
     return isinstance(command, Kernel) and command.work is None
+
+
+def _casts(command: Command) -> bool:
+    """Whether a command casts for a float8 product; torchao's parallel layers cast before they gather."""
+    return isinstance(command, Kernel) and command.op == "float8_cast"
 
 
 def _rearranges(command: Command) -> bool:

@@ -144,10 +144,12 @@ class Capture:
         else:
             self.commands.append(Kernel(self.stream(), name, work_of(func, args, kwargs, result)))
 
-    def _fused(self, nbytes: int, dtype: str) -> None:
+    def _fused(self, nbytes: int, dtype: str, moves: bool) -> None:
         """A kernel that a compiled graph launches in place of operators."""
         self._follow_backward()
-        self.commands.append(Kernel(self.stream(), "fused", Work("pointwise", dtype, nbytes)))
+        self.commands.append(
+            Kernel(self.stream(), "fused", Work("copy" if moves else "pointwise", dtype, nbytes))
+        )
 
     def _collective(self, name: str, group: tuple[str, int], args: tuple[Any, ...], result: Any) -> None:
         made = collective_of(name, args, result)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2prof.estimators.compiler.graphs import Graphs
-from fsdp2prof.estimators.execution.engine import second_models, sharded_model
+from fsdp2prof.estimators.execution.engine import Execution, execute, second_models, sharded_model
 from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
@@ -23,11 +23,12 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.deepen import deepened
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.wrapping import fold_blocks
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 
-__all__ = ["capture_step", "capture_stitched"]
+__all__ = ["capture_step", "capture_stitched", "execute_and_capture"]
 
 
 def capture_stitched(
@@ -84,6 +85,33 @@ def capture_step(
                 loop.forward_backward()
                 loop.update()
         parameters = elements_of(model.module)
+    return _program(capture, parameters, policy)
+
+
+def execute_and_capture(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, full: Model
+) -> tuple[Execution, Program] | None:
+    """Return what a model holds and what it commands, from one execution instead of one for each.
+
+    ``full`` is the model as built. ``None`` where the two are not executed in full and as they are: deep
+    models, a compiled or a float8 one, stages of a pipeline. Raises ``ModelError`` as :func:`capture_step`.
+    """
+    check_parallelism(full, mesh, policy)
+    policy = fold_blocks(policy, full.blocks)
+    differs = policy.compile or policy.float8 is not None or policy.other_models or mesh.pp > 1
+    if differs or depths_to_execute(spec, mesh, policy, full) is not None:
+        return None
+    captures: list[Capture] = []
+
+    def capture(device_mesh: DeviceMesh) -> Capture:
+        captures.append(Capture(_mesh_dims(device_mesh, expert_mesh(mesh))))
+        return captures[0]
+
+    execution = execute(spec, mesh, policy, watched=capture)
+    return execution, _program(captures[0], full.parameters, policy)
+
+
+def _program(capture: Capture, parameters: int, policy: PolicySpec) -> Program:
     forward, alone = _forward_flops(capture.commands)
     return Program(
         commands=capture.commands,

@@ -52,6 +52,7 @@ _SHAPED_PREFIXES = (
     "c10d::",
     "_c10d_functional::",
     "gloo:",
+    "fake:",
     "aten::_scaled_dot_product_",
     "flash_attn::",
 )
@@ -74,18 +75,33 @@ _SHAPED_NAMES = frozenset(
     )
 )
 
-_OUTPUT_FIRST = frozenset({"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"})
+_OUTPUT_FIRST = frozenset(
+    {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_", "fake:all_gather"}
+)
 """Take (output, input, ...)."""
 _IN_PLACE = frozenset(
     f"{prefix}{op}"
     for prefix, ops in (
         ("c10d::", ("allreduce_", "broadcast_")),
+        ("_c10d_functional::", ("all_reduce", "all_reduce_", "broadcast", "broadcast_")),
         ("gloo:", ("all_reduce", "broadcast")),
+        ("fake:", ("all_reduce", "broadcast")),
     )
     for op in ops
 )
-"""Take the tensors they overwrite, as the ranges of a device's process group do."""
-_INPUT_ONLY = frozenset({"gloo:all_gather", "gloo:all_to_all", "gloo:reduce", "gloo:gather"})
+"""Take the tensors they overwrite, or one as large as their result, as the ranges of a device's process group
+do. ``fake`` is a rehearsal's backend."""
+_INPUT_ONLY = frozenset(
+    {
+        "gloo:all_gather",
+        "gloo:all_to_all",
+        "gloo:reduce",
+        "gloo:gather",
+        "_c10d_functional::all_gather_into_tensor",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_to_all_single",
+    }
+)
 """Name the input alone."""
 _NO_DTYPE = frozenset({"", "TensorList", "GenericList"})
 
@@ -244,7 +260,8 @@ def _sizes(name: str, dims: str, types: str) -> tuple[str | None, int, int] | No
     if not shapes or (shapes[0] == [] and dtypes[:1] == ["TensorList"]):
         return None
     first = _elements(shapes[0])
-    dtype = dtypes[0] if dtypes and isinstance(dtypes[0], str) and dtypes[0] not in _NO_DTYPE else None
+    tensors = dtypes[: 2 if name in _OUTPUT_FIRST else 1]
+    dtype = next((kind for kind in tensors if isinstance(kind, str) and kind not in _NO_DTYPE), None)
     if name in _OUTPUT_FIRST:
         return dtype, _elements(shapes[1]) if len(shapes) > 1 else -1, first
     return dtype, first, first if in_place else -1

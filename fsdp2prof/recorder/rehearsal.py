@@ -9,7 +9,7 @@ anything. With ``meta`` every tensor made after ``init_process_group`` is a fake
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -22,6 +22,9 @@ __all__ = ["install"]
 
 _FROM_OTHERS = {"broadcast_object_list": 1, "scatter_object_list": 2, "recv_object_list": 1}
 """What another rank would send is not to be had, nor how large it is; with the position of ``src``."""
+
+_NAMELESS = {"all_reduce": ("tensor",), "broadcast": ("tensor",), "all_gather": ("tensor_list", "tensor")}
+"""Collectives that a trace shows with lists of tensors, without their type: what they are given first."""
 
 
 def install(module: ModuleType) -> None:
@@ -42,6 +45,8 @@ def install(module: ModuleType) -> None:
         return
     _replace(module, "init_process_group", lambda original: _initializes(original, rehearsal))
     _replace(module, "new_group", _makes_fake)
+    for name, given in _NAMELESS.items():
+        _replace(module, name, partial(_named_in_the_trace, given))
     _replace(module, "monitored_barrier", lambda _: lambda *_, **__: None)
     for name, position in _FROM_OTHERS.items():
         _replace(module, name, partial(_refuses_others, module, rehearsal, position))
@@ -73,6 +78,25 @@ def _makes_fake(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(ranks, backend="fake", **kept)
 
     return new_group
+
+
+def _named_in_the_trace(given: Sequence[str], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Put a range around a collective that has its tensors as arguments, as a backend of its own would."""
+
+    def collective(*args: Any, **named: Any) -> Any:
+        import torch
+
+        tensors = [args[i] if i < len(args) else named.get(name) for i, name in enumerate(given)]
+        if not isinstance(tensors[-1], torch.Tensor):
+            return original(*args, **named)
+        enter: Any = torch.autograd._record_function_with_args_enter
+        handle = enter(f"fake:{original.__name__}", *tensors)
+        try:
+            return original(*args, **named)
+        finally:
+            torch.autograd._record_function_with_args_exit(handle)
+
+    return collective
 
 
 def _refuses_others(

@@ -81,9 +81,11 @@ class _Engine:
         """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
         results = [self._kept(*call) for call in calls]
         missing = [index for index, result in enumerate(results) if result is None]
-        for index, result in zip(missing, _in_processes([calls[index] for index in missing]), strict=True):
+        run = [calls[index] for index in missing]
+        if self.keeps:  # each at once, for whoever interrupts this plan and makes it again
+            run = [(_run_and_keep, call) for call in run]
+        for index, result in zip(missing, _in_processes(run), strict=True):
             results[index] = result
-            self._keep(*calls[index], result)
         return results
 
     def _kept(self, function: Callable[[Any], Any], item: Any) -> Any:
@@ -95,16 +97,20 @@ class _Engine:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def _keep(self, function: Callable[[Any], Any], item: Any, result: Any) -> None:
-        if not self.keeps or isinstance(result, ModelError) or function.__name__ not in _KINDS:
-            return
-        path = _file(function, item)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                temporary.write_bytes(msgspec.json.encode(result))
-        except OSError:
-            return
+
+def _run_and_keep(call: Call) -> Any:
+    function, item = call
+    result = run_one(call)
+    if isinstance(result, ModelError) or function.__name__ not in _KINDS:
+        return result
+    path = _file(function, item)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_bytes(msgspec.json.encode(result))
+    except OSError:
+        pass
+    return result
 
 
 def _in_processes(calls: list[Call]) -> list[Any]:

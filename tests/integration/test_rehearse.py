@@ -191,3 +191,21 @@ def test_the_training_keeps_its_output_and_exit_code(tmp_path):
     options = ("--world-size", "32", "--rank", "9", "--local-world-size", "8")
     done = start(tmp_path / "run", sys.executable, "-c", code, "--lr", "1", options=options)
     assert (done.returncode, done.stdout) == (7, "9 32 9 32 0 8 --lr 1\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meta", [False, True])
+def test_what_a_trace_shows_as_a_list_has_its_size_and_type(tmp_path, meta):
+    """Tensor parallelism's sums of 4 x 16 floats, and two doubles that the script adds up and shares."""
+    options = ("--meta",) if meta else ()
+    run = rehearse(tmp_path / "run", *python("tensor_parallel"), world_size=4, options=options)
+    rows = {(row.fqn, row.phase, row.op): row for row in analyze_trace(run).groups}
+
+    def made(fqn: str | None, phase: str, op: str) -> tuple[object, ...]:
+        row = rows[fqn, phase, op]
+        return row.dtype, row.count, row.payload_bytes
+
+    parallel = [("0", "forward"), ("1", "forward"), ("0", "backward"), ("1", "backward")]
+    assert {made(*place, "all_reduce") for place in parallel} == {("float32", 1, 4 * 16 * 4)}
+    assert made(None, "other", "all_reduce") == ("float64", 1, 2 * 8)
+    assert made(None, "other", "all_gather") == ("float64", 1, 4 * 2 * 8)

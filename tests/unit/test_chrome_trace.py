@@ -241,15 +241,17 @@ def test_element_counts_of_gloo_collectives_come_from_their_inputs(tmp_path: Pat
         shaped("gloo:all_reduce", 5, [[264]], ["float"], "user_annotation"),
         shaped("aten::mm", 6, [[4, 8], [8, 2]], ["float", "float"]),
         shaped("aten::add", 7, [[4], [4]], ["float", "float"]),
+        shaped("_c10d_functional::all_reduce", 8, [[4, 32], [], []], [half, "", ""]),
+        shaped("fake:all_gather", 9, [[[3], [3]], [3]], ["TensorList", "double"]),
     ]
     trace = read_trace(write(tmp_path / "t.json", events))
     args = trace.collective_args
-    assert args.event.tolist() == [0, 1, 2, 3, 4]
-    assert args.in_nelems.tolist() == [528, 264, 13, 528, 264]
-    assert args.out_nelems.tolist() == [1056, 132, 13, -1, 264]
-    assert args.dtype.to_list() == [half, "float", None, half, "float"]
-    assert args.collective.to_list() == [None] * 5
-    assert trace.shapes.event.tolist() == [0, 1, 2, 3, 4, 5]
+    assert args.event.tolist() == [0, 1, 2, 3, 4, 7, 8]
+    assert args.in_nelems.tolist() == [528, 264, 13, 528, 264, 128, 3]
+    assert args.out_nelems.tolist() == [1056, 132, 13, -1, 264, 128, 6]
+    assert args.dtype.to_list() == [half, "float", None, half, "float", half, "double"]
+    assert args.collective.to_list() == [None] * 7
+    assert trace.shapes.event.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
     assert trace.shapes.dims[5] == "[[4,8],[8,2]]"
     assert trace.shapes.types[5] == '["float","float"]'
 

@@ -17,7 +17,14 @@ from fsdp2prof.analyzers.trace.collective_names import (
     wire_bytes,
 )
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
-from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
+from fsdp2prof.manifest import (
+    MeshInfo,
+    ParameterInfo,
+    ParamGroupInfo,
+    ProcessGroupInfo,
+    RankManifest,
+    Rehearsal,
+)
 from fsdp2prof.tables import Strings
 
 AG: dict[str, Any] = {
@@ -486,3 +493,19 @@ def test_known_kernels_beside_communication_are_not_suspected() -> None:
     both = moe_trace(("void shiny::exchange<8>(int)", 310, 350), (copy, 360, 370))
     assert rank_tables(both.build()).warnings == []
     assert rank_tables(moe_trace().build()).warnings == []
+
+
+def test_a_rehearsed_list_of_tensors_is_named_by_what_is_around_it() -> None:
+    """Of operators in each other one counts; on tensors without data a functional operator stands alone."""
+    trace = labelled()
+    for start in (15, 16):
+        trace.host("c10d::allreduce_", start, 40 - start, in_nelems=128, out_nelems=128)
+    trace.host("_c10d_functional::all_reduce", 14, 30, in_nelems=128, out_nelems=128, dtype="float")
+    trace.host("c10d::allreduce_", 510, 515, in_nelems=2, out_nelems=2)
+    trace.host("fake:all_reduce", 505, 520, in_nelems=2, out_nelems=2, dtype="double")
+    for start, end in ((600, 640), (605, 630)):
+        trace.host("_c10d_functional::all_reduce", start, end, in_nelems=7, out_nelems=7, dtype="float")
+    manifest = RankManifest(rehearsal=Rehearsal(world_size=4, rank=0))
+    table = rank_tables(trace.build(), manifest).collectives.table
+    assert table.op.to_list() == ["all_reduce"] * 3
+    assert table.payload_bytes.tolist() == [128 * 4, 2 * 8, 7 * 4]

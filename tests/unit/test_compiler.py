@@ -178,7 +178,7 @@ def test_fused_kernels_move_each_tensor_once() -> None:
         compile_blocks(root, {"0": "none"}, {}, torch_rules())
         x = torch.empty(TOKENS, DIM, requires_grad=True)
         root(x)  # traces the graph
-        with told_of_launches(lambda nbytes, dtype: moved.append(nbytes)):
+        with told_of_launches(lambda nbytes, dtype, moves: moved.append(nbytes)):
             out = root(x)
             forward = len(moved)
             out.backward(torch.empty(TOKENS, DIM))

@@ -25,6 +25,7 @@ from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import measure
+from fsdp2prof.estimators.planner.reasons import time_parts, why_it_lost
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
 from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front, ranked
 from fsdp2prof.estimators.planner.space import candidates, meshes
@@ -359,3 +360,31 @@ def test_a_pipeline_may_win_without_being_fixed_and_comes_in_every_schedule() ->
     mesh = MeshSpec(pp=2, dp_shard=2)
     schedules = {str(one.policy.pp_schedule) for one in candidates(SMALL, model, mesh)}
     assert schedules == {"1f1b", "interleaved:2", "zb1p", "zb1p:2", "zbv"}
+
+
+def scored(planning: Planning, **parts: Any) -> Scored:
+    """The winner with other times, as the engine might have said."""
+    fast = replace(winner_of(planning).fast, compute_ns=100, recompute_ns=20, exposed_parallel_ns=0)
+    return replace(winner_of(planning), fast=fast, **parts)
+
+
+def test_reasons_add_up_to_the_difference(planning: Planning) -> None:
+    """Of 1000 ns: 150 more exposed, 50 less bubble; 10 % less busy time, a fifth of which is recomputed."""
+    winner = scored(planning, step_ns=1000, exposed_ns=0, bubble_ns=100, host_ns=0)
+    loser = scored(planning, step_ns=1010, exposed_ns=150, bubble_ns=50, host_ns=0)
+    other = replace(loser, candidate=replace(loser.candidate, mesh=MeshSpec(dp_shard=2)))
+    assert sum(time_parts(loser).values()) == pytest.approx(1010)
+    assert why_it_lost(other, winner, SMALL) == (
+        "1.0% slower: +15.0% exposed communication in the node, "
+        "-7.2% kernels, -5.0% pipeline bubble, -1.8% recomputed activations"
+    )
+
+
+def test_the_parts_of_every_reason_add_up(plan: Plan) -> None:
+    told = [family.why for family in (*plan.families, *plan.changes) if "slower:" in family.why]
+    assert told
+    for why in told:
+        whole, _, parts = why.partition("% slower: ")
+        assert sum(float(part.split("%")[0]) for part in parts.split(", ")) == pytest.approx(
+            float(whole), abs=0.06
+        )

@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 
+from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step
 from fsdp2prof.estimators.planner.ends import units_of_ends
@@ -22,6 +23,7 @@ from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.timeline.program import capture_step, execute_and_capture
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.parts import part_of
 
@@ -130,3 +132,15 @@ def test_the_search_is_near_the_engine_for_experts(mesh: str) -> None:
     check = Check(model=request.model, candidate=one, cluster=CLUSTER)
     assert fast.reserved_bytes == pytest.approx(check_memory(check).reserved_bytes, rel=0.15)
     assert fast.step_ns == pytest.approx(check_step(check).step_ns, rel=0.25)
+
+
+def test_one_execution_says_what_two_say() -> None:
+    spec = ModelSpec(source="llama3-8b", layers=2)
+    mesh, policy = MeshSpec(dp_shard=2, tp=2), PolicySpec(seq_len=64, ac="op")
+    model = build_model(spec, seq_len=64, orig_dtype="float32")
+    made = execute_and_capture(spec, mesh, policy, model)
+    assert made is not None
+    execution, program = made
+    assert program == capture_step(spec, mesh, policy)
+    assert estimate_memory(spec, mesh, policy, executed=execution) == estimate_memory(spec, mesh, policy)
+    assert execute_and_capture(spec, mesh, replace(policy, compile=True), model) is None

@@ -290,6 +290,12 @@ def test_a_gathers_last_chunk_waits_and_a_scatters_first_chunk_starts_it() -> No
     assert before == after
 
 
+def _products(program: Program) -> int:
+    return sum(
+        isinstance(c, Kernel) and c.work is not None and c.work.kind == "matmul" for c in program.commands
+    )
+
+
 def test_asynchronous_tensor_parallelism_hides_transfers_and_does_the_same_work() -> None:
     mesh = MeshSpec(dp_shard=1, tp=8)
     policy = PolicySpec(seq_len=4096, compile=True)
@@ -297,4 +303,8 @@ def test_asynchronous_tensor_parallelism_hides_transfers_and_does_the_same_work(
     after = with_async_tensor_parallel(program, mesh.tp)
     plain, hidden = (simulate_program(one, MODEL, mesh, policy, H100).estimate for one in (program, after))
     assert hidden.step_ns < plain.step_ns
+    collectives = [c for c in program.commands if isinstance(c, Collective) and c.mesh_dim == "tp"]
+    sent = [c for c in collectives if c.op in ("all_gather", "reduce_scatter")]
+    # two of each a block and pass; in backward not where gradients of several products add up first
+    assert _products(after) - _products(program) >= 0.6 * len(sent) > 0
     assert hidden.hfu == pytest.approx(plain.hfu * plain.step_ns / hidden.step_ns, rel=1e-6)  # type: ignore[operator]

@@ -20,6 +20,9 @@ from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, 
 
 __all__ = ["plan_document"]
 
+_OF_A_STEP = "times: percent of the winner's step"
+_WHY = f"Why they lost ({_OF_A_STEP})"
+
 
 def plan_document(plan: Plan) -> Document:
     """Lay out a plan."""
@@ -38,7 +41,7 @@ def plan_document(plan: Plan) -> Document:
                 lead="Best first; what does not fit last.",
                 blocks=[
                     _family_table(plan, plan.families, "families", "The best of each family", "family"),
-                    Sentences(title="Why they lost", lines=[_why(f) for f in _losers(plan)], style="list"),
+                    Sentences(title=_WHY, lines=[_why(f) for f in _losers(plan)], style="list"),
                 ],
             ),
             *([_changes(plan)] if plan.changes else []),
@@ -158,7 +161,7 @@ def _changes(plan: Plan) -> Section:
         anchor="changes",
         title="One thing changed",
         lead="The winner with one option or one mesh dimension of another size, the rest as good as it gets.",
-        blocks=[table, Sentences(title="What each change does", lines=lines, style="list")],
+        blocks=[table, Sentences(title=f"What each change does ({_OF_A_STEP})", lines=lines, style="list")],
     )
 
 
