@@ -31,6 +31,8 @@ from fsdp2prof.fake_tensors import appear_real
 
 __all__ = ["build_huggingface"]
 
+_MOST_BYTES = 16 << 20
+"""Of a configuration."""
 _COUNTED = re.compile(r"(?:layers?|blocks?|heads?|experts?|depth)s?$")
 _DTYPE_KEYS = ("torch_dtype", "dtype")
 """They would win over the default dtype."""
@@ -130,7 +132,11 @@ def _without_advice(transformers: Any) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ModelError(f"model {path}: more than {_MOST_BYTES >> 20} MiB; give a config.json")
+        values = json.loads(content)
     except OSError as error:
         raise ModelError(f"model {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -29,6 +29,8 @@ def read_checkpoint(path: Path) -> CheckpointTable:
         raise InputError(f"{path}: not a folder; give the one that torch.distributed.checkpoint wrote")
     file = path / METADATA_FILE
     try:
+        if file.exists() and not file.is_file():  # a pipe, a device: reading might never end
+            raise InputError(f"{file}: not a file")
         size = file.stat().st_size
         if size > _MOST_BYTES:
             raise InputError(f"{file}: {size:,} bytes are more than the {_MOST_BYTES:,} that are read")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from fsdp2prof.errors import FlightRecorderError, SnapshotError
+from fsdp2prof.manifest import RANK_LIMIT
 from fsdp2prof.readers.safe_pickle import load_containers
 from fsdp2prof.tables.flight_recorder import FlightDump, Issued, Sizes
 
@@ -154,6 +155,8 @@ def _values(container: Any) -> Iterable[Any]:
 def _typed(dump: _Dump, path: Path, rank: int) -> FlightDump:
     if dump.version.split(".")[0] not in ("1", "2"):
         raise ValueError(f"its version is {dump.version}; 2 is the newest one known")
+    if rank >= RANK_LIMIT:
+        raise ValueError(f"its name says rank {rank}, which no job has")
     if any(max(entry.collective_seq_id, entry.seq_id) < 0 for entry in dump.entries):
         raise ValueError("an entry has no sequence number")
     groups = {name: ranks for name, group in dump.pg_config.items() if (ranks := _ranks(group.ranks))}
@@ -169,6 +172,8 @@ def _typed(dump: _Dump, path: Path, rank: int) -> FlightDump:
 def _ranks(written: str | list[int]) -> tuple[int, ...]:
     """Ranks of a group, which torch writes as the text of a list."""
     listed = written if isinstance(written, list) else msgspec.json.decode(written or "[]", type=list[int])
+    if listed and not 0 <= min(listed) <= max(listed) < RANK_LIMIT:
+        raise ValueError(f"no group has the ranks {min(listed)} to {max(listed)}")
     return tuple(sorted(listed))
 
 

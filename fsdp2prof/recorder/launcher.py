@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from fsdp2prof.errors import InputError
+from fsdp2prof.errors import InputError, RunDirectoryError
 from fsdp2prof.files import temporaries, write_json
 from fsdp2prof.manifest import (
     FLIGHT_RECORDER_FOLDER,
@@ -92,32 +92,61 @@ def launch(
         environment = _child_environment(settings, alive, path) | _rendezvous(rehearsal)
         with _hangs(path, options, node_rank, told):
             status, interrupted = _run(command, environment, processes, _Trigger(options, path))
-        killed = end_orphans(_manifests(records_of_node(path, node_rank)), settings)
-        _mark_dead_ranks(records_of_node(path, node_rank), killed)
-        alive_pids = {int(file.name) for file in alive.iterdir()}
-        wrappers = {name for file in alive.iterdir() for name in file.read_text().splitlines()}
     except InputError:
         (path / node_file(node_rank)).unlink()
         raise
+    else:
+        ended = _Ended(128 - status if status < 0 else status, interrupted, settings, processes)
+        try:
+            _sum_up(info, path, node_rank, alive, ended)
+        except (OSError, RunDirectoryError) as error:  # its own exit code, whatever became of the folder
+            info.state = "crashed" if ended.code else "partial"
+            info.messages = [f"what was recorded may be lost: {_why_lost(path, error)}"]
     finally:
-        shutil.rmtree(alive)
+        shutil.rmtree(alive, ignore_errors=True)
         _remove_if_empty(path / FLIGHT_RECORDER_FOLDER)
-    code = 128 - status if status < 0 else status
+    return Outcome(ended.code, info)
+
+
+def _why_lost(path: Path, error: OSError | RunDirectoryError) -> str:
+    if not path.exists():
+        return f"{path}: the run directory was removed"
+    if isinstance(error, OSError):
+        return f"{path}: the run directory cannot be read or written any more ({error.strerror})"
+    return str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How the command ended, and what was seen of it meanwhile."""
+
+    code: int
+    interrupted: bool
+    settings: str
+    processes: RankProcesses
+
+
+def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ended) -> None:
+    """Write how this node's part of the run ended. Raises ``OSError`` or ``RunDirectoryError``."""
+    info.exit_code = ended.code
+    info.finished_at = now()
+    killed = end_orphans(_manifests(records_of_node(path, node_rank)), ended.settings)
+    _mark_dead_ranks(records_of_node(path, node_rank), killed)
+    alive_pids = {int(file.name) for file in alive.iterdir()}
+    wrappers = {name for file in alive.iterdir() for name in file.read_text().splitlines()}
     records = records_of_node(path, node_rank)
     manifests = _manifests(records)
-    info.exit_code = code
-    info.finished_at = now()
     info.hosts = sorted({manifest.host for manifest in manifests}) or info.hosts
     info.world_size = max((manifest.world_size for manifest in manifests), default=None)
-    seen = {process.rank for process in processes.seen.values()}
+    rehearsal = info.rehearsal
+    seen = {process.rank for process in ended.processes.seen.values()}
     expected = set(range(info.world_size or 0)) if is_alone(path, node_rank) else seen
     if rehearsal is not None:
         expected = {rehearsal.rank}
-    info.state = _state(code, manifests, expected, interrupted)
+    info.state = _state(ended.code, manifests, expected, ended.interrupted)
     info.wrappers = sorted(wrappers)
-    info.messages = _messages(records, code, expected, processes, alive_pids, wrappers)
+    info.messages = _messages(records, ended.code, expected, ended.processes, alive_pids, wrappers)
     write_json(path / node_file(node_rank), info)
-    return Outcome(code, info)
 
 
 def _why_not_found(command: list[str]) -> str:
@@ -179,7 +208,8 @@ class _Trigger:
         """Ask the ranks for a recording if the signal is the one that does."""
         if self.options.signal is None or number != signal.Signals[f"SIG{self.options.signal}"]:
             return False
-        request_recording(self.run, f"signal {self.options.signal}")
+        with suppress(OSError):  # no folder to record into any more: the command goes on
+            request_recording(self.run, f"signal {self.options.signal}")
         return True
 
 

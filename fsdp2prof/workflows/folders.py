@@ -69,8 +69,10 @@ def find_memory_files(root: Path, iteration: int | None = None) -> Found:
 def files_below(root: Path) -> Iterator[Path]:
     """Yield the files of a folder and of its folders, two levels down; hidden ones are left out.
 
-    Raises ``InputError`` where there are more than anybody's logs.
+    Raises ``InputError`` where there are more than anybody's logs, and for a pipe or a device.
     """
+    if not root.is_dir():
+        raise InputError(f"{root}: neither a file nor a folder")
     level, seen = [root], 0
     for _ in range(_FEW_FOLDERS_DEEP + 1):
         entries = sorted((entry for folder in level for entry in folder.iterdir()), key=in_order)

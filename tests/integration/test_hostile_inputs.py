@@ -292,6 +292,11 @@ class TestConfigurations:
         file.write_text("[" * 100_000)
         with limited_memory():
             call(capfd, "estimate", "comm", "--model", file).refused()
+            call(capfd, "estimate", "comm", "--model", "/dev/zero").refused()
+        with file.open("wb") as sparse:
+            sparse.truncate(30 << 30)
+        with limited_memory():
+            call(capfd, "estimate", "comm", "--model", file).refused("more than 16 MiB")
 
 
 def test_the_largest_that_is_allowed_ends(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,7 +67,21 @@ def test_of_a_run_directory_that_is_deleted_in_the_middle(tmp_path: Path) -> Non
     command = script("--how", "deleted", "--folder", str(run))
     recorded = ended([*RECORD, "-o", str(run), "--", *command], tmp_path / "recorded")
     alone = ended(script(), tmp_path / "alone")
-    assert recorded[1] == alone[1]
+    assert recorded == alone
+
+
+def test_of_a_disk_that_becomes_read_only(tmp_path: Path) -> None:
+    """Remounted in the middle: the exit code and the output are the training's own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs tmpfs {disk} && exec "$@"', "sh"]
+    if subprocess.run([*mounted, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root and a kernel that allows it")
+    training = script("--how", "read_only", "--folder", str(disk))
+    alone = ended([*mounted, *training], tmp_path / "alone")
+    record = [*RECORD, "-o", str(disk / "run"), "--"]
+    assert ended([*mounted, *record, *training], tmp_path / "recorded") == alone
+    assert alone[0] == 0
 
 
 def test_of_a_disk_that_takes_no_more(tmp_path: Path) -> None:

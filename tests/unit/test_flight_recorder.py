@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.cli import call as call_command
 from support.flight_dumps import call, document, read, write
 
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
@@ -175,6 +176,14 @@ def test_torch_finds_the_same_missing_and_odd_ranks(tmp_path: Path) -> None:
         (pickle.dumps({"entries": [], "version": "2.10"})[:-9], "not a pickle, or a truncated one"),
         (pickle.dumps(Path), "only plain containers"),
         (pickle.dumps([1]), "it holds no dictionary"),
+        (
+            b'{"version": "2.10", "entries": [], "pg_config": {"0": {"ranks": "[0, 99999999999]"}}}',
+            "no group",
+        ),
+        (
+            b'{"version": "2.10", "entries": [], "pg_config": {"0": {"ranks": [-1]}}}',
+            "no group has the ranks -1",
+        ),
     ],
 )
 def test_a_corrupt_dump_is_one_clear_line(tmp_path: Path, content: bytes, said: str) -> None:
@@ -241,3 +250,8 @@ def test_the_command_prints_every_format(tmp_path: Path, form: str) -> None:
         assert json.loads(written)["culprits"] == [1]
     if form == "csv":
         assert "all_gather" in written
+
+
+@pytest.mark.parametrize("verb", ["hang", "nccl"])
+def test_a_device_is_neither_a_file_nor_a_folder(capfd: pytest.CaptureFixture[str], verb: str) -> None:
+    call_command(capfd, "analyze", verb, "/dev/zero").refused("neither a file nor a folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import random
 from pathlib import Path
@@ -177,6 +178,13 @@ def test_spoiled_metadata_is_refused_or_read(written: Path, tmp_path: Path) -> N
         (tmp_path / METADATA_FILE).write_bytes(spoiled)
         with contextlib.suppress(InputError):
             map_checkpoint(read_checkpoint(tmp_path))
+
+
+def test_metadata_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """Nobody writes to the pipe: reading it would never end."""
+    os.mkfifo(tmp_path / ".metadata")
+    with pytest.raises(InputError, match="not a file"):
+        read_checkpoint(tmp_path)
 
 
 def test_a_folder_without_metadata_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,8 @@ def happen(how: str, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
     elif how == "deleted":
         shutil.rmtree(folder)
+    elif how == "read_only":
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     elif how == "interrupt":
         raise KeyboardInterrupt
     elif how == "raise":

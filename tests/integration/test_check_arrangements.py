@@ -1,0 +1,43 @@
+"""``check RUN`` on arrangements that are right, which raise nothing, and on two mistakes, which are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp2prof.workflows.check import check_run
+
+from .conftest import script_path, torchrun, training_environment
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "expected"),
+    [
+        ("layer_lists", 2, {}),
+        ("context_parallel", 4, {}),
+        ("skipped_blocks", 2, {}),
+        ("offloaded", 2, {}),
+        ("vision", 2, {}),
+        ("two_optimizers", 2, {}),
+        ("in_backward", 2, {}),
+        ("stages", 4, {}),
+        ("experts", 4, {}),
+        ("seeds_alike", 4, {}),
+        ("seeds_of_ranks", 4, {"replicas_differ": "high"}),
+        ("partly_covered", 2, {"unreduced_parameters": "high", "streams_not_shared": "low"}),
+    ],
+)
+def test_findings(tmp_path: Path, way: str, ranks: int, expected: dict[str, str]) -> None:
+    record = [sys.executable, "-m", "fsdp2prof", "record", "--verify", "-o", str(tmp_path / "run")]
+    record += ["--active", "0", "--wait", "0", "--warmup", "0", "--"]
+    command = [*record, *torchrun(script_path("arrangements"), ranks, "--way", way)]
+    done = subprocess.run(command, env=training_environment(), capture_output=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = check_run(tmp_path / "run")
+    assert {one.id: one.severity for one in found.findings} == expected
+    assert found.passed is ("high" not in expected.values())
