@@ -8,7 +8,7 @@ from dataclasses import replace
 from fsdp2prof.analyzers.hang.groups import GroupCalls, group_calls
 from fsdp2prof.analyzers.hang.layers import layer_of
 from fsdp2prof.analyzers.hang.mismatches import Mismatch, first_mismatch
-from fsdp2prof.analyzers.hang.places import by_place, outside_collectives, stack_of
+from fsdp2prof.analyzers.hang.places import by_place, outside, outside_collectives, stack_of
 from fsdp2prof.analyzers.hang.wording import finding, verdict
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import HangAnalysis, HangCall, HangMismatch, HangRank, HangStack, HangStanding
@@ -37,6 +37,8 @@ def analyze_hang(
     cause, culprits, first = _cause(mismatches, standings, hang)
     if not dumps:
         cause, culprits = "stacks", outside_collectives(stood)
+    if cause != "mismatch" and (crashed := hang.crashed()):
+        cause, culprits = "crashed", crashed
     standings.sort(key=lambda one: one is not first)
     result = HangAnalysis(
         cause=cause,
@@ -111,6 +113,11 @@ class _Hang:
     def unfinished(self, rank: int) -> Issued | None:
         """The first call of a rank that has not finished."""
         return next((one for one in self._dumps[rank].issued if not one.finished), None)
+
+    def crashed(self) -> list[int]:
+        """Ranks that ended with an exception outside collectives; inside one, another may be why."""
+        told = {rank for rank, one in self._manifests.items() if one.state == "crashed" and one.error}
+        return sorted(told - (set(self._stacks) - set(outside(self._stacks))) if self._stacks else ())
 
     def without_dump(self) -> list[int]:
         """Ranks that a group names and that left no dump."""

@@ -46,7 +46,7 @@ def advice(places: Sequence[HangPlace], culprits: Sequence[int]) -> str | None:
 
 def endings(ranks: Sequence[HangRank], culprits: Sequence[int]) -> str | None:
     """How ranks that are to blame ended, where their manifests say so."""
-    ended = [one for one in ranks if one.rank in culprits and one.error]
+    ended = [one for one in ranks if one.rank in culprits and one.error not in (None, "SIGTERM")]
     if not ended:
         return None
     one, alike = ended[0], [rank.rank for rank in ended if rank.error == ended[0].error]

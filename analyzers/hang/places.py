@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fsdp2prof.results import HangFrame, HangPlace, HangStack
 from fsdp2prof.tables.stacks import RankStacks, StackFrame
 
-__all__ = ["by_place", "outside_collectives", "stack_of"]
+__all__ = ["by_place", "outside", "outside_collectives", "stack_of"]
 
 _STANDARD = re.compile(r"/lib(?:64)?/python3[.\d]*t?/|/python\d{2,3}\.zip/|^<frozen ")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/")
@@ -83,8 +83,13 @@ def by_place(stacks: Mapping[int, HangStack], culprits: Sequence[int]) -> list[H
 
 def outside_collectives(stacks: Mapping[int, HangStack]) -> list[int]:
     """Ranks that stand elsewhere while others stand in collectives; none where all do or none does."""
-    inside = {rank for rank, stack in stacks.items() if stack.doing in _IN_COLLECTIVES}
-    return sorted(set(stacks) - inside) if inside else []
+    free = outside(stacks)
+    return free if len(free) < len(stacks) else []
+
+
+def outside(stacks: Mapping[int, HangStack]) -> list[int]:
+    """Ranks whose main thread stands in no collective."""
+    return sorted(rank for rank, stack in stacks.items() if stack.doing not in _IN_COLLECTIVES)
 
 
 def _is_named(frame: StackFrame) -> bool:

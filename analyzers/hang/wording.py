@@ -20,6 +20,7 @@ _ADVICE = {
     "not_come": "Look at what they do instead: the data loader, a checkpoint, an exception that was caught; "
     "`py-spy dump` shows it.",
     "no_dump": "Look at their logs for how they ended.",
+    "crashed": "Look at what raised it: the others waited for it, or failed since it was gone.",
     "none": "Look at what they do there.",
     "stacks": "Which collective they stand in, dumps of the Flight Recorder say: set `TORCH_FR_BUFFER_SIZE`.",
     "order": "Issue the collectives of all process groups in the same order on every rank.",
@@ -33,8 +34,8 @@ _BY_PLACE = ("not_come", "no_dump", "stacks", "none")
 
 def verdict(hang: HangAnalysis) -> list[str]:
     """At most five sentences: the cause, where the job stands, at which lines, what to look at."""
-    sentences = _cause(hang)
-    sentences += [ended] if (ended := endings(hang.ranks, hang.culprits)) is not None else []
+    ended = endings(hang.ranks, hang.culprits)
+    sentences = [*([] if ended is None else [ended]), *_cause(hang)]
     sentences += [places_sentence(hang.places)] if hang.places else []
     if hang.cause == "none" and not hang.places:
         return sentences
@@ -44,6 +45,8 @@ def verdict(hang: HangAnalysis) -> list[str]:
 
 def _cause(hang: HangAnalysis) -> list[str]:
     stand = hang.standings[0] if hang.standings else None
+    if hang.cause == "crashed":
+        return [_stands(stand)] if stand is not None else []
     if hang.cause == "stacks":
         return ["No rank left a dump of its collectives; where they stand is known by their stacks alone."]
     if hang.cause == "none":

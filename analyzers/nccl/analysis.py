@@ -32,7 +32,7 @@ from fsdp2prof.units import plural
 
 __all__ = ["analyze_nccl"]
 
-_DEVICE = re.compile(r"NET/(\w+)/(\d+)(?:\(\d+\))?")
+_DEVICE = re.compile(r"NET/([^/]+)/(\d+)(?:\(\d+\))?")
 _NUMBERS = re.compile(r"/\d+(?:\(\d+\))?(?:\[\d+\])?")
 
 _Seen = list[tuple[int, InspectedCommunicator]]
@@ -102,10 +102,28 @@ def _ranks(processes: Sequence[InspectedProcess], manifests: Mapping[int, RankMa
 
 
 def _logged(log: NcclLog) -> dict[str, list[LoggedCommunicator]]:
-    """Communicators of the log by what is equal on all ranks; one without such a number stands alone."""
+    """Communicators of the log by what is equal on all ranks; one without such a number stands alone.
+
+    Versions before 2.17 log no such number. There the communicators of one size belong together where they
+    are those of each of its ranks, once.
+    """
     found: dict[str, list[LoggedCommunicator]] = defaultdict(list)
-    for number, one in enumerate(log.communicators):
-        found[one.id or f"of {one.host}:{one.pid}, {number}"].append(one)
+    unnamed: dict[tuple[int, int], list[LoggedCommunicator]] = defaultdict(list)
+    made: Counter[tuple[str, int, int, int]] = Counter()
+    for one in log.communicators:
+        if one.id is not None:
+            found[one.id].append(one)
+        elif one.size is not None and one.rank is not None:
+            nth = made[key := (one.host, one.pid, one.size, one.rank)]
+            made[key] += 1
+            unnamed[one.size, nth].append(one)
+        else:
+            found[f"of {one.host}:{one.pid}"].append(one)
+    for (size, nth), parts in unnamed.items():
+        if sorted(one.rank or 0 for one in parts) == list(range(size)):
+            found[f"of {size} ranks, {nth}"] = parts
+        else:
+            found |= {f"of {one.host}:{one.pid}, rank {one.rank} of {size}, {nth}": [one] for one in parts}
     return dict(found)
 
 

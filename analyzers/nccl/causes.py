@@ -52,7 +52,10 @@ def reasons(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
 def forced_settings(processes: Sequence[LoggedProcess]) -> list[Finding]:
     """Return what the environment took out of NCCL's hands."""
     forced = {
-        name: value for process in processes for name, value in process.environment.items() if name in _FORCED
+        name: value
+        for process in processes
+        for name, value in process.environment.items()
+        if name in _FORCED and name not in process.set_by_plugin
     }
     if not forced:
         return []

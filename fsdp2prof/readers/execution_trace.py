@@ -25,6 +25,9 @@ _MOST_BYTES = 2 << 30
 _MOST_DIMS = 64
 _MOST_ELEMENTS = 1 << 48
 _TENSOR = re.compile(r"Tensor\((?:c10::)?(\w[\w<> ]*)\)")
+_OLD = re.compile(rb'"schema": ?"(0\.[\d.]{1,9}|1\.0\.[01])"')
+"""Schemas that keep shapes and types elsewhere."""
+_BEGINNING = 4096
 _DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -71,11 +74,18 @@ class _Document(msgspec.Struct):
 
 def read_execution_trace(path: Path) -> ExecutionTrace:
     """Read one rank's trace. Raises ``InputError`` for what is none, of another schema, or cut off."""
+    text = b""
     try:
-        document = msgspec.json.decode(_text(path), type=_Document)
+        text = _text(path)
+        document = msgspec.json.decode(text, type=_Document)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, EOFError, zlib.error) as error:
+        if (old := _OLD.search(text[:_BEGINNING])) is not None:
+            raise InputError(
+                f"{path}: an execution trace of schema {old[1].decode()}, older than fully_shard: observe "
+                "a step with torch 2.3 or newer"
+            ) from None
         raise InputError(f"{path}: not a PyTorch execution trace, or one cut off: {error}") from None
     if not document.schema.startswith("1."):
         raise InputError(f"{path}: an execution trace of schema {document.schema}; 1.1 is the one known")

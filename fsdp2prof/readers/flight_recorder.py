@@ -1,7 +1,8 @@
 """Flight Recorder dumps: the pickle that NCCL's watchdog writes, and the JSON of the debug server.
 
-Format: ``torch/csrc/distributed/c10d/FlightRecorder*.hpp``, versions 2.x. A pickle is loaded without
-executing anything in it. Both are decoded by one strict schema; unknown keys are ignored.
+Format: ``torch/csrc/distributed/c10d/FlightRecorder*.hpp``, versions 2.x, and 1.x of torch 2.2 and 2.3, which
+numbers process groups and names none (``TraceUtils.h``); torchcomms writes 2.10, too. A pickle is
+loaded without executing anything in it. Both are decoded by one strict schema; unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ class _Frame(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    process_group: tuple[str, str]
-    collective_seq_id: int
     profiling_name: str
     input_sizes: list[list[int]]
     output_sizes: list[list[int]]
     state: str
+    collective_seq_id: int = -1
+    process_group: tuple[str, str] | None = None
     record_id: int = 0
+    seq_id: int = -1
+    pg_id: int = 0
     p2p_seq_id: int = 0
     is_p2p: bool = False
     input_dtypes: list[str] = []
@@ -83,7 +86,7 @@ class _Group(msgspec.Struct):
 
 class _Dump(msgspec.Struct):
     version: str
-    entries: list[_Entry]
+    entries: list[_Entry] = []
     pg_config: dict[str, _Group] = {}
 
 
@@ -151,6 +154,8 @@ def _values(container: Any) -> Iterable[Any]:
 def _typed(dump: _Dump, path: Path, rank: int) -> FlightDump:
     if dump.version.split(".")[0] not in ("1", "2"):
         raise ValueError(f"its version is {dump.version}; 2 is the newest one known")
+    if any(max(entry.collective_seq_id, entry.seq_id) < 0 for entry in dump.entries):
+        raise ValueError("an entry has no sequence number")
     groups = {name: ranks for name, group in dump.pg_config.items() if (ranks := _ranks(group.ranks))}
     return FlightDump(
         rank=rank,
@@ -172,9 +177,9 @@ def _issued(entry: _Entry) -> Issued:
     word = name.split(" ")[0]
     p2p = entry.is_p2p or word in ("send", "recv")
     return Issued(
-        group=entry.process_group[0],
-        group_desc=entry.process_group[1],
-        seq=entry.p2p_seq_id if p2p else entry.collective_seq_id,
+        group=str(entry.pg_id) if entry.process_group is None else entry.process_group[0],
+        group_desc="" if entry.process_group is None else entry.process_group[1],
+        seq=entry.p2p_seq_id if p2p else max(entry.collective_seq_id, entry.seq_id),
         backend=backend,
         op=name if p2p else _OPS.get(word, word),
         p2p=p2p,

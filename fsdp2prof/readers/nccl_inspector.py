@@ -7,12 +7,14 @@ those that follow. Sends, receives and proxy steps are left out.
 
 from __future__ import annotations
 
+import zlib
 from array import array
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 import numpy as np
+from isal import igzip
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.readers.limits import MOST_RANKS
@@ -78,9 +80,9 @@ _DECODER = msgspec.json.Decoder(_Record)
 def looks_like_inspector(path: Path) -> bool:
     """Whether a file begins like a log of the Inspector."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             beginning = file.read(_BEGINNING)
-    except OSError:
+    except (OSError, EOFError, zlib.error):
         return False
     return beginning[:1] == b"{" and any(key in beginning for key in _KEYS)
 
@@ -89,11 +91,11 @@ def read_inspector(path: Path) -> InspectedProcess:
     """Read one process's log. Raises ``InputError`` for a file without a record in it."""
     columns = _Columns()
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             while line := file.readline(_LONGEST_LINE):
                 columns.add(line)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not columns.records:
         raise InputError(f"{path}: no record of NCCL Inspector in it; did the job run with its JSON output?")
     return InspectedProcess(
@@ -105,6 +107,13 @@ def read_inspector(path: Path) -> InspectedProcess:
         dropped=columns.dropped,
         unread=columns.unread,
     )
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a log, which may have been packed with gzip after it was written."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast("BinaryIO", igzip.open(path, "rb") if packed else path.open("rb"))  # type: ignore[no-untyped-call]
 
 
 class _Columns:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +28,13 @@ _MOST_KINDS = 1 << 16
 _MOST_COMMUNICATORS = 1 << 17
 _MOST_BYTES = 1 << 50
 
-_LINE = re.compile(r"(\S{1,255}):(\d{1,10}):(\d{1,10}) \[-?\d+\] (?:.{0,120} )?NCCL (INFO|WARN) (.*)")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_HEAD = re.compile(
+    r"([^\s:\"']{1,255}):(\d{1,10}):(\d{1,10}) \[(-?\d{1,9})\] (?:[^:\s]{1,200}:\d{1,6} )?NCCL (INFO|WARN) "
+)
+"""Host, process, thread, device; tags of launchers before it end in a colon or a space."""
+_LOGGED_AS_JSON = '\\n"'
+"""How the line ends where a container's log holds it."""
 _COMMUNICATOR = re.compile(
     r"comm (0x[0-9a-f]+) rank (\d{1,8}) n[rR]anks (\d{1,8})(?: nNodes (\d{1,8}))?"
     r"(?:.*? commId (0x[0-9a-f]+))?"
@@ -35,10 +42,10 @@ _COMMUNICATOR = re.compile(
     r"(?:.*?(Init START|Init COMPLETE))?"
 )
 _CHANNEL = re.compile(
-    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,8})\[[^\]]*\] -> (\d{1,8})\[[^\]]*\]"
-    r"(?: \[(?:send|receive)\])? via (\S+)"
+    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,8})(?:\[[^\]]*\])? -> (\d{1,8})(?:\[[^\]]*\])?"
+    r"(?: \[(?:send|receive)\])? via (.{1,200}?)(?: comm (0x[0-9a-f]+) .*)?$"
 )
-_RING = re.compile(r"Channel 0+/\d+ :((?:\s+\d{1,8})+)\s*$")
+_RING = re.compile(r"Channel 0+/\d+ :((?:\s+\d{1,8})+)\s*(?:comm 0x.*)?$")
 _TREES = re.compile(r"Trees((?: \[\d+\] \S+)+)")
 _CHANNELS = re.compile(r"(\d{1,6}) coll channels")
 _GRAPH = re.compile(r"Pattern \d+, .*? type (\w{1,8})/(\w{1,8})")
@@ -47,13 +54,16 @@ _CALL = re.compile(
     r"(?: \[nranks=(\d{1,8})\])?"
 )
 _CHOSEN = re.compile(r"(\w+): (\d{1,18}) Bytes -> Algo (\w+) proto (\w+)", re.IGNORECASE)
-_VERSION = re.compile(r"NCCL version (\S{1,40})")
-_NETWORK = re.compile(r"Using network (\S{1,60})")
+_VERSION = re.compile(r"[NR]CCL version (?!:)(\S{1,40})")
+_NETWORK = re.compile(r"Using network (.{1,60}?)\s*$")
 _NICS = re.compile(r"NET/(\w+) : Using((?: \[\d+\]\S+)+)")
 _NO_DEVICE = re.compile(r"NET/(\w+) : No device found")
-_GDR = re.compile(r"NET/\w+ : GPU Direct RDMA Disabled for HCA")
+_GDR = re.compile(r"NET/[^:]{1,60} : GPU Direct RDMA Disabled for HCA")
+_BY_PLUGIN = re.compile(
+    r"NET/OFI (?:Adding (NCCL_\w+)=|Setting (NCCL_\w+) |.*[Ss]etting (NCCL_\w+) environment)"
+)
 _SET = re.compile(r"(NCCL_\w{1,60}) set by environment to (\S{1,200})")
-_NO_P2P = re.compile(r"P2P is disabled between")
+_NO_P2P = re.compile(r"P2P is disabled between|Could not enable P2P between")
 
 _TYPE_BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 """``ncclDataType_t``."""
@@ -70,6 +80,9 @@ _OPS = {
     "recv": "send_recv",
     "sendrecv": "send_recv",
 }
+
+_OLD_SHM = "direct shared memory"
+"""How versions before 2.12 write SHM."""
 
 _Thread = tuple[str, int, int]
 _Key = TypeVar("_Key")
@@ -123,46 +136,81 @@ class _Reader:
 
     def __init__(self) -> None:
         self._lines = 0
+        self._version: str | None = None
+        self._hosts: set[str] = set()
         self._communicators: dict[tuple[str, int, str], LoggedCommunicator] = {}
         self._processes: dict[tuple[str, int], LoggedProcess] = {}
         self._making: dict[_Thread, LoggedCommunicator] = {}
         self._unplaced: dict[_Thread, LoggedCommunicator] = {}
         self._called: dict[tuple[str, int], LoggedCommunicator] = {}
         self._done: list[LoggedCommunicator] = []
+        self._devices: dict[_Thread, int] = {}
+        self._of_device: dict[tuple[str, int, int], int] = {}
 
     def add(self, line: str) -> None:
-        """Take one line of a log; others say nothing."""
-        found = _LINE.search(line)
-        if found is None:
-            if version := _VERSION.search(line):
-                for process in self._processes.values():
-                    process.version = process.version or version[1]
-            return
+        """Take one line of a log; others say nothing.
+
+        Where ranks share a file, one's line may begin in the middle of another's.
+        """
+        line = _COLOURS.sub("", line)
+        heads = list(_HEAD.finditer(line))
+        if not heads and (version := _VERSION.search(line)) is not None:
+            self._version = self._version or version[1]
+        hosts = [head[1] if head is heads[0] else self._host(head[1]) for head in heads]
+        for head, host, following in zip_longest(heads, hosts, heads[1:]):
+            end = len(line) if following is None else following.end(1) - len(self._host(following[1]))
+            self._add(host, head, line[head.end() : end].partition(_LOGGED_AS_JSON)[0])
+
+    def _host(self, written: str) -> str:
+        """The known host in which a name ends that another line's end stands before; else the name."""
+        if written in self._hosts:
+            return written
+        return max((host for host in self._hosts if written.endswith(host)), key=len, default=written)
+
+    def _add(self, host: str, head: re.Match[str], text: str) -> None:
         self._lines += 1
-        thread = (found[1], int(found[2]), int(found[3]))
+        self._hosts.add(host)
+        thread = (host, int(head[2]), int(head[3]))
         process = self._process(thread)
-        said = found[5][:_LONGEST_SAYING]
-        if found[4] == "WARN":
+        said = text[:_LONGEST_SAYING].strip()
+        self._devices[thread] = int(head[4])
+        if head[5] == "WARN":
             _count(process.warnings, said[:200])
         if (about := _COMMUNICATOR.search(said)) is not None:
             self._communicator(thread, about)
         elif (call := _CALL.search(said)) is not None:
             self._call(thread, call)
         elif not _of_process(process, said):
-            _of_communicator(lambda: self._current(thread), said)
+            named = _CHANNEL.search(said)
+            key = (thread[0], thread[1], (named[4] or "") if named is not None else "")
+            _of_communicator(lambda: self._communicators.get(key) or self._current(thread), said)
 
     def end_of_file(self) -> None:
         """Place what is left of its threads."""
         for thread, unplaced in self._unplaced.items():
-            own = [one for key, one in self._communicators.items() if key[:2] == thread[:2]]
+            own = [
+                one
+                for key, one in self._communicators.items()
+                if key[:2] == thread[:2] and self._could_be(thread, one, unplaced)
+            ]
             if len(own) == 1:
                 _merge(own[0], unplaced)
             else:
                 self._done.append(unplaced)
         self._unplaced.clear()
 
+    def _could_be(self, thread: _Thread, one: LoggedCommunicator, unplaced: LoggedCommunicator) -> bool:
+        """Whether a thread may have connected the ranks of a communicator: it is of its device and rank."""
+        device = self._of_device.get((one.host, one.pid, id(one)))
+        ends = [(it.source, it.target) for it in unplaced.connections]
+        fits = one.rank is None or all(one.rank in pair for pair in ends)
+        inside = one.size is None or all(max(pair) < one.size for pair in ends)
+        return fits and inside and device in (None, self._devices.get(thread))
+
     def log(self) -> NcclLog:
         """Everything that was said."""
+        for process in self._processes.values():
+            process.version = process.version or self._version
         return NcclLog(
             communicators=[*self._communicators.values(), *self._done],
             processes=list(self._processes.values()),
@@ -183,6 +231,7 @@ class _Reader:
                 self._done.append(made)
             made = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=rank, size=size)
             self._communicators[key] = made
+        self._of_device[made.host, made.pid, id(made)] = self._devices[thread]
         if about[4]:
             made.nodes = int(about[4])
         made.id = made.id or about[5] or self._split_id(thread, about)
@@ -225,7 +274,9 @@ class _Reader:
 
 def _of_process(process: LoggedProcess, said: str) -> bool:
     """Take what is true of the process; whether it was that."""
-    if network := _NETWORK.search(said):
+    if plugin := _BY_PLUGIN.search(said):
+        process.set_by_plugin.add(plugin[1] or plugin[2] or plugin[3])
+    elif network := _NETWORK.search(said):
         process.networks.add(network[1])
     elif nics := _NICS.search(said):
         process.nics[nics[1]] = tuple(part.partition("]")[2] for part in nics[2].split())
@@ -247,7 +298,9 @@ def _of_process(process: LoggedProcess, said: str) -> bool:
 
 def _of_communicator(current: Callable[[], LoggedCommunicator], said: str) -> None:
     if channel := _CHANNEL.search(said):
-        _count(current().connections, Connection(int(channel[1]), int(channel[2]), channel[3][:200]))
+        via = channel[3].rstrip()
+        via = f"SHM{via.removeprefix(_OLD_SHM)}" if via.startswith(_OLD_SHM) else via
+        _count(current().connections, Connection(int(channel[1]), int(channel[2]), via))
     elif ring := _RING.search(said):
         current().ring = tuple(map(int, ring[1].split()))
     elif trees := _TREES.search(said):

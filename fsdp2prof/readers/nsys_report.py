@@ -138,11 +138,8 @@ def _read(report: _Report, rank: int | None) -> Trace:
 def _pieces(report: _Report, process: NsysProcess, share: Share) -> Iterator[tuple[Piece, int]]:
     names = _Names(report)
     device = ("deviceId", "streamId", "correlationId")
-    kernel = next(
-        (c for c in ("demangledName", "shortName", "mangledName") if c in report.columns(_KERNEL)), ""
-    )
-    for rows in report.rows(_KERNEL, process, (*device, kernel)):
-        yield _device_piece(share, rows, "kernel", [names.kernel(row[5]) for row in rows])
+    for rows in report.rows(_KERNEL, process, (*device, "demangledName", "shortName", "mangledName")):
+        yield _device_piece(share, rows, "kernel", [names.kernel(row[5:]) for row in rows])
     for rows in report.rows(_GRAPH, process, device):
         yield _device_piece(share, rows, "kernel", ["(a CUDA graph)"] * len(rows))
     for rows in report.rows(_COPY, process, (*device, "copyKind", "bytes")):
@@ -237,9 +234,9 @@ class _Names:
         self._report = report
         self._known: dict[Any, str] = {}
 
-    def kernel(self, number: Any) -> str:
-        """Name of a kernel."""
-        return self._text(number) or "(a kernel without a name)"
+    def kernel(self, numbers: Sequence[Any]) -> str:
+        """Name of a kernel: the first of several that is there."""
+        return next((text for number in numbers if (text := self._text(number))), "(a kernel without a name)")
 
     def call(self, number: Any) -> str:
         """Name of a call into the runtime or driver, without the version of its interface."""

@@ -132,9 +132,14 @@ def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:
 
 
 def _recordings(root: Path) -> tuple[int, ...]:
-    """Numbers of the recordings that some rank took part in."""
-    folders = ((recording_number(folder.name), folder) for folder in root.glob("recording-*/"))
-    return tuple(sorted(n for n, folder in folders if n is not None and any(folder.glob("rank-*/"))))
+    """Numbers of the recordings of which a rank kept something; where there are none, those that began.
+
+    The last one may have been announced and not begun when the training ended.
+    """
+    folders = [(recording_number(folder.name), folder) for folder in root.glob("recording-*/")]
+    began = sorted(n for n, folder in folders if n is not None and any(folder.glob("rank-*/")))
+    kept = {n for n, folder in folders if any(file.name != MANIFEST_FILE for file in folder.glob("rank-*/*"))}
+    return tuple([n for n in began if n in kept] or began)
 
 
 def _rank_of(folder: Path) -> int | None:

@@ -22,6 +22,7 @@ from fsdp2prof.files import temporaries, write_json
 from fsdp2prof.manifest import (
     FLIGHT_RECORDER_FOLDER,
     MANIFEST_FILE,
+    STACKS_FILE,
     RankManifest,
     RankRecord,
     RecordOptions,
@@ -253,6 +254,9 @@ def _messages(
     messages = []
     if code:
         messages.append(f"the command ended with exit code {code}")
+        if any((record.path / STACKS_FILE).is_file() for record in records):
+            run = records[0].path.parent
+            messages.append(f"what its ranks were doing then says `fsdp2prof analyze hang {run}`")
     present = {record.rank for record in records if record.manifest is not None}
     silent = [process for process in processes.silent(alive) if process.rank not in present]
     messages += [f"rank {one.rank}: no sign of life: {one.why_silent(BOOTSTRAP)}" for one in silent]

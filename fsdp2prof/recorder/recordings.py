@@ -120,7 +120,7 @@ class Recordings:
         if not whole:
             own.tell(f"ended before it was whole; complete are {self.current.shortfall()}")
         own.write()
-        if self._summaries is not None:
+        if self._summaries is not None and (own.manifest.traced_steps or own.manifest.memory_steps):
             self._summaries.begin(own.folder)
         self.current = self._idle
 

@@ -209,11 +209,12 @@ class RankSession:
         """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``."""
         try:
             kept = keep_state(self.folder, why, crash)
-        except OSError as error:
+        except Exception as error:  # whatever torch's recorder raises where a rank is about to end
             self.tell(f"{why}: its state could not be kept: {_reason(error)}")
         else:
             said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
-            self.tell(f"{why}: {said} what it was doing then")
+            if crash is None:
+                self.tell(f"{why}: {said} what it was doing then")
 
     def _hung(self, waited_s: float) -> None:
         if self._alive():

@@ -156,7 +156,8 @@ class HangAnalysis(Shown):
     schema: str = HANG_SCHEMA
     cause: str
     """``mismatch``, ``not_come``, ``no_dump``, ``order`` (ranks wait for each other in different groups),
-    ``inside`` (all came, none got out), ``none``, or ``stacks`` where there are stacks and no dumps."""
+    ``inside`` (all came, none got out), ``none``, ``crashed`` (with an exception
+    outside every collective), or ``stacks`` where there are stacks and no dumps."""
     culprits: list[int]
     """Ranks that the cause names; empty where none does."""
     standings: list[HangStanding]

@@ -118,6 +118,8 @@ class LoggedProcess:
     pid: int
     version: str | None = None
     networks: set[str] = field(default_factory=set)
+    set_by_plugin: set[str] = field(default_factory=set)
+    """Variables that a network plugin has set, not the user."""
     """``Using network ...``."""
     nics: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Devices by network: ``IB``, ``Socket``."""

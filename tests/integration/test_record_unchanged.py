@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from fsdp2prof import analyze_run
 from fsdp2prof.readers.memory_recording import read_memory
 from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.workflows.balance import check_balance
@@ -48,6 +49,19 @@ def test_parameters_are_the_same_bit_for_bit(compare):
     for step in balance.steps:  # what a rank does itself is a part of its step
         assert 0 <= step.lost_ns <= step.max_busy_ns <= max(one.duration_ns for one in balance.steps) * 2
     assert balance.lost_ns == pytest.approx(balance.constant_ns + balance.varying_ns)
+
+
+def test_a_hang_that_is_kept_and_repeated_summaries_change_nothing(compare):
+    """Rank 1 stands still in the sixth step; of every third step only a summary is kept."""
+    options = "--watch --summary --hang-after 2 --on-slow 1.5x --every 3 --warmup 0 --active 1 --max-size 1GB"
+    run = compare(torchrun(script_path("checksums"), 2, "--pause", "5"), *options.split())
+    for rank in run.ranks:
+        assert (rank.path / "stacks.txt").read_text().startswith("# no step ended for ")
+        assert len((rank.path / "steps.jsonl").read_text().splitlines()) == 8
+    assert run.recordings[:2] == (1, 2)
+    left = {file.name for number in (1, 2) for file in run.path.glob(f"recording-000{number}/rank-*/*")}
+    assert left == {"manifest.json", "summary.json"}
+    assert analyze_run(run.path).trace is not None
 
 
 def test_compiled_code_stays_compiled(compare):

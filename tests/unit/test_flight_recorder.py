@@ -49,6 +49,33 @@ def test_a_run_ahead_is_a_skip_and_its_opposite_an_extra(tmp_path: Path) -> None
     assert (extra.kind, extra.count, extra.ranks) == ("extra", 1, [1])
 
 
+def test_dumps_of_torch_2_2_count_and_number_their_groups(tmp_path: Path) -> None:
+    """Version 1.1 has neither names of groups, nor types, nor numbers of records."""
+    for rank, count in enumerate((3, 2)):
+        entries = [
+            {
+                "pg_id": 0,
+                "seq_id": n + 1,
+                "profiling_name": "nccl:all_reduce",
+                "time_created_ns": n,
+                "input_sizes": [[8]],
+                "output_sizes": [[8]],
+                "state": "completed" if n < 2 else "scheduled",
+                "time_discovered_started_ns": None,
+                "time_discovered_completed_ns": None,
+                "retired": n < 2,
+                "frames": [{"name": "main", "filename": "train.py", "line": 7}],
+            }
+            for n in range(count)
+        ]
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(
+            pickle.dumps({"entries": entries, "version": "1.1"}, protocol=2)
+        )
+    found = analyze_folder(tmp_path)
+    assert (found.cause, found.culprits, found.standings[0].call.seq) == ("not_come", [1], 3)
+    assert found.standings[0].call.place == "train.py:7"
+
+
 def test_a_dtype_that_differs_is_told_from_a_size(tmp_path: Path) -> None:
     other = call("all_reduce", 8, 1, input_dtypes=["Float"], output_dtypes=["Float"])
     calls = {0: [call("all_reduce", 8, 1)], 1: [other], 2: [call("all_reduce", 8, 1)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,110 @@ def test_a_file_without_one_good_record_is_refused(tmp_path: Path, line: str) ->
     path.write_text(line + "\n")
     with pytest.raises(InputError, match="no record of NCCL Inspector"):
         analyze_path(path)
+
+
+HEAD = "gpu-1:101:111 [0] NCCL INFO"
+ABOUT = "comm 0xa rank 0 nranks 2 cudaDev 0 busId 1000 commId 0x5 - Init COMPLETE"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("[1,0]<stdout>:", ""),  # mpirun --tag-output
+        ("[default0]:", ""),  # torchrun --tee
+        ("[rank0]: ", ""),
+        ("0: ", ""),  # srun --label
+        ("[pod/train-0/worker] ", ""),  # kubectl logs --prefix
+        ("(Worker pid=7, ip=10.0.0.1) ", ""),
+        ("\x1b[36m(Worker pid=7)\x1b[0m ", ""),
+        ("\x1b[36m", "\x1b[0m"),
+        ("[2026-04-28 14:14:42] ", ""),
+        ("2026-04-28T14:14:42.1Z stdout F ", ""),
+        ('{"log":"', '\\n","stream":"stdout"}'),
+    ],
+)
+def test_launchers_tags_change_nothing(tmp_path: Path, before: str, after: str) -> None:
+    said = [ABOUT, "Channel 00/0 : 0[0] -> 1[1] [send] via NET/AWS Libfabric/3/GDRDMA"]
+    file = tmp_path / "log"
+    file.write_text("".join(f"{before}{HEAD} {line}{after}\n" for line in said))
+    (one,) = read_nccl_logs([file]).communicators
+    assert (one.host, one.pid, one.id, one.rank, one.size) == ("gpu-1", 101, "0x5", 0, 2)
+    assert list(one.connections) == [Connection(0, 1, "NET/AWS Libfabric/3/GDRDMA")]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("Ring 01 : 1[160] -> 0[160] [receive] via NET/Socket/0", Connection(1, 0, "NET/Socket/0")),  # 2.5
+        ("Channel 00 : 0[1a000] -> 1[3d000] via direct shared memory", Connection(0, 1, "SHM")),  # 2.8
+        ("Channel 02/0 : 0[c1] -> 1[c6] via P2P/IPC comm 0xa nRanks 02", Connection(0, 1, "P2P/IPC")),  # RCCL
+        ("Channel 01/0 : 1[1] -> 0[0] via P2P/direct pointer/read",
+         Connection(1, 0, "P2P/direct pointer/read")),
+        ("Channel 00/0 : 0[0] -> 1[0] [send] via NET/IBext_v8/2(1)/GDRDMA/Shared",
+         Connection(0, 1, "NET/IBext_v8/2(1)/GDRDMA/Shared")),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/MNNVL", Connection(0, 1, "P2P/MNNVL")),
+    ],
+)  # fmt: skip
+def test_connections_as_versions_write_them(tmp_path: Path, line: str, expected: Connection) -> None:
+    file = tmp_path / "log"
+    file.write_text(f"{HEAD} {ABOUT}\n{HEAD} {line}\n")
+    (one,) = read_nccl_logs([file]).communicators
+    assert list(one.connections) == [expected]
+
+
+def test_a_line_that_begins_inside_another_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    glued = f"{HEAD} Channel 00/0 : 0[0] -> 1[1] via P2P/IPC"
+    file.write_text(f"{HEAD} {ABOUT}\n{glued}{HEAD} Channel 01/0 : 0[0] -> 1[1] via SHM/direct/direct\n")
+    (one,) = read_nccl_logs([file]).communicators
+    assert sorted(connection.via for connection in one.connections) == ["P2P/IPC", "SHM/direct/direct"]
+
+
+def test_connections_made_late_belong_to_their_device(tmp_path: Path) -> None:
+    """One process drives two devices, and threads without a name connect them with the first call."""
+    file = tmp_path / "log"
+    about = "h:9:{1} [{0}] NCCL INFO comm 0xb{0} rank {0} nranks 2 cudaDev {0} commId 0x7 - Init COMPLETE\n"
+    via = "h:9:{1} [{0}] NCCL INFO Channel 00/0 : {0}[{0}] -> {2}[{2}] via SHM/direct\n"
+    text = "".join(about.format(rank, 20 + rank) + via.format(rank, 30 + rank, 1 - rank) for rank in range(2))
+    file.write_text(text)
+    found = read_nccl_logs([file]).communicators
+    assert [(one.rank, [via.source for via in one.connections]) for one in found] == [(0, [0]), (1, [1])]
+
+
+def test_communicators_without_a_number_are_those_of_all_their_ranks(tmp_path: Path) -> None:
+    """Versions before 2.17: three ranks make one of three; and two pairs that cannot be told apart."""
+    about = "n{0}:{0}:1 [0] NCCL INFO comm 0x{1} rank {2} nranks {3} cudaDev 0 busId 160 - Init COMPLETE\n"
+    for process in range(3):
+        text = about.format(process, "a", process, 3) + about.format(process, "b", process % 2, 2)
+        (tmp_path / f"nccl.{process}.log").write_text(text)
+    found = analyze_path(tmp_path)
+    assert sorted((one.size, one.ranks_seen) for one in found.communicators) == [
+        (2, 1),
+        (2, 1),
+        (2, 1),
+        (3, 3),
+    ]
+
+
+def test_what_a_plugin_sets_is_not_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    said = [
+        "NET/OFI Adding NCCL_PROTO=simple to environment",
+        "NCCL_PROTO set by environment to simple",
+        ABOUT,
+    ]
+    file.write_text("".join(f"{HEAD} {line}\n" for line in said))
+    assert "nccl-forced" not in {finding.id for finding in analyze_path(file).findings}
+    file.write_text("".join(f"{HEAD} {line}\n" for line in said[1:]))
+    assert "nccl-forced" in {finding.id for finding in analyze_path(file).findings}
+
+
+def test_packed_inspector_logs_are_read(tmp_path: Path) -> None:
+    file = write_inspector(tmp_path, 0, [("all_gather", 0, 1_000_000, 500)], size=1)
+    packed = tmp_path / f"{file.name}.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert analyze_path(packed).collectives == analyze_path(file).collectives
+    packed.write_bytes(packed.read_bytes()[:60])
+    with pytest.raises(InputError):
+        analyze_path(packed)

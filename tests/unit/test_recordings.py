@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
-from fsdp2prof.manifest import RecordOptions, RunInfo, StepInfo, recording_folder, recording_number
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import (
+    RankManifest,
+    RecordOptions,
+    RunInfo,
+    StepInfo,
+    recording_folder,
+    recording_number,
+)
+from fsdp2prof.readers.run_directory import open_run
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.plans import read_plan
 from fsdp2prof.recorder.rank_manifest import ManifestFile
@@ -158,3 +167,15 @@ def test_only_a_run_that_listens_can_be_asked(tmp_path):
     write_json(tmp_path / "run.json", RunInfo(state="running", options=RecordOptions(on_demand=True)))
     assert ask_and_wait(tmp_path, 0) is None
     assert take_request(tmp_path) == "fsdp2prof trigger"
+
+
+def test_a_recording_that_never_began_is_not_the_newest(tmp_path: Path) -> None:
+    """The training ended before the step that was announced."""
+    write_json(tmp_path / "run.json", RunInfo(state="complete"))
+    for number in (1, 2):
+        folder = tmp_path / recording_folder(number) / "rank-00000"
+        folder.mkdir(parents=True)
+        write_json(folder / "manifest.json", RankManifest(rank=0, world_size=1))
+    assert open_run(tmp_path).recordings == (1, 2)
+    (tmp_path / recording_folder(1) / "rank-00000" / "summary.json").touch()
+    assert open_run(tmp_path).recordings == (1,)

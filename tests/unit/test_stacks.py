@@ -11,6 +11,8 @@ from support.flight_dumps import call, write
 
 from fsdp2prof.analyzers.hang.places import outside_collectives, stack_of
 from fsdp2prof.errors import InputError
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import RankManifest, RunInfo
 from fsdp2prof.readers.stacks import looks_like_stacks, read_stacks
 from fsdp2prof.results import HangStack
 from fsdp2prof.tables.stacks import RankStacks, StackFrame, ThreadStack
@@ -139,3 +141,21 @@ def test_the_newest_stacks_of_a_rank_stand_beside_its_dump(tmp_path: Path) -> No
     assert "Rank 1 stands in `hold` (data.py:6), inside `clock_nanosleep`." in found.verdict
     assert any("rank its name does not say" in one for one in found.warnings)
     assert found.ranks[0].stack is None
+
+
+def test_a_rank_that_crashed_outside_collectives_is_to_blame(tmp_path: Path) -> None:
+    """Rank 0 failed inside a collective since rank 1 was gone; rank 2 was told to end."""
+    write_json(tmp_path / "run.json", RunInfo(state="crashed"))
+    errors = ("RuntimeError: Connection closed by peer", "ValueError: no such file", "SIGTERM")
+    for rank, (error, inner) in enumerate(zip(errors, (GATHER, LOADER, GATHER), strict=True)):
+        folder = tmp_path / f"rank-0000{rank}"
+        folder.mkdir()
+        state = "crashed" if rank < 2 else "partial"
+        one = RankManifest(rank=rank, world_size=3, state=state, error=error)  # type: ignore[arg-type]
+        write_json(folder / "manifest.json", one)
+        calls = f'  File "{inner[0]}", line 5 in {inner[1]}\n  File "/home/me/train.py", line 9 in main\n'
+        (folder / "stacks.txt").write_text(f"Main thread 0x1 (most recent call first):\n{calls}")
+    found = analyze_hang(tmp_path)
+    assert (found.cause, found.culprits, found.places[0].ranks) == ("crashed", [1], [1])
+    assert found.verdict[0] == "Rank 1 ended with ValueError: no such file."
+    assert [one.error for one in found.ranks] == list(errors)

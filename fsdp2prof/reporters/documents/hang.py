@@ -40,6 +40,7 @@ _CAUSES = {
     "no_dump": "ranks left no dump",
     "order": "ranks wait for each other",
     "inside": "all came, none got out",
+    "crashed": "ranks crashed",
     "none": "no collective waits",
     "stacks": "unknown: no dumps",
 }

@@ -1,6 +1,6 @@
 """Trains models of several kinds side by side, all with dropout, and says what became of their parameters.
 
-``--compiled`` trains one whose layers inductor compiled instead.
+``--compiled`` trains one whose layers inductor compiled instead; with ``--pause`` rank 1 sleeps in a step.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from _common import Tower, batch, process_group, shard_mesh
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -54,6 +56,7 @@ def checksum(model: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds")
     args = parser.parse_args()
     with process_group() as device:
         if args.compiled:
@@ -66,7 +69,9 @@ def main() -> None:
                 "accumulated": sharded(device),
             }
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models.values()]
-        for _ in range(STEPS):
+        for step in range(STEPS):
+            if step == STEPS - 2 and dist.get_rank() == 1:
+                time.sleep(args.pause)
             for name, model in models.items():
                 micro_batches = 3 if name == "accumulated" else 1
                 for micro_batch in range(micro_batches):
