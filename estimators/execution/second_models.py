@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.profiler import record_function
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -115,6 +116,9 @@ def naming_the_culprit(spec: ModelSpec) -> Iterator[None]:
         if (spec.kind == "builtin" and not refused) or isinstance(error, Fsdp2ProfError):
             raise
         reason = f"{_module_of(error)}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+            operator = str(error).partition(chr(10))[0]
+            reason = f"{_module_of(error)}how much it computes depends on values of its tensors ({operator})"
         if refused:
             raise ModelError(
                 f"model {spec.source}: torch {torch.__version__} cannot train it so: {reason}"

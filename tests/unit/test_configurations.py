@@ -188,6 +188,10 @@ def test_a_vision_tower_is_held_and_neither_gathered_nor_trained(tmp_path):
 @pytest.mark.parametrize("name", BUILT)
 def test_memory_and_communication_of_each(name):
     spec, mesh, policy = source(name, 2), MeshSpec(dp_shard=8), PolicySpec(seq_len=256, ac="full")
+    if name == "dbrx":  # its experts pick their rows one expert after the other
+        with pytest.raises(ModelError, match=r"in DbrxExperts: how much it computes depends on values"):
+            estimate_memory(spec, mesh, policy)
+        return
     memory = estimate_memory(spec, mesh, policy)
     states = 12 * memory.model.parameters // 8
     assert memory.peak.reserved_bytes > states / 2  # frozen towers have no optimizer state
