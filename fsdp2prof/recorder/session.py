@@ -68,6 +68,7 @@ class RankSession:
         self._postponed: Callable[[], None] | None = None
         self._step = 0
         self._step_start_ns = -1
+        self._kept_in_step = -1
         self._forward_began = False
         self._oom: OomDump | None = None
         self._steps = TrainingSteps(self.step)
@@ -206,7 +207,13 @@ class RankSession:
             self._captures = self._recordings.current
 
     def keep_state(self, why: str, crash: TracebackType | None = None) -> None:
-        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``."""
+        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``.
+
+        The first state of a step stays: a timeout, or peers that end, get a rank out of where it hung.
+        """
+        if self._kept_in_step == self._step:
+            return
+        self._kept_in_step = self._step
         try:
             kept = keep_state(self.folder, why, crash)
         except Exception as error:  # whatever torch's recorder raises where a rank is about to end
