@@ -15,7 +15,7 @@ from fsdp2prof.estimators.execution.engine import sharded_model
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.training import build_optimizer, materialize
-from fsdp2prof.estimators.spec.choices import SELECTION
+from fsdp2prof.estimators.spec.choices import NOTHING_SELECTED
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -43,7 +43,7 @@ def states_of_rank(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, rank: in
 
     Raises ``ModelError`` for a model that cannot be sharded and an optimizer that cannot take a step.
     """
-    policy = replace(policy, ac="none", **dict.fromkeys(SELECTION), float8=None, fp8_all_gather=False)
+    policy = replace(policy, ac="none", **NOTHING_SELECTED, float8=None, fp8_all_gather=False)
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh, rank=rank))
         stack.enter_context(fake_tensors())

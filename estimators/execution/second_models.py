@@ -15,7 +15,7 @@ from fsdp2prof.errors import Fsdp2ProfError, ModelError
 from fsdp2prof.estimators.models.adapters import without_adapters
 from fsdp2prof.estimators.models.losses import head_of, score_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.spec.choices import SELECTION, Loss
+from fsdp2prof.estimators.spec.choices import NOTHING_SELECTED, Loss
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -79,7 +79,7 @@ def policy_of_others(policy: PolicySpec) -> PolicySpec:
     return replace(
         policy,
         ac="none",
-        **dict.fromkeys(SELECTION),
+        **NOTHING_SELECTED,
         trainable=None,
         lora=None,
         extra_model=None,

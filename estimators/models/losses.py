@@ -51,7 +51,7 @@ class _CompiledCrossEntropy(torch.autograd.Function):
         """
         normaliser = logits[:, 0].float()
         for operation in ("max", "sum", "sum") if group is not None else ():
-            normaliser = wait_tensor(all_reduce(normaliser, operation, group))  # type: ignore[no-untyped-call]
+            normaliser = wait_tensor(all_reduce(normaliser, operation, group))  # type: ignore[no-untyped-call, arg-type]
         ctx.save_for_backward(logits, targets, normaliser)
         return normaliser.mean()
 

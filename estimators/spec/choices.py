@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from fsdp2prof.estimators.spec.option import ByUnit, Counted
 
 __all__ = [
+    "NOTHING_SELECTED",
     "SELECTION",
     "ActivationCheckpointing",
     "Allocator",
@@ -69,6 +70,7 @@ Loss = LossMode | Chunked
 """``full``: over all logits at once."""
 SELECTION = ("attention_is_saved", "ac_saves", "ac_recomputes")
 """Options that say more of ``ac="op"``, and go with nothing else."""
+NOTHING_SELECTED: dict[str, Any] = dict.fromkeys(SELECTION)
 
 
 def base_of(value: Any) -> Any:

@@ -362,7 +362,7 @@ def test_a_pipeline_may_win_without_being_fixed_and_comes_in_every_schedule() ->
     assert schedules == {"1f1b", "interleaved:2", "zb1p", "zb1p:2", "zbv"}
 
 
-def scored(planning: Planning, **parts: int) -> Scored:
+def scored(planning: Planning, **parts: Any) -> Scored:
     """The winner with other times, as the engine might have said."""
     fast = replace(winner_of(planning).fast, compute_ns=100, recompute_ns=20, exposed_parallel_ns=0)
     return replace(winner_of(planning), fast=fast, **parts)

@@ -34,7 +34,7 @@ class Training:
         fully_shard(self.model, mesh=shard_mesh())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: torch.Tensor) -> Any:
         """Forward and its loss, printed."""
         loss = self.model(tokens).pow(2).mean()
         if dist.get_rank() == 0:
@@ -166,7 +166,8 @@ def elsewhere(steps: int) -> Training:
 
 def saving(steps: int) -> Training:
     """A checkpoint is written beside the steps, one on its way when the next begins."""
-    training, save = Training(), None
+    training = Training()
+    save: Any = None
     with tempfile.TemporaryDirectory() as folder:
         for step in range(steps):
             training.step()
@@ -186,7 +187,7 @@ def step_in_backward(steps: int) -> Training:
     each = {one: torch.optim.SGD([one], lr=0.1) for one in training.model.parameters()}
 
     def update(parameter: torch.Tensor) -> None:
-        each[parameter].step()  # type: ignore[index]
+        each[parameter].step()
         parameter.grad = None
 
     for one in each:
@@ -205,7 +206,7 @@ def saved_on_the_host(steps: int) -> Training:
         (loss * 1024).backward()
         for one in training.model.parameters():
             one.grad /= 1024
-        norm = nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+        norm: Any = nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
         print(float(norm.full_tensor()), flush=True)
         training.update()
     return training
