@@ -10,6 +10,8 @@ from fsdp2prof.vocabulary import doing_label, printable
 __all__ = ["advice", "endings", "listed", "places_sentence", "verb"]
 
 _LISTED = 8
+_TOLD_TO_END = (None, "SIGTERM", "KeyboardInterrupt")
+"""Errors that say nothing of why: somebody else ended the rank."""
 _TOLD = 3
 """Places that a sentence names."""
 _ADVICE = {
@@ -46,7 +48,7 @@ def advice(places: Sequence[HangPlace], culprits: Sequence[int]) -> str | None:
 
 def endings(ranks: Sequence[HangRank], culprits: Sequence[int]) -> str | None:
     """How ranks that are to blame ended, where their manifests say so."""
-    ended = [one for one in ranks if one.rank in culprits and one.error not in (None, "SIGTERM")]
+    ended = [one for one in ranks if one.rank in culprits and one.error not in _TOLD_TO_END]
     if not ended:
         return None
     one, alike = ended[0], [rank.rank for rank in ended if rank.error == ended[0].error]

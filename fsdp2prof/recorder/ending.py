@@ -1,7 +1,7 @@
 """The end of a rank, however it comes: nothing captured until then is lost.
 
 - a normal end and an exception: ``atexit``, after ``sys.excepthook`` has named the exception;
-- Ctrl-C: a rank that does not end at once hangs, and keeps what it is doing;
+- SIGTERM and Ctrl-C: a rank of several keeps at once what it is doing: its peers' ends get it out of it;
 - SIGTERM, which torchrun sends to the peers of a crashed rank: the main thread ends the recording and then
   dies of the signal as it would have. If it hangs in C++ and does not hear the signal, a watching thread
   gives it :data:`GRACE_S` seconds, marks the manifest and lets the signal kill the process: torchrun would
@@ -27,8 +27,6 @@ __all__ = ["watch_for_end"]
 
 GRACE_S = 5.0
 """Seconds the main thread has to react to SIGTERM."""
-INTERRUPTED_S = 2.0
-"""Seconds after Ctrl-C in which a training ends that does not hang."""
 
 ERROR_LENGTH = 200
 """Characters kept of an exception's last line."""
@@ -67,13 +65,11 @@ class _Ending:
         self._previous_handler: Any = None
         self._wakeup: tuple[int, int] | None = None
         self._heard = threading.Event()
-        self._over = threading.Event()
 
     def at_exit(self) -> None:
         """End the session; nothing in a forked child."""
         if os.getpid() == self._pid:
             self._heard.set()
-            self._over.set()
             self._session.end(self._error, crashed=self._crashed)
 
     def handle_sigterm(self) -> None:
@@ -131,8 +127,8 @@ class _Ending:
 
     def _watch(self, reader: int) -> None:
         while received := os.read(reader, 1):
-            if received[0] == signal.SIGINT and not self._over.wait(INTERRUPTED_S):
-                self._session.keep_state("SIGINT")
+            if received[0] in (signal.SIGINT, signal.SIGTERM) and self._session.manifest.world_size > 1:
+                self._session.keep_state(signal.Signals(received[0]).name)
             if received[0] == signal.SIGTERM and not self._heard.wait(GRACE_S):
                 self._session.tell(
                     "killed by SIGTERM while its main thread hung: the running capture is lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,8 @@ class RankSession:
         self._postponed: Callable[[], None] | None = None
         self._step = 0
         self._step_start_ns = -1
+        self._kept_in_step = -1
+        self._keeping = threading.RLock()  # a signal may come to the thread that keeps it
         self._forward_began = False
         self._oom: OomDump | None = None
         self._steps = TrainingSteps(self.step)
@@ -206,15 +209,22 @@ class RankSession:
             self._captures = self._recordings.current
 
     def keep_state(self, why: str, crash: TracebackType | None = None) -> None:
-        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``."""
-        try:
-            kept = keep_state(self.folder, why, crash)
-        except Exception as error:  # whatever torch's recorder raises where a rank is about to end
-            self.tell(f"{why}: its state could not be kept: {_reason(error)}")
-        else:
-            said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
-            if crash is None:
-                self.tell(f"{why}: {said} what it was doing then")
+        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``.
+
+        The first state of a step stays: a timeout, or peers that end, get a rank out of where it hung.
+        """
+        with self._keeping:
+            if self._ended or self._kept_in_step == self._step:
+                return
+            self._kept_in_step = self._step
+            try:
+                kept = keep_state(self.folder, why, crash)
+            except Exception as error:  # whatever torch's recorder raises where a rank is about to end
+                self.tell(f"{why}: its state could not be kept: {_reason(error)}")
+                return
+        said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
+        if crash is None:
+            self.tell(f"{why}: {said} what it was doing then")
 
     def _hung(self, waited_s: float) -> None:
         if self._alive():

@@ -207,6 +207,18 @@ def _dump(_: Path) -> Any:
     return flight_dumps.document(calls, {"0": [0, 1]})
 
 
+def _stacks(_: Path) -> bytes:
+    lines = [
+        "Main thread 0x1 [MainThread] (most recent call first):",
+        '  File "/env/site-packages/torch/utils/data/dataloader.py", line 9 in _get_data',
+        '  File "/home/me/train.py", line 7 in main',
+        'Thread 4711 (idle): "MainThread"',
+        "    clock_nanosleep (libc.so.6)",
+        "    main (/home/me/train.py:7)",
+    ]
+    return "\n".join(lines * 3).encode()
+
+
 def _config(_: Path) -> Any:
     return {
         "model": "llama3-8b",
@@ -337,6 +349,7 @@ KINDS = {
     "nccl log": Kind(
         "nccl.out", lambda at: "\n".join(log_lines(0, calls=3)).encode(), _bytes, lambda at: analyze_nccl(at)
     ),
+    "stacks": Kind("stacks_0.txt", _stacks, _bytes, lambda at: analyze_hang(at)),
     "flight pickle": Kind("fr_0", _dump, _pickle, lambda at: analyze_hang(at)),
     "config": Kind(
         "config.yaml",

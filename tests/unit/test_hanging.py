@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp2prof.manifest import STACKS_FILE
+from fsdp2prof.manifest import STACKS_FILE, RecordOptions
 from fsdp2prof.readers.stacks import read_stacks
 from fsdp2prof.recorder.hanging import HangWatch, buffer_variables, keep_state
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.settings import Settings
 
 
 def test_a_buffer_that_the_user_has_sized_stays_so() -> None:
@@ -91,3 +94,17 @@ def test_a_process_that_was_stopped_is_watched_anew(monkeypatch: pytest.MonkeyPa
     watch.step()
     watch._run()
     assert told == [2.0]
+
+
+def test_the_first_state_of_a_step_stays(tmp_path: Path) -> None:
+    """A rank that is told to end has left the collective it hung in, since its peers have ended."""
+    settings = Settings(run=str(tmp_path), options=RecordOptions(active=0, memory=False, hang_after=600))
+    session = RankSession(settings, Identity(rank=0, local_rank=0, world_size=2), automatic=False)
+    session.folder.mkdir(parents=True)
+    for why in ("no step ended for 600 s", "SIGTERM"):
+        session.keep_state(why)
+    stacks = session.folder / STACKS_FILE
+    assert stacks.read_text().startswith("# no step ended for 600 s\n")
+    session._step += 1
+    session.keep_state("SIGTERM")
+    assert stacks.read_text().startswith("# SIGTERM\n")
