@@ -222,6 +222,7 @@ def _costed(
     program: Program, mesh: MeshSpec, cluster: Cluster, calibration: Calibration | None
 ) -> tuple[Program, ClusterCosts]:
     """Return a program as a cluster runs it, and what its commands cost there."""
+    cluster.check_copy_engines(mesh)
     hardware = cluster.hardware
     contention = CONTENTION[1] if hardware.overlap_slowdown_frac is None else hardware.overlap_slowdown_frac
     pace = HostPace(operator_ns=hardware.host_operator_ns or HOST_NS[1])

@@ -73,6 +73,10 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
             f"matrix rates at {hardware.power_frac:.0%} of those measured at "
             f"{hardware.achieved_at_watts:g} W: the part is limited to {hardware.watts:g} W"
         )
+    if costs.cluster.copy_engine_gathers:
+        notes.append(
+            "copy engines gather parameters: as fast as kernels do, and products beside them are not slowed"
+        )
     if costs.cluster.network is not None:
         notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
     if mesh.cp > 1:

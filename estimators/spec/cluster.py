@@ -42,6 +42,8 @@ class Cluster:
     network: NetworkSpec | None = None
     nics_per_node: int | None = None
     """One a GPU by default."""
+    copy_engine_gathers: bool = False
+    """Whether copy engines, not kernels, gather parameters within a node."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
@@ -50,6 +52,17 @@ class Cluster:
     def with_attention(self, kernel: str) -> Cluster:
         """Return the same cluster with one kernel's attention."""
         return replace(self, hardware=self.hardware.with_attention(kernel))
+
+    def check_copy_engines(self, mesh: MeshSpec) -> None:
+        """Raise ``ModelError`` where copy engines cannot gather this mesh's parameters."""
+        if not self.copy_engine_gathers:
+            return
+        if mesh.fsdp_size == 1:
+            raise ModelError(f"copy-engine all-gathers: mesh {mesh} gathers no parameters")
+        if self.node_link != "nvlink":
+            raise ModelError(f"copy-engine all-gathers write over NVLink, which {self.hardware.name} has not")
+        if self.placement(mesh, "fsdp").nodes > 1:
+            raise ModelError("copy-engine all-gathers stay within a node; here a shard group spans several")
 
     @property
     def node_link(self) -> str:

@@ -103,6 +103,11 @@ class ClusterCosts:
         """How much longer a kernel takes beside a collective."""
         return self.contention_frac
 
+    def disturbs(self, collective: Collective) -> bool:
+        """Whether a collective takes multiprocessors: copy engines' all-gathers of parameters do not."""
+        shards = collective.mesh_dim in ("fsdp", "dp_shard", "cp", "dp_shard_cp", "efsdp")
+        return not (self.cluster.copy_engine_gathers and shards and collective.op == "all_gather")
+
     def host_ns(self, command: Command) -> int:
         """Time the host needs to issue a command."""
         host = self.host

@@ -52,6 +52,9 @@ class Costs(Protocol):
     def slowdown(self, kernel: Kernel) -> float:
         """How much longer a kernel takes while a collective is in flight, as a fraction of its time."""
 
+    def disturbs(self, collective: Collective) -> bool:
+        """Whether kernels are slower while a collective is in flight: not where copy engines send it."""
+
     def host_ns(self, command: Command) -> int:
         """Time the host needs to issue a command."""
 
@@ -119,6 +122,7 @@ class _Simulation:
         self._slowed = [_slowed(command, costs) for command in self._program]
         self._is_kernel = [isinstance(command, Kernel) for command in self._program]
         self._link = [costs.link(c) if isinstance(c, Collective) else "" for c in self._program]
+        self._disturbs = [isinstance(c, Collective) and costs.disturbs(c) for c in self._program]
         self._queues: list[deque[int]] = [deque() for _ in range(program.streams)]
         self._own_queues: dict[str, int] = {}
         self._communicators: dict[str, deque[int]] = {}
@@ -274,7 +278,7 @@ class _Simulation:
         link = self._link[position % self._size]
         if link:
             self._links[link] = self._links.get(link, 0) + 1
-            self._in_flight += 1
+            self._in_flight += self._disturbs[position % self._size]
         self.start[position] = self._now
         self._running[stream] = running = _Running(
             position, self._length[position % self._size] * _FULL, _FULL, 0
@@ -312,7 +316,7 @@ class _Simulation:
             return False
         self._communicators[command.group].popleft()
         self._links[self._link[position % self._size]] -= 1
-        self._in_flight -= 1
+        self._in_flight -= self._disturbs[position % self._size]
         if command.event >= 0:
             self._events[position // self._size, command.event] = self._now
         return True

@@ -193,6 +193,11 @@ def comm(described: Described, weight_sync: str | None, output: Output) -> None:
 @click.option("--network", shell_complete=complete_network, help="What connects the nodes (400gb-ib).")
 @click.option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]")
 @click.option(
+    "--copy-engine-gathers",
+    is_flag=True,
+    help="Copy engines, not kernels, gather parameters within a node: products beside them are not slowed.",
+)
+@click.option(
     "--calibrate",
     type=click.Path(path_type=Path),
     metavar="RUN",
@@ -216,6 +221,7 @@ def step(
     gpus_per_node: int,
     network: str | None,
     nics_per_node: int | None,
+    copy_engine_gathers: bool,
     calibrate: Path | None,
     execution_trace: Path | None,
     save_run: Path | None,
@@ -237,7 +243,9 @@ def step(
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
     if spec.hardware is None:
         because = "without --hardware the CPUs of the calibrating run are taken"
-        refuse_given("--gpus-per-node", "--network", "--nics-per-node", because=because)
+        refuse_given(
+            "--gpus-per-node", "--network", "--nics-per-node", "--copy-engine-gathers", because=because
+        )
     cluster = None
     if spec.hardware is not None:
         cluster = Cluster(
@@ -245,6 +253,7 @@ def step(
             gpus_per_node=gpus_per_node,
             network=None if network is None else NetworkSpec.parse(network),
             nics_per_node=nics_per_node,
+            copy_engine_gathers=copy_engine_gathers,
         )
     doing = "executing" if execution_trace is None else "simulating"
     with output.progress(f"{doing} {spec.model.source}"):

@@ -9,6 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.spec.cluster import Cluster
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -19,6 +23,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Wait,
     Work,
 )
+from fsdp2prof.estimators.timeline.costs import ClusterCosts
 from fsdp2prof.estimators.timeline.simulate import Timeline, _Simulation, simulate
 
 COMPUTE, GATHER, REDUCE = 0, 1, 2
@@ -42,6 +47,9 @@ class FlatCosts:
 
     def link(self, collective: Collective) -> str:
         return self.links.get(collective.group, collective.group)
+
+    def disturbs(self, collective: Collective) -> bool:
+        return collective.group != "copy engines"
 
     def slowdown(self, kernel: Kernel) -> float:
         return self.slow
@@ -134,6 +142,28 @@ def test_collectives_of_two_groups_share_a_link() -> None:
 def test_a_kernel_goes_slower_only_while_a_collective_is_in_flight() -> None:
     """Half the speed for 20 ns does 10 ns of work; the other 30 run at full speed."""
     assert run(collective(20), kernel(40), slow=1.0) == [(0, 20), (0, 50)]
+
+
+def test_copy_engines_slow_no_kernel() -> None:
+    """The gather of 20 ns leaves the kernel its 40; a usual one of 10 ns beside it takes half its speed."""
+    engines = collective(20, group="copy engines")
+    assert run(engines, kernel(40), slow=1.0) == [(0, 20), (0, 40)]
+    both = run(engines, collective(10, stream=REDUCE, group="1"), kernel(40), slow=1.0)
+    assert both == [(0, 20), (0, 10), (0, 45)]
+
+
+def test_copy_engines_gather_within_a_node_over_nvlink() -> None:
+    network = NetworkSpec.parse("400gb-ib")
+    h100 = Cluster(hardware=HardwareSpec.parse("h100"), network=network, copy_engine_gathers=True)
+    costs = ClusterCosts(cluster=h100, mesh=MeshSpec(dp_shard=8))
+    assert [costs.disturbs(collective(1, op=op)) for op in ("all_gather", "reduce_scatter")] == [False, True]
+    h100.check_copy_engines(MeshSpec(dp_shard=8))
+    with pytest.raises(ModelError, match="spans several"):
+        h100.check_copy_engines(MeshSpec(dp_shard=16))
+    with pytest.raises(ModelError, match="gathers no parameters"):
+        h100.check_copy_engines(MeshSpec(tp=8))
+    with pytest.raises(ModelError, match="NVLink"):
+        replace(h100, hardware=HardwareSpec.parse("l40s")).check_copy_engines(MeshSpec(dp_shard=8))
 
 
 def test_a_collective_on_the_communicators_own_stream_is_waited_for_by_its_event() -> None:
