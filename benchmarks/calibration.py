@@ -172,7 +172,7 @@ class Recorded:
     def of(cls, run: Path) -> Recorded:
         """Read it."""
         from fsdp2prof.workflows.analyze import analyze_trace
-        from fsdp2prof.workflows.job_files import open_job
+        from fsdp2prof.workflows.job.job_files import open_job
 
         steps = [
             step

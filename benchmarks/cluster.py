@@ -104,9 +104,9 @@ def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
     from benchmarks.cluster import rendered  # by the name that workers know, too
     from fsdp2prof.reporters.renderers import RenderOptions
     from fsdp2prof.workflows.finished import finished
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
+    from fsdp2prof.workflows.ranks.trace_options import TraceOptions
     from fsdp2prof.workflows.rendering import Rendering
-    from fsdp2prof.workflows.trace_options import TraceOptions
 
     started = time.monotonic()
     options: TraceOptions = {"workers": None if cluster else 1, "cluster": cluster}

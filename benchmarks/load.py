@@ -58,7 +58,7 @@ def floor(path: Path, workers: int) -> Callable[[], Result]:
 
 def ours(path: Path, workers: int, cache: bool = False) -> Callable[[], Result]:
     from fsdp2prof.workflows.analyze import analyze_trace
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
 
     def run() -> Result:
         result = analyze_trace(open_job(path), workers=workers, cache=cache)
@@ -110,7 +110,7 @@ def prepare(name: str, path: Path, workers: int) -> Callable[[], Result]:
 
 def trace_files(path: Path) -> dict[int, Path]:
     """The traces of a file or a folder by rank, as every contestant gets them."""
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
 
     return {file.rank: file.path for file in open_job(path).traces.files}
 

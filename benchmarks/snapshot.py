@@ -33,7 +33,7 @@ CONTESTANTS = ("ours", "mosaic", "memory_viz", "unpickle")
 
 def ours(path: Path) -> Callable[[], int]:
     from fsdp2prof.workflows.analyze import analyze_memory
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
 
     return lambda: analyze_memory(open_job(path)).ranks[0].peak.allocated_bytes
 

@@ -26,7 +26,7 @@ from small_training import begin, quartiles
 def train(output: Path, blocks: int, steps: int) -> None:
     """Train on every rank; rank 0 writes the medians of its blocks and the cost of a line."""
     from fsdp2prof.manifest import StepInfo
-    from fsdp2prof.recorder.watching import StepLines
+    from fsdp2prof.recorder.rank.watching import StepLines
 
     training = begin(256)
     folder = output.parent / f"rank-{training.rank:05d}"

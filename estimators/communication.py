@@ -13,10 +13,10 @@ from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
-from fsdp2prof.estimators.memory_notes import extra_model_notes
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
+from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.spec.choices import base_of
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -33,8 +33,8 @@ from fsdp2prof.estimators.traffic.parallel import (
     counted_by_execution,
 )
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.estimators.weight_sync import weight_sync
-from fsdp2prof.estimators.wrapping import reshard_rule
 from fsdp2prof.results import CommEstimate
 
 __all__ = ["estimate_built", "estimate_comm", "group_traffic"]

@@ -17,24 +17,24 @@ from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
-from fsdp2prof.estimators.memory_advice import advice, expert_padding, remedies
-from fsdp2prof.estimators.memory_fit import depends_on, room_on, verdict
-from fsdp2prof.estimators.memory_notes import (
-    EXECUTED_MICRO_BATCHES,
-    assumptions,
-    check_modelled,
-    compile_notes,
-    outside_allocator_bytes,
-)
-from fsdp2prof.estimators.memory_range import unknowns
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.verdict.memory_advice import advice, expert_padding, remedies
+from fsdp2prof.estimators.verdict.memory_fit import depends_on, room_on, verdict
+from fsdp2prof.estimators.verdict.memory_notes import (
+    EXECUTED_MICRO_BATCHES,
+    assumptions,
+    check_modelled,
+    compile_notes,
+    outside_allocator_bytes,
+)
+from fsdp2prof.estimators.verdict.memory_range import unknowns
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Remedy, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording

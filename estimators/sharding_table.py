@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.sharding import ParameterGroup, ShardedParameter, freeze, parameter_groups
+from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, freeze, parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec

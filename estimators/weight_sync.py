@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec

@@ -18,7 +18,7 @@ from fsdp2prof.workflows import compare as comparing
 from fsdp2prof.workflows import whatif as replaying
 from fsdp2prof.workflows.analyze import TraceOptions
 from fsdp2prof.workflows.compare import Chosen
-from fsdp2prof.workflows.job_files import JobFiles, open_job
+from fsdp2prof.workflows.job.job_files import JobFiles, open_job
 
 if TYPE_CHECKING:
     import pandas as pd

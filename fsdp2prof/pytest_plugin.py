@@ -129,7 +129,7 @@ def _judge(run: Path, limits: Sequence[Condition]) -> None:
     from fsdp2prof.analyzers.fail_on import check
     from fsdp2prof.errors import Fsdp2ProfError
     from fsdp2prof.workflows.analyze import analyze_any
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
 
     try:
         analysis = analyze_any(open_job(run))

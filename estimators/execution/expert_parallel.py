@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding import shard_dim
+from fsdp2prof.estimators.sharding.groups import shard_dim
 from fsdp2prof.estimators.spec.policy import PolicySpec
 
 __all__ = ["by_mesh", "clip_gradients", "exchange_tokens", "expert_placement"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fsdp2prof.estimators.memory_fit import Room, deciding
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.planner.search import Scored
+from fsdp2prof.estimators.verdict.memory_fit import Room, deciding
 from fsdp2prof.results.plan import PlanAnswer, PlanPoint
 from fsdp2prof.units import format_count
 

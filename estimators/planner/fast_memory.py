@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_under_way
-from fsdp2prof.estimators.memory_notes import outside_allocator_bytes
 from fsdp2prof.estimators.planner.profile import BlockProfile
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
+from fsdp2prof.estimators.verdict.memory_notes import outside_allocator_bytes
 
 __all__ = ["Sizes", "outside_bytes", "reserved_bytes"]
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
-from fsdp2prof.estimators.memory_fit import fit_sentence
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.budget import budget, room
 from fsdp2prof.estimators.planner.reasons import why_it_lost
@@ -15,6 +14,7 @@ from fsdp2prof.estimators.planner.refine import REFINED
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, pareto_front
 from fsdp2prof.estimators.step import is_extended
+from fsdp2prof.estimators.verdict.memory_fit import fit_sentence
 from fsdp2prof.results.plan import FastPathError, Plan, PlanFamily, PlanGiven, PlanPoint, PlanSearch
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 

@@ -19,7 +19,7 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.alive import Alive
 from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
-from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.spec.choices import CheckpointingMode
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec

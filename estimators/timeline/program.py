@@ -17,6 +17,7 @@ from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, nami
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.models.model import Model, elements_of
+from fsdp2prof.estimators.sharding.wrapping import fold_blocks
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -24,7 +25,6 @@ from fsdp2prof.estimators.timeline.capture import Capture
 from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
 from fsdp2prof.estimators.timeline.deepen import deepened
 from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.wrapping import fold_blocks
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 

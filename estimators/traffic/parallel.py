@@ -13,7 +13,7 @@ from math import ceil
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding import ParameterGroup
+from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes

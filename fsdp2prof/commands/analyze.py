@@ -24,7 +24,7 @@ from fsdp2prof.commands.view import VIEW_FLAGS, View, view_part_options
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job_files import JobFiles
+    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["analyze"]
 

@@ -17,12 +17,12 @@ from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
-from fsdp2prof.workflows.trackers import TRACKERS, Tracker, tracking
-from fsdp2prof.workflows.urls import copies, shown
+from fsdp2prof.workflows.exports.trackers import TRACKERS, Tracker, tracking
+from fsdp2prof.workflows.job.urls import copies, shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job_files import JobFiles
+    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["export"]
 
@@ -51,7 +51,7 @@ def perfetto(path: Path, *, choice: JobChoice, options: TraceOptions, output: Ou
         raise UsageError(f"{target}: a trace's name ends in .json.gz or .json")
     refuse_existing(target, output.force)
     with output.progress(f"exporting {path}"):
-        from fsdp2prof.workflows.export_perfetto import export_perfetto
+        from fsdp2prof.workflows.exports.perfetto import export_perfetto
 
         made = export_perfetto(choice.open(path), target, **options)
         output.publish()
@@ -89,7 +89,7 @@ def csv(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output)
 def _tables(
     kind: Literal["csv", "parquet"], path: Path, choice: JobChoice, options: TraceOptions, output: Output
 ) -> None:
-    from fsdp2prof.workflows.export_tables import check_folder, export_tables
+    from fsdp2prof.workflows.exports.tables import check_folder, export_tables
 
     folder = output.path
     assert folder is not None
@@ -115,7 +115,7 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
     if folder.exists() and not output.force:
         raise InputError(f"{folder}: exists already; choose another name or add -f")
     with output.progress(f"exporting {path}"):
-        from fsdp2prof.workflows.export_chakra import export_chakra
+        from fsdp2prof.workflows.exports.chakra import export_chakra
 
         made = export_chakra(choice.open(path), folder)
     output.tell(

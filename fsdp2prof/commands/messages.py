@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from fsdp2prof.vocabulary import printable
-from fsdp2prof.workflows.urls import shown
+from fsdp2prof.workflows.job.urls import shown
 
 __all__ = ["say"]
 

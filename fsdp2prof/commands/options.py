@@ -16,7 +16,7 @@ from fsdp2prof.commands.completion import complete_model
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdp2prof.workflows.job_files import JobFiles
+    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["MODEL_OPTIONS", "JobChoice", "job_options", "numbers_option", "one_of", "refuse_given"]
 
@@ -54,7 +54,7 @@ class JobChoice:
 
     def open(self, path: Path) -> JobFiles:
         """Find the chosen files at a path; raises ``InputError`` for what is not there."""
-        from fsdp2prof.workflows.job_files import open_job
+        from fsdp2prof.workflows.job.job_files import open_job
 
         return open_job(path, ranks=self.ranks, iteration=self.iteration)
 

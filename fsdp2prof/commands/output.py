@@ -23,8 +23,8 @@ from fsdp2prof.files import replacing
 from fsdp2prof.progress import watched
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
+from fsdp2prof.workflows.job.urls import copies, shown, url_of
 from fsdp2prof.workflows.rendering import Rendering
-from fsdp2prof.workflows.urls import copies, shown, url_of
 
 __all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
@@ -97,7 +97,7 @@ class Output:
     def publish(self) -> None:
         """Take what was written to the URL of ``-o``; nothing happens where it is a path."""
         if self.path is not None and url_of(self.path) is not None:
-            from fsdp2prof.workflows.remote import publish
+            from fsdp2prof.workflows.job.remote import publish
 
             publish(self.path)
 
@@ -311,6 +311,6 @@ def refuse_existing(path: Path, force: bool) -> None:
 
 def _refuse_existing_url(path: Path) -> None:
     if url_of(path) is not None:
-        from fsdp2prof.workflows.remote import refuse_existing_url
+        from fsdp2prof.workflows.job.remote import refuse_existing_url
 
         refuse_existing_url(path)

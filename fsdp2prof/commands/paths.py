@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fsdp2prof.workflows.urls import is_url, local_path
+from fsdp2prof.workflows.job.urls import is_url, local_path
 
 __all__ = ["InputPath", "OutputPath"]
 
@@ -37,7 +37,7 @@ class InputPath(_PathOrUrl):
 
     def here(self, url: str) -> Path:
         """Copy what is at the URL."""
-        from fsdp2prof.workflows.remote import open_url
+        from fsdp2prof.workflows.job.remote import open_url
 
         return open_url(url, _scratch())
 
@@ -47,14 +47,14 @@ class OutputPath(_PathOrUrl):
 
     def here(self, url: str) -> Path:
         """Name a place whose content is sent to the URL."""
-        from fsdp2prof.workflows.remote import stage
+        from fsdp2prof.workflows.job.remote import stage
 
         return stage(url, _scratch())
 
 
 def _scratch() -> Path:
     """Return the command's folder for copies, which is removed when it ends."""
-    from fsdp2prof.workflows.remote import scratch_folder
+    from fsdp2prof.workflows.job.remote import scratch_folder
 
     root = click.get_current_context().find_root()
     if _SCRATCH not in root.meta:

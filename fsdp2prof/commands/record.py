@@ -45,7 +45,7 @@ def record(
 
     The exit code is the command's own, 128+n if signal n ended it.
     """
-    from fsdp2prof.recorder.launcher import launch
+    from fsdp2prof.recorder.launch.launcher import launch
 
     if node_rank and output is None:
         raise UsageError("--node-rank needs -o: the run directory that all nodes share")

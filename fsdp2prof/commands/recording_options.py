@@ -16,7 +16,7 @@ from fsdp2prof.commands.messages import say
 from fsdp2prof.manifest import RecordOptions
 
 if TYPE_CHECKING:
-    from fsdp2prof.recorder.launcher import Outcome
+    from fsdp2prof.recorder.launch.launcher import Outcome
 
 __all__ = ["default_run", "recording_options", "tell"]
 

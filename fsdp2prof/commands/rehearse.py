@@ -49,7 +49,7 @@ def rehearse(
     Its collectives move nothing, so the numbers that the training computes and prints mean nothing, and no
     more do the durations of collectives. The exit code is the command's own.
     """
-    from fsdp2prof.recorder.launcher import launch
+    from fsdp2prof.recorder.launch.launcher import launch
     from fsdp2prof.recorder.one_process import as_one_process
 
     refuse_given("--ranks", "--verify", because="a rehearsal is one rank, whose values mean nothing")

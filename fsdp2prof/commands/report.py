@@ -15,11 +15,11 @@ from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.vocabulary import printable
-from fsdp2prof.workflows.urls import shown, url_of
+from fsdp2prof.workflows.job.urls import shown, url_of
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job_files import JobFiles
+    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["report"]
 

@@ -15,7 +15,7 @@ from fsdp2prof.errors import UsageError
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.steps import Window
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job_files import JobFiles
+    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = [
     "WHOLE_ANALYSIS",
@@ -43,7 +43,7 @@ cluster_option = click.option(
 
 
 def _cluster_address(value: str) -> str:
-    from fsdp2prof.workflows.cluster import check_address
+    from fsdp2prof.workflows.ranks.cluster import check_address
 
     return check_address(value)
 

@@ -6,7 +6,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from fsdp2prof.recorder.training_profilers import training_profilers
+from fsdp2prof.recorder.rank.training_profilers import training_profilers
 
 __all__ = ["install"]
 
@@ -22,7 +22,7 @@ def install(module: ModuleType) -> None:
 
     @wraps(original)
     def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-        from fsdp2prof.recorder.current import session_of_process
+        from fsdp2prof.recorder.rank.current import session_of_process
 
         session = session_of_process()
         result = original(module, *args, **kwargs)

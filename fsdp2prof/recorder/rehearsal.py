@@ -39,7 +39,7 @@ def install(module: ModuleType) -> None:
         return
     if module.__name__.endswith("device_mesh"):
         if rehearsal.meta:
-            from fsdp2prof.recorder.without_data import keep_meshes_real
+            from fsdp2prof.recorder.memory.without_data import keep_meshes_real
 
             keep_meshes_real(module)
         return
@@ -65,7 +65,7 @@ def _initializes(original: Callable[..., None], rehearsal: Rehearsal) -> Callabl
         import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
         original("fake", store=HashStore(), rank=rehearsal.rank, world_size=rehearsal.world_size)
         if rehearsal.meta:
-            from fsdp2prof.recorder.without_data import begin
+            from fsdp2prof.recorder.memory.without_data import begin
 
             begin()
 

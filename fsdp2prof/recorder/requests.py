@@ -10,7 +10,7 @@ import msgspec
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import TRIGGER_FILE, RecordingInfo
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.plans import newest, read_plan
 
 __all__ = ["ask_and_wait", "request_recording", "take_request"]

@@ -24,8 +24,8 @@ from fsdp2prof.manifest import (
     RunInfo,
     node_file,
 )
-from fsdp2prof.readers.run_directory import is_run_directory, open_run
-from fsdp2prof.readers.run_nodes import node_ranks
+from fsdp2prof.readers.run.directory import is_run_directory, open_run
+from fsdp2prof.readers.run.nodes import node_ranks
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.settings import validate
 

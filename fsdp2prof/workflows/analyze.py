@@ -21,13 +21,13 @@ from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, Usage
 from fsdp2prof.estimators.whatif import replay_job, with_what_ifs
 from fsdp2prof.progress import counted
 from fsdp2prof.results import AtPeak, MemoryAnalysis, RunAnalysis, RunSummary, TraceAnalysis
-from fsdp2prof.workflows.choices import require
-from fsdp2prof.workflows.job_files import JobFiles
-from fsdp2prof.workflows.one_job import Found, RankFile
-from fsdp2prof.workflows.one_rank import RankWork, Reduced, read_rank_trace, reduce_rank
-from fsdp2prof.workflows.rank_places import RankPlace, place_of
-from fsdp2prof.workflows.summaries import analysis_of_summaries
-from fsdp2prof.workflows.trace_options import TraceOptions
+from fsdp2prof.workflows.job.choices import require
+from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.one_job import Found, RankFile
+from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, read_rank_trace, reduce_rank
+from fsdp2prof.workflows.ranks.places import RankPlace, place_of
+from fsdp2prof.workflows.ranks.summaries import analysis_of_summaries
+from fsdp2prof.workflows.ranks.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp2prof.analyzers.sharding import check
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import RunCheck
 
 __all__ = ["check_run"]

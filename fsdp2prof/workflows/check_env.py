@@ -14,13 +14,13 @@ import msgspec
 import fsdp2prof
 from fsdp2prof.analyzers.sharding.environment import judge_environment
 from fsdp2prof.errors import InputError
-from fsdp2prof.readers.nccl_log import read_transports
+from fsdp2prof.readers.job.nccl_log import read_transports
 from fsdp2prof.results import EnvironmentCheck
 from fsdp2prof.tables.environment import RankProbe
 
 __all__ = ["check_environment"]
 
-_PROBE = "fsdp2prof.workflows.env_probe"
+_PROBE = "fsdp2prof.workflows.probes.env_probe"
 _SHOWN_LINES = 5
 _ERROR = re.compile(r"^(?:\[\w+\]:)?\s*[\w.]*(?:Error|Exception)\b")
 

@@ -31,9 +31,9 @@ from fsdp2prof.results import (
 )
 from fsdp2prof.units import format_ns
 from fsdp2prof.workflows.analyze import analyze_any
-from fsdp2prof.workflows.job_files import JobFiles, open_job
-from fsdp2prof.workflows.kept import Kept, cut, is_kept, read_baseline, read_kept
-from fsdp2prof.workflows.one_rank import read_recordings
+from fsdp2prof.workflows.job.job_files import JobFiles, open_job
+from fsdp2prof.workflows.ranks.kept import Kept, cut, is_kept, read_baseline, read_kept
+from fsdp2prof.workflows.ranks.one_rank import read_recordings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

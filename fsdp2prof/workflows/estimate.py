@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
-from fsdp2prof.estimators.policy_of_run import norm_of_run, values_of_run
+from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -19,7 +19,7 @@ from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate, StepEstimate
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
@@ -128,7 +128,7 @@ def estimate_communication(described: Described, *, weight_sync: str | None = No
     cannot be estimated.
     """
     if described.manifest is not None and described.is_recorded_only:
-        from fsdp2prof.estimators.communication_of_run import estimate_comm_of_run
+        from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 
         policy = described.values["policy"]
         given = {name: policy[name] for name in ("grad_accum", "sync") if name in policy}
@@ -227,10 +227,10 @@ def _noted(estimate: _Estimate, spec: EstimateSpec) -> _Estimate:
 
 def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple[Calibration, Cluster]:
     """Measure what a recorded run's commands cost; without a cluster, on CPUs of its own kind."""
-    from fsdp2prof.estimators.calibration import calibration_of, recorded_configuration, recorded_cpus
+    from fsdp2prof.estimators.of_run.calibration import calibration_of, recorded_configuration, recorded_cpus
     from fsdp2prof.estimators.step import program_of
     from fsdp2prof.estimators.whatif import replay_job
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.job.job_files import open_job
     from fsdp2prof.workflows.whatif import recorded_ranks
 
     ranks, _ = recorded_ranks(open_job(run))

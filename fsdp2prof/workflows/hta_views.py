@@ -11,8 +11,8 @@ from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.errors import TraceError
 from fsdp2prof.results import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
 from fsdp2prof.tables import Trace
-from fsdp2prof.workflows.job_files import JobFiles
-from fsdp2prof.workflows.one_rank import read_rank_trace
+from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.ranks.one_rank import read_rank_trace
 
 __all__ = ["VIEWS", "diff_traces", "view_trace"]
 

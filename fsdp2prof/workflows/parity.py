@@ -55,7 +55,7 @@ def check_parity(
 
 def _train_both(options: dict[str, Any]) -> ParityMeasurements:
     """In a process of its own, the first to import torch."""
-    from fsdp2prof.workflows.parity_processes import train_both
-    from fsdp2prof.workflows.parity_rank import ParitySettings
+    from fsdp2prof.workflows.probes.parity_processes import train_both
+    from fsdp2prof.workflows.probes.parity_rank import ParitySettings
 
     return train_both(ParitySettings(**options))

@@ -9,7 +9,7 @@ from typing import Any
 from fsdp2prof.reporters.arrange import arranged
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.workflows.urls import shown
+from fsdp2prof.workflows.job.urls import shown
 
 __all__ = ["Rendering"]
 

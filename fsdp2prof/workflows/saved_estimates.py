@@ -22,9 +22,9 @@ from fsdp2prof.manifest import (
     RunInfo,
     rank_folder,
 )
-from fsdp2prof.recorder.recording_file import write_recording
+from fsdp2prof.recorder.memory.recording_file import write_recording
 from fsdp2prof.results import CommEstimate
-from fsdp2prof.workflows.trace_file import write_trace
+from fsdp2prof.workflows.ranks.trace_file import write_trace
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.memory import MemoryPrediction

@@ -7,8 +7,8 @@ from pathlib import Path
 from fsdp2prof.analyzers.watching import watch_steps
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import STEPS_FILE
-from fsdp2prof.readers.run_directory import open_run
-from fsdp2prof.readers.watched_steps import read_last_steps
+from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.watched_steps import read_last_steps
 from fsdp2prof.results import WatchedRun
 
 __all__ = ["watch_run"]

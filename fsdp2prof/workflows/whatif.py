@@ -12,10 +12,10 @@ from fsdp2prof.estimators import whatif
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.whatif import RecordedRank, program_of
 from fsdp2prof.results import WhatIf
-from fsdp2prof.workflows.choices import require
-from fsdp2prof.workflows.job_files import JobFiles
-from fsdp2prof.workflows.one_job import RankFile
-from fsdp2prof.workflows.one_rank import cut_short, read_rank_trace
+from fsdp2prof.workflows.job.choices import require
+from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.one_job import RankFile
+from fsdp2prof.workflows.ranks.one_rank import cut_short, read_rank_trace
 
 __all__ = ["recorded_ranks", "what_if"]
 

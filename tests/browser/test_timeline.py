@@ -14,7 +14,7 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results import StepTimeline
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 T = "timelines.get('timeline')"
 

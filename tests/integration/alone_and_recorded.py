@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 
 from .conftest import training_environment
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import HangAnalysis
 from fsdp2prof.workflows.hang import analyze_hang
 

@@ -13,7 +13,7 @@ from support.nccl_files import inspector_lines
 
 from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
 from fsdp2prof.workflows.analyze import read_tables
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.nccl import analyze_nccl
 
 from .conftest import Recorded

@@ -12,7 +12,7 @@ from support.cli import call
 from support.probes import two_probes
 
 from fsdp2prof.analyzers.sharding.environment import judge_environment
-from fsdp2prof.readers.nccl_log import read_transports
+from fsdp2prof.readers.job.nccl_log import read_transports
 from fsdp2prof.tables.environment import RankProbe
 
 Change = Callable[[list[RankProbe]], object]

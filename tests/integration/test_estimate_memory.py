@@ -15,14 +15,14 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.policy_of_run import values_of_run
+from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.tables import GIVEN, AllocationTable, BoolArray, MemoryRecording
 
 from .conftest import REPOSITORY

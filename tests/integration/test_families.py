@@ -23,7 +23,7 @@ from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec

@@ -160,8 +160,8 @@ class TestRecordings:
     def recording(self, tmp_path: Path) -> dict[str, Any]:
         from support.snapshots import SnapshotBuilder
 
-        from fsdp2prof.readers.memory_recording import read_memory
-        from fsdp2prof.recorder.recording_file import write_recording
+        from fsdp2prof.readers.memory.recording import read_memory
+        from fsdp2prof.recorder.memory.recording_file import write_recording
 
         builder = SnapshotBuilder().label("START", "a").alloc(100, 10).free(100, 10).alloc(200, 7)
         builder.segment(100, [(512, 10, "active_allocated")])

@@ -23,8 +23,8 @@ from fsdp2prof.analyzers.memory.peak import sum_by
 from fsdp2prof.analyzers.memory.prepared import prepare
 from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import RankMemory
 from fsdp2prof.tables import MemoryRecording
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.present import manifest_of, present
 
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"

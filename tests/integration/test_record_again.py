@@ -14,7 +14,7 @@ from pathlib import Path
 from support.present import manifest_of, present
 
 from fsdp2prof import analyze_run
-from fsdp2prof.readers.run_directory import open_recording, open_run
+from fsdp2prof.readers.run.directory import open_recording, open_run
 from fsdp2prof.workflows.watch import watch_run
 
 from .conftest import script_path, torchrun, training_environment

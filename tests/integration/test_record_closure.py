@@ -9,8 +9,8 @@ from support.cli import call
 from support.present import manifest_of, present
 
 from fsdp2prof.analyzers.memory.prepared import prepare
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.run.directory import open_run
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ from torch.distributed.fsdp._fully_shard import fully_shard as d
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as e
 seen = {id(f) for f in (a, b, c, d, e, torch.distributed.fsdp.fully_shard)}
 print(len(seen), a.__wrapped__.__module__, callable(a.state), pickle.loads(pickle.dumps(a)) is a)
-print(list(inspect.signature(a).parameters)[:3], "fsdp2prof.recorder.session" in sys.modules)
+print(list(inspect.signature(a).parameters)[:3], "fsdp2prof.recorder.rank.session" in sys.modules)
 """
     done = record(tmp_path / "run", sys.executable, "-c", code)
     module = "torch.distributed.fsdp._fully_shard._fully_shard"

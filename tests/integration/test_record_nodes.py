@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fsdp2prof.manifest import RunDirectory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.workflows.analyze import analyze_run
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 from .conftest import script_path, training_environment
 

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile, schedule
 
 from fsdp2prof.manifest import RecordOptions
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 
 from .conftest import script_path, torchrun, training_environment

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.recorder.identity import Identity
-from fsdp2prof.recorder.session import RankSession
+from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 
 pytestmark = [pytest.mark.xdist_group("one process group"), pytest.mark.usefixtures("single_rank")]
@@ -237,7 +237,7 @@ def test_unknown_structures_end_the_recording_and_not_the_training(start, sessio
     start(model, wait=0, warmup=0)
     session = sessions[-1]
     monkeypatch.setattr(
-        "fsdp2prof.recorder.describe._param_group", lambda *_: attrgetter("mesh_info")(object())
+        "fsdp2prof.recorder.model.describe._param_group", lambda *_: attrgetter("mesh_info")(object())
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
@@ -260,7 +260,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(start, sessions, mo
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fsdp2prof.recorder.tracing.igzip.open", full)
+    monkeypatch.setattr("fsdp2prof.recorder.rank.tracing.igzip.open", full)
     for _ in range(6):
         loss(model).backward()
         optimizer.step()

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from fsdp2prof import analyze_run
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.workflows.balance import check_balance
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 from .conftest import script_path, torchrun, training_environment
 

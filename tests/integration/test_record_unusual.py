@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 
 from .alone_and_recorded import RECORD, compare, ended, one_rank, processes_that_mention
 from .conftest import SCRIPTS, script_path, torchrun, training_environment

@@ -19,8 +19,8 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.tables import MemoryRecording
 
 from .conftest import script_path, torchrun, training_environment

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp2prof import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.errors import UsageError
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import RunAnalysis
 from fsdp2prof.workflows.summarise_rank import summarise_rank
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.cli import call
 
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.whatif import what_if
 
 REPLAYED = 0.02

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp2prof.readers.flight_recorder import read_dump
+from fsdp2prof.readers.job.flight_recorder import read_dump
 from fsdp2prof.tables.flight_recorder import FlightDump
 
 Call = Mapping[str, Any]

@@ -29,14 +29,14 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
 from fsdp2prof.manifest import rank_folder
 from fsdp2prof.readers.execution_trace import read_execution_trace
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.recorder.recording_file import write_recording
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.recorder.memory.recording_file import write_recording
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.workflows.check import check_run
 from fsdp2prof.workflows.compare import compare, write_baseline
 from fsdp2prof.workflows.hang import analyze_hang
 from fsdp2prof.workflows.inspect import inspect_checkpoint, inspect_run_sharding
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.nccl import analyze_nccl
 from support import flight_dumps
 from support.checkpoints import written_checkpoint

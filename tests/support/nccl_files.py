@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, ProcessGroupInfo, RankManifest
-from fsdp2prof.readers.nccl_inspector import read_inspector
-from fsdp2prof.readers.nccl_log import read_nccl_logs
+from fsdp2prof.readers.job.nccl_inspector import read_inspector
+from fsdp2prof.readers.job.nccl_log import read_nccl_logs
 from fsdp2prof.tables.nccl import InspectedProcess, NcclLog
 
 COMM = "0x9e7a479f95a66c"

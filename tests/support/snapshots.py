@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.tables import MemoryRecording
 
 if TYPE_CHECKING:

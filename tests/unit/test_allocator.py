@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fsdp2prof.analyzers.memory.usage import reserved_totals
 from fsdp2prof.estimators.allocator.caching import AllocatorSettings, Block, CachingAllocator, OutOfMemory
-from fsdp2prof.readers.memory_snapshot import read_snapshot
+from fsdp2prof.readers.memory.snapshot import read_snapshot
 from fsdp2prof.tables import NEVER, MemoryRecording
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from synthetic import Layer, Schedule, record, transformer, write
 from fsdp2prof import backends
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.backends import BACKENDS, Backend
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 
 ACME = Backend(
     name="Acme NPU",

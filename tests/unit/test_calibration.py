@@ -14,8 +14,8 @@ from torch import nn
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.calibration import calibration_of
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.of_run.calibration import calibration_of
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec

@@ -92,8 +92,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    from fsdp2prof.workflows.export_chakra import export_chakra
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.exports.chakra import export_chakra
+    from fsdp2prof.workflows.job.job_files import open_job
 
     folder = tmp_path_factory.mktemp("written") / "chakra"
     made = export_chakra(open_job(run), folder)
@@ -156,8 +156,8 @@ def test_what_a_simulation_lacks_is_refused(
 
 def test_groups_of_hsdp_are_numbered_alike_on_all_ranks(tmp_path: Path) -> None:
     """Two replicas of two shards: four groups, none of them all ranks; each collective names its own."""
-    from fsdp2prof.workflows.export_chakra import export_chakra
-    from fsdp2prof.workflows.job_files import open_job
+    from fsdp2prof.workflows.exports.chakra import export_chakra
+    from fsdp2prof.workflows.job.job_files import open_job
 
     schedule = Schedule(roots=(transformer(1),), steps=1, shard=2, replicas=2)
     run = write_run(record(*[schedule] * RANKS), tmp_path / "run")

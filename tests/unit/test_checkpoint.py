@@ -20,8 +20,8 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.gpt import GptTransformer
-from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes
-from fsdp2prof.estimators.sharding import ShardedParameter
+from fsdp2prof.estimators.sharding.groups import ShardedParameter
+from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec

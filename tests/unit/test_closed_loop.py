@@ -14,9 +14,9 @@ from synthetic.strategies import schedules
 from synthetic.truth import GroupKey, GroupTruth
 
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_rank
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 
 def analyse(recording: Recording, folder: Path, **options: Any) -> RankAnalysis:

@@ -14,7 +14,7 @@ from synthetic.strategies import schedules
 
 from fsdp2prof.results import CrossRank
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 SKEWS = (0, 5_000_123, -72_000_456, 911)
 BASE = Schedule(roots=(transformer(3),))

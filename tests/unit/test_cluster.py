@@ -20,11 +20,11 @@ from synthetic.kineto import BASE_NS, EPOCH_NS
 import fsdp2prof
 from fsdp2prof.errors import ClusterError
 from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
-from fsdp2prof.workflows import cluster as clusters
-from fsdp2prof.workflows.at_hand import seen_from_anywhere
-from fsdp2prof.workflows.cluster import Cluster, LostError, open_cluster
-from fsdp2prof.workflows.job_files import open_job
-from fsdp2prof.workflows.one_rank import RankWork, reduce_rank
+from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
+from fsdp2prof.workflows.job.job_files import open_job
+from fsdp2prof.workflows.ranks import cluster as clusters
+from fsdp2prof.workflows.ranks.cluster import Cluster, LostError, open_cluster
+from fsdp2prof.workflows.ranks.one_rank import RankWork, reduce_rank
 
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
 

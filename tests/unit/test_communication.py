@@ -13,7 +13,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
-from fsdp2prof.estimators.sharding import ShardedParameter, parameter_groups
+from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.spec.choices import Every
 from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.spec.mesh import MeshSpec

@@ -47,7 +47,7 @@ from fsdp2prof.results import (
     TraceAnalysis,
 )
 from fsdp2prof.workflows.compare import read_side
-from fsdp2prof.workflows.kept import cut
+from fsdp2prof.workflows.ranks.kept import cut
 
 
 def side(name: str, trace: TraceAnalysis | None = None, **parts) -> Side:

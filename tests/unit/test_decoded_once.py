@@ -16,7 +16,9 @@ from synthetic import Schedule, record, transformer, write
 from synthetic.kineto import BASE_NS, EPOCH_NS
 
 from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
-from fsdp2prof.workflows import analyze, job_files, one_rank, trace_cache
+from fsdp2prof.workflows import analyze
+from fsdp2prof.workflows.job import job_files
+from fsdp2prof.workflows.ranks import one_rank, trace_cache
 
 RANKS = (0, 1)
 

@@ -16,7 +16,7 @@ from fsdp2prof.reporters.document import Findings, Sentences
 from fsdp2prof.reporters.documents import build, trace_titles
 from fsdp2prof.results import BandwidthRow, HostSyncRow, Straggler, Throughput, WhatIfChange
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 RAW = frozenset({"groups", "prefetch", "host_syncs"})
 """Rows of every rank and step: what is made of them stands beside them."""

@@ -19,8 +19,8 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, program_of, simulate_program
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
-from fsdp2prof.readers.chrome_trace import read_trace
-from fsdp2prof.workflows.trace_file import write_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
+from fsdp2prof.workflows.ranks.trace_file import write_trace
 
 MODEL = ModelSpec(source="llama3-8b", layers=3)
 POLICY = PolicySpec(seq_len=256)

@@ -14,7 +14,7 @@ from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS, ExpertShape, LatentShape, TransformerConfig
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec

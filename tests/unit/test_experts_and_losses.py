@@ -20,7 +20,6 @@ from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.second_models import with_role
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.memory_advice import expert_padding
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.builtin import build_builtin
@@ -29,7 +28,7 @@ from fsdp2prof.estimators.models.experts import ExpertExchange
 from fsdp2prof.estimators.models.losses import logits_loss, loss_of_model
 from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.models.quantized import PackedLinear, dequantized
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.spec.choices import Chunked
 from fsdp2prof.estimators.spec.extra_models import ExtraModel
 from fsdp2prof.estimators.spec.lora import Lora
@@ -39,6 +38,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.verdict.memory_advice import expert_padding
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER
 

@@ -21,9 +21,9 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.open_metrics import open_metrics, scalars_of
 from fsdp2prof.results import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.export_perfetto import export_perfetto
-from fsdp2prof.workflows.export_tables import export_tables
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.exports.perfetto import export_perfetto
+from fsdp2prof.workflows.exports.tables import export_tables
+from fsdp2prof.workflows.job.job_files import open_job
 
 SKEWS = (0, 52_000, -9_000)
 RANKS = range(3)

@@ -18,7 +18,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import CrossRank, Finding, LateRank, LateRanks, Straggler, TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 MS = 1_000_000
 LAYERS = 6

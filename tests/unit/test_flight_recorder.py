@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.hang.analysis import analyze_hang
 from fsdp2prof.cli import cli
 from fsdp2prof.errors import FlightRecorderError
 from fsdp2prof.readers import safe_pickle
-from fsdp2prof.readers.flight_recorder import read_dump
+from fsdp2prof.readers.job.flight_recorder import read_dump
 from fsdp2prof.workflows.hang import analyze_hang as analyze_folder
 
 WORLD = {"0": [0, 1, 2]}

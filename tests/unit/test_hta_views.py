@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.hta.idle_causes import idle_causes
 from fsdp2prof.analyzers.hta.launch_statistics import launch_statistics
 from fsdp2prof.analyzers.hta.trace_diff import trace_diff
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results import LaunchedWork, NameChange, StreamUse
 from fsdp2prof.tables import Trace
 

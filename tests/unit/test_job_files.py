@@ -12,8 +12,8 @@ import pytest
 from fsdp2prof.errors import InputError, TraceError
 from fsdp2prof.manifest import RankManifest, RunInfo
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
-from fsdp2prof.workflows.one_job import Found
+from fsdp2prof.workflows.job.job_files import open_job
+from fsdp2prof.workflows.job.one_job import Found
 
 
 def trace(path: Path, rank: int | None = None, world_size: int | None = None) -> Path:

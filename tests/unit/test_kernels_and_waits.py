@@ -14,7 +14,7 @@ from fsdp2prof.reporters.charts.communication import bandwidth_chart, prefetch_c
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results import BandwidthRow, TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.readers.memory_recording import read_memory
+from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.results import Fragmentation, MemoryAnalysis, RankMemory
 from fsdp2prof.tables import NEVER, MemoryRecording
 

@@ -13,8 +13,8 @@ from support.snapshots import SnapshotBuilder
 
 from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times, reserved_totals
 from fsdp2prof.errors import SnapshotError
-from fsdp2prof.readers.memory_recording import read_memory
-from fsdp2prof.recorder.recording_file import write_recording
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.recorder.memory.recording_file import write_recording
 from fsdp2prof.tables import NEVER, MemoryRecording
 
 

@@ -12,8 +12,8 @@ from support.nccl_files import COMM, inspected, inspector_lines, log_lines, logg
 
 from fsdp2prof.analyzers.nccl.analysis import analyze_nccl
 from fsdp2prof.errors import InputError
-from fsdp2prof.readers.nccl_inspector import read_inspector
-from fsdp2prof.readers.nccl_log import read_nccl_logs
+from fsdp2prof.readers.job.nccl_inspector import read_inspector
+from fsdp2prof.readers.job.nccl_log import read_nccl_logs
 from fsdp2prof.results import NcclAnalysis
 from fsdp2prof.tables.nccl import Connection, LoggedCall, NcclLog
 from fsdp2prof.workflows.nccl import analyze_nccl as analyze_path

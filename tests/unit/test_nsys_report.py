@@ -13,9 +13,9 @@ from synthetic.nsys import write_nsys
 
 from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_rank
 from fsdp2prof.errors import InputError, TraceError
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 SCHEDULE = Schedule(roots=(transformer(),))
 

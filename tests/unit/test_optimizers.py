@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group
-from fsdp2prof.estimators.optimizer_state import optimizer_state_bytes, step_counter_bytes
+from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes, step_counter_bytes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.optimizers import EIGHT_BIT, IMPLEMENTATIONS, OPTIMIZERS

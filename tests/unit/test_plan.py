@@ -17,7 +17,6 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators import memory as memory_estimates
 from fsdp2prof.estimators import step as steps
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.memory_fit import fit_sentence, room_on
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
 from fsdp2prof.estimators.planner.budget import room
@@ -37,6 +36,7 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import estimate_step, step_figures
 from fsdp2prof.estimators.timeline.commands import Work
 from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
 from fsdp2prof.results import Plan
 from fsdp2prof.workflows import plan as workflow
 

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.planner.fast_costs import padded_numel
 from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, family_of, parse_fixed
 from fsdp2prof.estimators.planner.space import candidates, meshes
-from fsdp2prof.estimators.sharding import parameter_groups
+from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.spec.mesh import MeshSpec

@@ -17,15 +17,15 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.execution.training import shard
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.policy_of_run import norm_of_run, values_of_run
+from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import DeviceInfo, OptimizerInfo, ParamGroupInfo, RankManifest
-from fsdp2prof.recorder.describe import describe_param_groups
-from fsdp2prof.recorder.ownership import describe_unsharded
-from fsdp2prof.recorder.roots import Roots
+from fsdp2prof.recorder.model.describe import describe_param_groups
+from fsdp2prof.recorder.model.ownership import describe_unsharded
+from fsdp2prof.recorder.model.roots import Roots
 
 MESH = MeshSpec(dp_shard=4)
 UNITS = (("emb",), ("layers.0",), ("layers.1",), ("layers.2",), ("norm", "head"))

@@ -13,7 +13,7 @@ from synthetic import Schedule, record, transformer, write
 from fsdp2prof.analyzers.trace.analysis import analyze_rank, merge
 from fsdp2prof.analyzers.trace.prefetch import awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results import PrefetchRow
 
 GATHER: dict[str, Any] = {

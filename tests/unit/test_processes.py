@@ -14,7 +14,7 @@ import pytest
 
 from fsdp2prof import worker_processes as processes
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.units import parse_bytes
 from fsdp2prof.worker_processes import Task, map_in_processes, usable_cores
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 pytestmark = pytest.mark.real_data
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from fsdp2prof.recorder.memory_history import CudaMemoryCapture, OomDump
+from fsdp2prof.recorder.memory.history import CudaMemoryCapture, OomDump
 
 SNAPSHOT = {
     "segments": [],

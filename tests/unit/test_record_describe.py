@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
-from fsdp2prof.recorder.compiling import compiled_modules
-from fsdp2prof.recorder.describe import describe_param_groups, describe_tensors
 from fsdp2prof.recorder.devices import parse_settings
-from fsdp2prof.recorder.ownership import add_ownership
-from fsdp2prof.recorder.roots import Roots
+from fsdp2prof.recorder.model.compiling import compiled_modules
+from fsdp2prof.recorder.model.describe import describe_param_groups, describe_tensors
+from fsdp2prof.recorder.model.ownership import add_ownership
+from fsdp2prof.recorder.model.roots import Roots
 
 
 def test_a_root_without_backward_stays_gathered_and_is_told():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.recorder.host_processes import RankProcess, RankProcesses, end_orphans
+from fsdp2prof.recorder.launch.host_processes import RankProcess, RankProcesses, end_orphans
 from fsdp2prof.recorder.settings import VARIABLE
 
 

@@ -22,9 +22,9 @@ from fsdp2prof.manifest import (
     RunInfo,
     rank_folder,
 )
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder import Recorder
-from fsdp2prof.recorder.schedule import Schedule
+from fsdp2prof.recorder.rank.schedule import Schedule
 from fsdp2prof.recorder.settings import Settings, is_selected, validate
 
 

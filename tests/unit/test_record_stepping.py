@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2prof.recorder.stepping import TrainingSteps
+from fsdp2prof.recorder.rank.stepping import TrainingSteps
 
 
 def play(events):

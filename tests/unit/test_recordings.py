@@ -16,15 +16,15 @@ from fsdp2prof.manifest import (
     recording_folder,
     recording_number,
 )
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.plans import read_plan
-from fsdp2prof.recorder.rank_manifest import ManifestFile
-from fsdp2prof.recorder.recordings import Recordings
+from fsdp2prof.recorder.rank.manifest import ManifestFile
+from fsdp2prof.recorder.rank.recordings import Recordings
+from fsdp2prof.recorder.rank.stepping import OptimizerWatch
 from fsdp2prof.recorder.requests import ask_and_wait, request_recording, take_request
-from fsdp2prof.recorder.roots import Roots
 from fsdp2prof.recorder.settings import Settings, leader, validate
-from fsdp2prof.recorder.stepping import OptimizerWatch
 
 SECOND = 10**9
 

@@ -8,7 +8,7 @@ from support.present import present
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, node_file, rank_folder
-from fsdp2prof.readers.run_directory import is_run_directory, open_recording, open_run
+from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
 
 
 def write(path, document):

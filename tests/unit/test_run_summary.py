@@ -20,7 +20,7 @@ from fsdp2prof.manifest import (
     StepInfo,
     rank_folder,
 )
-from fsdp2prof.readers.run_directory import open_run
+from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import RunSummary
 
 

@@ -14,7 +14,6 @@ from fsdp2prof.estimators.allocator.older_torch import as_in_torch, with_recorde
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import estimate_memory
-from fsdp2prof.estimators.memory_fit import depends_on, room_on
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
 from fsdp2prof.estimators.spec.inputs import make_spec
 from fsdp2prof.estimators.spec.mesh import MeshSpec
@@ -22,6 +21,7 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.spec.stacks import STACKS
 from fsdp2prof.estimators.torch_rules import torch_rules
+from fsdp2prof.estimators.verdict.memory_fit import depends_on, room_on
 from fsdp2prof.tables import NEVER, MemoryRecording
 
 GPT = ModelSpec(source="gpt2", layers=2)

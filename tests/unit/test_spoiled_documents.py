@@ -34,7 +34,7 @@ from fsdp2prof.manifest import (
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 TIMES = 60
 

@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.hang.places import outside_collectives, stack_of
 from fsdp2prof.errors import InputError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest, RunInfo
-from fsdp2prof.readers.stacks import looks_like_stacks, read_stacks
+from fsdp2prof.readers.job.stacks import looks_like_stacks, read_stacks
 from fsdp2prof.results import HangStack
 from fsdp2prof.tables.stacks import RankStacks, StackFrame, ThreadStack
 from fsdp2prof.workflows.hang import analyze_hang
@@ -76,7 +76,7 @@ def test_the_users_own_line_and_what_it_does(
 
 
 def test_what_the_recorder_itself_does_is_left_out() -> None:
-    found = stood(("/env/fsdp2prof/recorder/ending.py", "_on_sigterm"), LOADER, MINE)
+    found = stood(("/env/fsdp2prof/recorder/rank/ending.py", "_on_sigterm"), LOADER, MINE)
     assert (found.at.function, len(found.frames)) == ("_try_get_data", 2)
 
 

@@ -23,7 +23,7 @@ from fsdp2prof.results import StepTimeline, TimelineLane, TraceAnalysis
 from fsdp2prof.tables import Strings
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.compare import compare
-from fsdp2prof.workflows.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job
 
 SKEWS = (0, 40_000, -7_000)
 

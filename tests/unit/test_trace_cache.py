@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.tables import Strings, Trace
-from fsdp2prof.workflows import trace_cache
-from fsdp2prof.workflows.trace_cache import cache_files, read_trace_cached
+from fsdp2prof.workflows.ranks import trace_cache
+from fsdp2prof.workflows.ranks.trace_cache import cache_files, read_trace_cached
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.unrecorded import added_ns, unrecorded_step
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import RankManifest, StepInfo
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results import Finding, HostSyncRow, StepTime, TraceAnalysis, UnrecordedStep
 
 

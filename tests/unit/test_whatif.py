@@ -27,11 +27,11 @@ from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.step import predict_step
 from fsdp2prof.estimators.whatif import program_of, replay_job, sentence
-from fsdp2prof.readers.chrome_trace import read_trace
+from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results import WhatIf
 from fsdp2prof.workflows.analyze import analyze_trace
-from fsdp2prof.workflows.job_files import open_job
-from fsdp2prof.workflows.trace_file import write_trace
+from fsdp2prof.workflows.job.job_files import open_job
+from fsdp2prof.workflows.ranks.trace_file import write_trace
 from fsdp2prof.workflows.whatif import what_if
 
 SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}

@@ -27,7 +27,7 @@ class Tokens(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 0:
             note = {
-                "session_module": "fsdp2prof.recorder.session" in sys.modules,
+                "session_module": "fsdp2prof.recorder.rank.session" in sys.modules,
                 "excepthook": "recorder" in getattr(sys.excepthook, "__module__", ""),
                 "wakeup_fd": signal.set_wakeup_fd(-1),
             }

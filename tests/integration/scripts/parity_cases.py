@@ -14,8 +14,8 @@ import msgspec
 
 from fsdp2prof.analyzers.sharding.parity import judge_parity
 from fsdp2prof.errors import ModelError
-from fsdp2prof.workflows.parity_processes import train_both
-from fsdp2prof.workflows.parity_rank import ParitySettings
+from fsdp2prof.workflows.probes.parity_processes import train_both
+from fsdp2prof.workflows.probes.parity_rank import ParitySettings
 
 SUPPORT = "support.parity_models"
 TWO = {"dp_shard": 2}

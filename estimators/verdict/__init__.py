@@ -1,0 +1,1 @@
+"""What is said of a prediction: whether it fits, its range, its notes, what to change."""

@@ -1,0 +1,147 @@
+"""Whether a predicted peak fits on a device, and the estimate in three sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp2prof.analyzers.memory.wording import where
+from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.verdict.memory_range import RECORD_STREAMS
+from fsdp2prof.results import Fit, OutsideAllocator, PredictedPeak, Remedy, Unknown
+from fsdp2prof.units import format_bytes, format_frac
+from fsdp2prof.vocabulary import category_label
+
+__all__ = ["Room", "deciding", "depends_on", "fit_sentence", "room_on", "verdict"]
+
+_WORDS = {
+    "allocator": "the segments of the allocator",
+    "compile": "what the compiler saves",
+    RECORD_STREAMS: "how long record_stream holds memory",
+}
+"""What is not known, in a sentence."""
+
+_NAMED = 2
+"""Categories that the verdict names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What is left of a device above the peak: a range, because what no allocator counts is one."""
+
+    device: str
+    total_bytes: int
+    least_bytes: int
+    """Negative: missing."""
+    most_bytes: int
+    depends_on: tuple[str, ...] = ()
+    """What decides where between the two."""
+
+    @property
+    def fit(self) -> Fit:
+        """Whether the peak fits."""
+        if self.least_bytes >= 0:
+            return "fits"
+        return "depends" if self.most_bytes >= 0 else "does_not_fit"
+
+
+def room_on(
+    hardware: HardwareSpec | None,
+    peak: PredictedPeak,
+    outside: OutsideAllocator,
+    unknown: Sequence[Unknown] = (),
+) -> Room | None:
+    """Return the room that a peak leaves on a device, whatever is not known; None without one."""
+    if hardware is None:
+        return None
+    left = hardware.memory_bytes - peak.reserved_bytes
+    moving = [one for one in unknown if one.name != RECORD_STREAMS]
+    return Room(
+        device=hardware.name,
+        total_bytes=hardware.memory_bytes,
+        least_bytes=left - outside.high - sum(one.high_bytes for one in moving),
+        most_bytes=left - outside.low - sum(one.low_bytes for one in moving),
+        depends_on=deciding(moving),
+    )
+
+
+def deciding(unknown: Sequence[Unknown] = ()) -> tuple[str, ...]:
+    """What decides whether a peak fits, in words."""
+    names = [one.name for one in unknown if one.name != RECORD_STREAMS]
+    return ("what context and communicators take", *(_WORDS.get(name, name) for name in names))
+
+
+def depends_on(room: Room | None, outside: OutsideAllocator, unknown: Sequence[Unknown]) -> list[str]:
+    """Say what decides whether a peak fits, and by how much, where it depends."""
+    if room is None or room.fit != "depends":
+        return []
+    lines = [
+        f"{part.name}: {format_bytes(part.low)} to {format_bytes(part.high)} ({part.source})"
+        for part in outside.parts
+    ]
+    lines += [
+        f"{_WORDS.get(one.name, one.name)}: {_signed(one.low_bytes)} to {_signed(one.high_bytes)} ({one.why})"
+        for one in unknown
+        if one.name != RECORD_STREAMS
+    ]
+    return lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_bytes(abs(size))}"
+
+
+def verdict(
+    peak: PredictedPeak, room: Room | None, options: Sequence[Remedy], unknown: Sequence[Unknown] = ()
+) -> list[str]:
+    """Say how much a rank takes and where, whether that fits, and what fills it or would take most off."""
+    place = f"{where(peak.phase, peak.fqn)}, step {peak.step}"
+    lines = [
+        f"A rank reserves {format_bytes(peak.reserved_bytes)} at its peak{_range(peak, unknown)}; "
+        f"{format_bytes(peak.active_bytes)} of it is in use {place}."
+    ]
+    if room is None or room.fit == "fits" or not options:
+        return [*lines, *([] if room is None else [fit_sentence(room)]), _filling(peak)]
+    best = options[0]
+    alone = "; no single change is enough" if all(one.enough is False for one in options) else ""
+    least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
+    return [*lines, fit_sentence(room), least]
+
+
+def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
+    if not unknown:
+        return ""
+    low, high = (
+        format_bytes(peak.reserved_bytes + sum(getattr(one, end) for one in unknown))
+        for end in ("low_bytes", "high_bytes")
+    )
+    return f" ({low} to {high}, by {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
+
+
+def fit_sentence(room: Room) -> str:
+    """Say whether a peak fits, does not, or depends, and by how much."""
+    device = f"{room.device} ({format_bytes(room.total_bytes)})"
+    least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
+    if room.fit == "fits":
+        return f"It fits on {device}: {least} is left with {_listed(room.depends_on)} counted high."
+    if room.fit == "depends":
+        return (
+            f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
+            f"from {least} short to {most} left."
+        )
+    return f"It does not fit on {device}: {most} to {least} is missing."
+
+
+def _filling(peak: PredictedPeak) -> str:
+    largest = sorted(peak.categories.items(), key=lambda item: -item[1])[:_NAMED]
+    parts = [
+        f"{category_label(name)} ({format_bytes(size)}, {format_frac(size / peak.active_bytes)})"
+        for name, size in largest
+        if size
+    ]
+    return f"Most of what is in use is {' and '.join(parts)}."

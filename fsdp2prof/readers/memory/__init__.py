@@ -1,0 +1,1 @@
+"""Snapshots and recordings of allocations to tables."""

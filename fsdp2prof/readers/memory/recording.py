@@ -1,0 +1,136 @@
+"""Memory files: any of them to a :class:`~fsdp2prof.tables.MemoryRecording`.
+
+A CUDA run leaves the allocator's own pickle (:mod:`fsdp2prof.readers.memory.snapshot`); a CPU run and an
+estimate leave ``memory.npz``: every column of the recording as a plain array, strings and scalars in one
+JSON header. Neither needs an object to be unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from fsdp2prof.errors import SnapshotError
+from fsdp2prof.readers.memory.npz import Arrays, read_npz
+from fsdp2prof.readers.memory.recording_checks import check_recording
+from fsdp2prof.readers.memory.snapshot import read_snapshot
+from fsdp2prof.tables import (
+    AllocationTable,
+    BlockTable,
+    LabelTable,
+    MemoryRecording,
+    OomTable,
+    SegmentTable,
+    Stacks,
+    StepTable,
+    Strings,
+    Table,
+)
+
+__all__ = [
+    "HEADER",
+    "RECORDING_SCHEMA",
+    "RECORDING_TABLES",
+    "RecordingHeader",
+    "read_memory",
+    "read_recording",
+]
+
+RECORDING_SCHEMA = "fsdp2prof.memory_recording/1"
+HEADER = "header"
+"""Entry of the archive with a :class:`RecordingHeader`."""
+RECORDING_TABLES: dict[str, type[Table]] = {
+    "allocations": AllocationTable,
+    "segments": SegmentTable,
+    "blocks": BlockTable,
+    "labels": LabelTable,
+    "steps": StepTable,
+    "ooms": OomTable,
+}
+"""Tables of a recording, a column an entry of the archive: ``allocations.size``."""
+
+
+class RecordingHeader(msgspec.Struct, kw_only=True):
+    """Everything of a recording that is no numeric column."""
+
+    schema: str
+    source: Literal["cuda_snapshot", "storage_count", "kineto", "estimate"]
+    device: str
+    events: int
+    end_ns: int
+    truncated: bool
+    settings: dict[str, str]
+    warnings: list[str]
+    strings: dict[str, list[str]]
+    """Values of every string column, by its name in the archive."""
+
+
+def read_memory(path: Path) -> list[MemoryRecording]:
+    """Read any memory file: one recording per device it knows. Raises ``SnapshotError``."""
+    try:
+        with path.open("rb") as file:
+            archive = file.read(4) == b"PK\x03\x04"
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read: {error.strerror}") from error
+    return [read_recording(path)] if archive else read_snapshot(path)
+
+
+def read_recording(path: Path) -> MemoryRecording:
+    """Read ``memory.npz``. Raises ``SnapshotError``."""
+    try:
+        arrays = read_npz(path)
+        header = msgspec.json.decode(arrays[HEADER].tobytes(), type=RecordingHeader)
+        if header.schema != RECORDING_SCHEMA:
+            raise SnapshotError(
+                f"{path}: schema {header.schema!r} is not {RECORDING_SCHEMA!r}; "
+                "read it with the fsdp2prof that wrote it"
+            )
+        recording = _recording(arrays, header)
+        check_recording(recording)
+    except (OSError, KeyError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise SnapshotError(f"{path}: not a memory recording of fsdp2prof ({error})") from error
+    return recording
+
+
+def _recording(arrays: Arrays, header: RecordingHeader) -> MemoryRecording:
+    tables = {
+        name: kind(
+            **{
+                field.name: _get(arrays, header, f"{name}.{field.name}", str(field.type))
+                for field in fields(kind)  # type: ignore[arg-type]
+            }
+        )
+        for name, kind in RECORDING_TABLES.items()
+    }
+    return MemoryRecording(
+        source=header.source,
+        device=header.device,
+        **tables,  # type: ignore[arg-type]
+        stacks=Stacks(
+            _get(arrays, header, "stacks.offsets", "IntArray"),
+            _get(arrays, header, "stacks.frames", "Strings"),
+        ),
+        events=header.events,
+        end_ns=header.end_ns,
+        truncated=header.truncated,
+        settings=header.settings,
+        warnings=tuple(header.warnings),
+    )
+
+
+def _get(arrays: Arrays, header: RecordingHeader, name: str, kind: str) -> Any:
+    """Return one column; raises ``ValueError`` if its type or string codes are not what the table says."""
+    array = arrays[name]
+    wanted = {"Strings": np.int32, "BoolArray": np.bool_}.get(kind, np.int64)
+    if array.dtype != wanted:
+        raise ValueError(f"column {name} is {array.dtype}")
+    if kind != "Strings":
+        return array
+    values = tuple(header.strings[name])
+    if len(array) and not -1 <= int(array.min()) <= int(array.max()) < len(values):
+        raise ValueError(f"column {name} has codes without a string")
+    return Strings(array, values)

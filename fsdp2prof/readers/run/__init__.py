@@ -1,0 +1,1 @@
+"""A run directory: its documents, nodes and ranks."""

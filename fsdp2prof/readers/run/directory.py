@@ -1,0 +1,206 @@
+"""A run directory, opened: what was run, and what each rank left behind.
+
+A rank may be missing, cut short or crashed; opening says so in ``messages`` and goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.manifest import (
+    MANIFEST_FILE,
+    MANIFEST_SCHEMA,
+    RANK_LIMIT,
+    RECORDING_FILE,
+    RECORDING_SCHEMA,
+    RUN_FILE,
+    SNAPSHOT_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    PackedManifest,
+    RankManifest,
+    RankRecord,
+    RecordingInfo,
+    RunDirectory,
+    RunInfo,
+    rank_folder,
+    recording_folder,
+    recording_number,
+)
+from fsdp2prof.readers.run.documents import (
+    UnreadableError,
+    content_of_document,
+    decode_document,
+    read_document,
+)
+from fsdp2prof.readers.run.nodes import node_ranks, read_run_info
+from fsdp2prof.readers.run.unrecorded_ranks import say_unrecorded
+
+__all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
+
+_RANK_FOLDER = re.compile(r"rank-([0-9]{5,6})")
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether ``path`` is a folder that a recorder wrote: it has a node's file or ranks with a manifest."""
+    return path.is_dir() and (bool(node_ranks(path)) or any(path.glob(f"rank-*/{MANIFEST_FILE}")))
+
+
+def open_rank(folder: Path) -> RunDirectory:
+    """Open one rank's folder as a run of its own."""
+    rank = _rank_of(folder)
+    if rank is None:
+        raise RunDirectoryError(f"{folder}: not a rank's folder")
+    return RunDirectory(path=folder, info=RunInfo(), ranks=(_read_rank(rank, folder, RunInfo()),))
+
+
+def open_recording(run: RunDirectory, number: int) -> RunDirectory:
+    """Open one of the recordings of a run: the same run, its ranks with what they left then.
+
+    Raises ``RunDirectoryError`` for a number that it does not have.
+    """
+    if number not in run.recordings:
+        raise RunDirectoryError(f"{run.path}: no recording {number}; it has {_listed(run.recordings)}")
+    folder = run.path / recording_folder(number)
+    messages = list(run.messages)
+    try:
+        info = read_document(folder / RECORDING_FILE, RecordingInfo, RECORDING_SCHEMA)
+        which = f"recording {number} of {len(run.recordings)}, from step {info.step}: {info.reason}"
+        more = f"; --iteration shows another of {_listed(run.recordings)}" if len(run.recordings) > 1 else ""
+        messages.append(which + more)
+    except UnreadableError as error:
+        messages.append(str(error))
+    records = _records(folder, run.info)
+    for record in records:
+        messages += [f"rank {record.rank}: {text}" for text in record.messages]
+    return RunDirectory(
+        path=folder,
+        info=run.info,
+        ranks=records,
+        messages=tuple(dict.fromkeys(messages)),
+        recordings=run.recordings,
+    )
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else ", ".join(map(str, numbers)) or "none"
+
+
+def open_run(path: str | Path) -> RunDirectory:
+    """Open a run directory, tolerant of missing, partial and crashed ranks.
+
+    Raises ``RunDirectoryError`` when the path is missing, empty, not a run directory, has an unreadable
+    file of a node or was written by a newer fsdp2prof.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise RunDirectoryError(f"{root}: no such run directory; record with `fsdp2prof record -o {root}`")
+    if not root.is_dir():
+        raise RunDirectoryError(f"{root}: a file, not a run directory; give the folder `record -o` wrote")
+    if not any(root.iterdir()):
+        raise RunDirectoryError(f"{root}: an empty folder; record with `fsdp2prof record -o {root}`")
+    if not is_run_directory(root):
+        raise RunDirectoryError(
+            f"{root}: not a run directory: neither {RUN_FILE} nor a rank's manifest in it"
+        )
+    info, messages = read_run_info(root)
+    records = _records(root, info)
+    if missing := _missing_ranks(info, records):
+        messages.append(missing)
+        if info.state == "complete":
+            info.state = "partial"
+    if unrecorded := say_unrecorded(records):
+        messages.append(unrecorded)
+    for record in records:  # the launcher has summed up what the ranks it saw said
+        untold = [text for text in record.messages if not any(text in told for told in info.messages)]
+        messages += [f"rank {record.rank}: {text}" for text in untold]
+    return RunDirectory(
+        path=root,
+        info=info,
+        ranks=records,
+        messages=tuple(dict.fromkeys(messages)),
+        recordings=_recordings(root),
+    )
+
+
+def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:
+    folders = sorted((rank, folder) for folder in root.iterdir() if (rank := _rank_of(folder)) is not None)
+    return tuple(_read_rank(rank, folder, info) for rank, folder in folders)
+
+
+def _recordings(root: Path) -> tuple[int, ...]:
+    """Numbers of the recordings of which a rank kept something; where there are none, those that began.
+
+    The last one may have been announced and not begun when the training ended.
+    """
+    folders = [(recording_number(folder.name), folder) for folder in root.glob("recording-*/")]
+    began = sorted(n for n, folder in folders if n is not None and any(folder.glob("rank-*/")))
+    kept = {n for n, folder in folders if any(file.name != MANIFEST_FILE for file in folder.glob("rank-*/*"))}
+    return tuple([n for n in began if n in kept] or began)
+
+
+def _rank_of(folder: Path) -> int | None:
+    match = _RANK_FOLDER.fullmatch(folder.name)
+    rank = int(match.group(1)) if match else RANK_LIMIT
+    named_by_us = rank < RANK_LIMIT and folder.name == rank_folder(rank)  # no second name of the same rank
+    return rank if named_by_us and folder.is_dir() else None
+
+
+def _read_rank(rank: int, folder: Path, info: RunInfo) -> RankRecord:
+    manifest: RankManifest | None = None
+    packed: PackedManifest | None = None
+    messages: list[str] = []
+    if not (folder / MANIFEST_FILE).is_file():
+        messages.append(f"{MANIFEST_FILE} is missing")
+    else:
+        try:
+            content = content_of_document(folder / MANIFEST_FILE)
+            manifest = decode_document(content, folder / MANIFEST_FILE, RankManifest, MANIFEST_SCHEMA)
+            packed = PackedManifest.of(content)
+            messages += _state_messages(manifest)
+        except UnreadableError as error:
+            messages.append(str(error))
+    trace = folder / TRACE_FILE
+    memory = next((f for f in (folder / SNAPSHOT_FILE, folder / STORAGE_COUNT_FILE) if f.is_file()), None)
+    summary = folder / SUMMARY_FILE
+    summarised = summary.is_file()
+    if manifest is not None and manifest.state == "complete" and not summarised:
+        if manifest.traced_steps and not trace.is_file():
+            messages.append(f"complete, but {TRACE_FILE} is missing")
+        if manifest.memory_steps and memory is None:
+            messages.append("complete, but its memory recording is missing")
+    return RankRecord(
+        rank=rank,
+        path=folder,
+        packed=packed,
+        trace=trace if trace.is_file() else None,
+        memory=memory,
+        summary=summary if summarised else None,
+        messages=tuple(messages),
+    )
+
+
+def _state_messages(manifest: RankManifest) -> list[str]:
+    messages = list(manifest.messages)
+    if manifest.state == "running":
+        messages.append("still running, or killed before it could say how it ended")
+    elif manifest.state == "crashed":
+        messages.append(f"crashed: {manifest.error or 'no exception was seen'}")
+    elif manifest.state == "partial" and not messages:
+        messages.append("ended before its recording was complete")
+    return messages
+
+
+def _missing_ranks(info: RunInfo, records: tuple[RankRecord, ...]) -> str | None:
+    if info.rehearsal is not None:
+        return None
+    worlds = [record.manifest.world_size for record in records if record.manifest is not None]
+    world_size = info.world_size or max(worlds, default=0)
+    missing = sorted(set(range(world_size)) - {record.rank for record in records})
+    if not missing:
+        return None
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return f"{len(missing)} of {world_size} ranks left nothing: {shown}"

@@ -1,0 +1,71 @@
+"""The JSON documents of a run directory, decoded and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from fsdp2prof.errors import RunDirectoryError
+from fsdp2prof.manifest import RankManifest, RecordingInfo, RunInfo
+from fsdp2prof.readers.run.checks import check_document
+
+__all__ = ["UnreadableError", "content_of_document", "decode_document", "read_document"]
+
+_LARGEST = 256 << 20
+"""Bytes: a thousand parameter groups take one MiB."""
+
+_Document = TypeVar("_Document", RunInfo, RankManifest, RecordingInfo)
+
+
+class UnreadableError(RunDirectoryError):
+    """A document that is not the JSON it should be."""
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+def read_document(file: Path, kind: type[_Document], known_schema: str) -> _Document:
+    """Read and decode one document, as :func:`decode_document` does."""
+    return decode_document(content_of_document(file), file, kind, known_schema)
+
+
+def content_of_document(file: Path) -> bytes:
+    """Return the bytes of a document. Raises ``UnreadableError`` for one that is not there, or too large."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise UnreadableError(f"{file}: cannot be read ({error.strerror}); record the run again") from error
+    if len(content) > _LARGEST:
+        raise UnreadableError(
+            f"{file}: cannot be read (more than {_LARGEST >> 20} MiB); record the run again"
+        )
+    return content
+
+
+def decode_document(content: bytes, file: Path, kind: type[_Document], known_schema: str) -> _Document:
+    """Decode one document that was read from a file, keys it does not know ignored.
+
+    Raises ``UnreadableError`` for what is no such JSON, ``RunDirectoryError`` for a newer schema.
+    """
+    try:
+        _check_schema(file, msgspec.json.decode(content, type=_Head).schema, known_schema)
+        document = msgspec.json.decode(content, type=kind)
+        check_document(document)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise UnreadableError(f"{file}: cannot be read ({error}); record the run again") from error
+    return document
+
+
+def _check_schema(file: Path, schema: str, known_schema: str) -> None:
+    name, _, number = schema.partition("/")
+    known_name, _, known_number = known_schema.partition("/")
+    if name != known_name or not number.isdigit():
+        raise RunDirectoryError(f"{file}: its schema is {schema!r}, not {known_schema!r}")
+    if int(number) > int(known_number):
+        raise RunDirectoryError(
+            f"{file}: schema {schema} is newer than this fsdp2prof reads ({known_schema}); upgrade fsdp2prof"
+        )

@@ -1,0 +1,133 @@
+"""Typed Kineto events to columns: exact nanoseconds, interned strings, host threads and device streams.
+
+A file is decoded piece by piece, perhaps in several processes; :class:`Piece` is one piece's columns, and
+:class:`Share` the pieces one process decoded with the values its codes stand for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp2prof import backends
+from fsdp2prof.readers.trace.event_args import (
+    Metadata,
+    Shape,
+    Sync,
+    collective_metadata,
+    recorded_shapes,
+    sync_waits,
+)
+from fsdp2prof.readers.trace.json_values import LONGEST_US, Interner, int_column, narrow, to_ns
+from fsdp2prof.readers.trace.kineto_schema import Args, Complete, EventKinds, Instant
+
+__all__ = ["Columns", "Piece", "Share"]
+
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """Columns of one piece of a file; sparse rows count from the piece's first event."""
+
+    events: Columns
+    memory: Columns
+    metadata: list[Metadata]
+    shapes: list[Shape]
+    syncs: list[Sync]
+
+
+@dataclass(slots=True)
+class Share:
+    """Pieces by their number in the file, and what their codes stand for."""
+
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    names: Interner = field(default_factory=Interner)
+    categories: Interner = field(default_factory=Interner)
+    pids: Interner = field(default_factory=Interner)
+    tids: Interner = field(default_factory=Interner)
+
+    def add(self, number: int, events: list[Any], kinds: EventKinds) -> None:
+        """Turn a piece, decoded into events of these kinds, into columns.
+
+        May raise ``TextTimeNeededError``, having added nothing.
+        """
+        complete = [e for e in events if type(e) is kinds.complete and e.cat != "Trace"]
+        memory = [e for e in events if type(e) is kinds.instant and e.name == "[memory]"]
+        args = [e.args for e in complete]
+        self.pieces[number] = Piece(
+            events=_narrowed(self._event_columns(complete, args)),
+            memory=_narrowed(self._memory_columns(memory)) if memory else {},
+            metadata=collective_metadata(args),
+            shapes=recorded_shapes(complete, args),
+            syncs=sync_waits(args),
+        )
+
+    def merge(self, other: Share) -> None:
+        """Take over another share's pieces, translating its codes."""
+        lookups = {
+            "name": _lookup(self.names, other.names),
+            "category": _lookup(self.categories, other.categories),
+            "pid": _lookup(self.pids, other.pids),
+            "tid": _lookup(self.tids, other.tids),
+        }
+        for number, piece in other.pieces.items():
+            for columns in (piece.events, piece.memory):
+                for name in lookups.keys() & columns.keys():
+                    columns[name] = lookups[name][columns[name]]
+            self.pieces[number] = piece
+
+    def _event_columns(self, events: list[Complete], args: list[Args]) -> Columns:
+        count = len(events)
+        start = to_ns([e.ts for e in events])
+        duration = to_ns([e.dur for e in events], most_us=LONGEST_US)
+        category = self.categories.codes([e.cat for e in events], count)
+        pid = self.pids.codes([e.pid for e in events], count)
+        is_device = np.asarray([*map(backends.is_on_device, self.categories)], dtype=np.bool_)[category]
+        rows = np.flatnonzero(is_device)
+        on_device = [(events[i], args[i]) for i in rows.tolist()]
+        device = np.full(count, -1, dtype=np.int64)
+        stream = np.full(count, -1, dtype=np.int64)
+        device[rows] = int_column([e.pid if a.device is None else a.device for e, a in on_device])
+        stream[rows] = int_column([e.tid if a.stream is None else a.stream for e, a in on_device])
+        pid[rows] = -1
+        return {
+            "start_ns": start,
+            "duration_ns": duration,
+            "name": self.names.codes([e.name for e in events], count),
+            "category": category,
+            "pid": pid,
+            "tid": self.tids.codes([e.tid for e in events], count),
+            "device": device,
+            "stream": stream,
+            "correlation": int_column([a.correlation for a in args]),
+            "external_id": int_column([a.external_id for a in args]),
+            "bytes": int_column([a.bytes for a in args]),
+        }
+
+    def _memory_columns(self, instants: list[Instant]) -> Columns:
+        args = [i.args for i in instants]
+        kind, index = int_column([a.device_type for a in args]), int_column([a.device_id for a in args])
+        return {
+            "time_ns": to_ns([i.ts for i in instants]),
+            "pid": self.pids.codes([i.pid for i in instants], len(instants)),
+            "tid": self.tids.codes([i.tid for i in instants], len(instants)),
+            "device": np.where(kind == 0, -1, index),
+            "address": int_column([a.address for a in args]),
+            "bytes": int_column([a.bytes for a in args]),
+            "allocated_bytes": int_column([a.allocated for a in args]),
+            "reserved_bytes": int_column([a.reserved for a in args]),
+        }
+
+
+def _narrowed(columns: Columns) -> Columns:
+    """Columns as they wait for the others, or travel from another process: in less than half the bytes."""
+    return {name: narrow(values) for name, values in columns.items()}
+
+
+def _lookup(own: Interner, other: Interner) -> npt.NDArray[np.int32]:
+    """Translation of another interner's codes; -1 stays -1."""
+    return np.asarray([*(own[value] for value in other), -1], dtype=np.int32)

@@ -1,0 +1,1 @@
+"""A rank's allocations: counted, tagged, written."""

@@ -1,0 +1,213 @@
+"""The memory recording: the CUDA allocator's own history, or an exact count of storages on a CPU."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable
+from inspect import signature
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.profiler import record_function
+
+from fsdp2prof.files import replacing
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
+from fsdp2prof.recorder.memory import without_data
+from fsdp2prof.recorder.model import compiling
+from fsdp2prof.recorder.model.roots import Root
+
+__all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture", "why_not"]
+
+MAX_ENTRIES = 2_000_000
+"""Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
+
+
+class MemoryCapture(Protocol):
+    """A recording over one or several training steps."""
+
+    source: str
+    """``cuda_snapshot`` or ``storage_count``."""
+    allocator_settings: dict[str, str]
+    """Known after :meth:`finish`; empty without a caching allocator."""
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the recording with the first."""
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return where the recording finds the tensor's storage, while it runs."""
+
+    def finish(self) -> None:
+        """Stop and write the recording."""
+
+    def discard(self) -> None:
+        """Stop and write nothing."""
+
+    def forget(self) -> None:
+        """Stop in a forked child."""
+
+
+def why_not(device_type: str, roots: Iterable[Root]) -> str | None:
+    """Say why memory cannot be recorded without a change to the training; None if it can."""
+    if device_type == "cuda":
+        if any(torch.cuda.memory._snapshot()["device_traces"]):
+            return "the training records the allocator's history itself, which ours would clear"
+    elif compiling.compiled_modules(roots) is not None:
+        return (
+            "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
+            "record without torch.compile, or on a GPU"
+        )
+    return None
+
+
+def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
+    """Return the capture for a device type; what is not in the memory of a ``cuda`` device is counted."""
+    if device_type == "cuda" and without_data.fake_mode() is None:
+        return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)
+    return CpuMemoryCapture(folder / STORAGE_COUNT_FILE, device_type, stacks=stacks)
+
+
+class CpuMemoryCapture:
+    """Counts every storage (``fsdp2prof.storage_tracker``) and writes ``memory.npz``."""
+
+    source = "storage_count"
+
+    def __init__(self, path: Path, device_type: str, *, stacks: bool) -> None:
+        from fsdp2prof.storage_tracker import StorageTracker
+
+        mode = without_data.fake_mode()
+        device = f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu"
+
+        self.allocator_settings: dict[str, str] = {}
+        self._path = path
+        self._fake = mode is not None
+        self._tracker = StorageTracker(device=device, fake_mode=mode, stacks=stacks)
+        self._running = False
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the count with the first."""
+        if not self._running:
+            self._tracker.start()
+            self._running = True
+        self._tracker.mark_step(step)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the storage's address; a number that the count gave it where it has none."""
+        return self._tracker.address(tensor) if self._fake else tensor.untyped_storage().data_ptr()
+
+    def finish(self) -> None:
+        """Stop counting and write the recording."""
+        from fsdp2prof.recorder.memory.recording_file import write_recording
+
+        if self._running:
+            self.discard()
+            write_recording(self._path, self._tracker.recording())
+
+    def discard(self) -> None:
+        """Stop counting."""
+        if self._running:
+            self._running = False
+            self._tracker.stop()
+
+    def forget(self) -> None:
+        """Stop counting in a forked child."""
+        self.discard()
+
+
+class CudaMemoryCapture:
+    """Turns on the allocator's history, tags every allocation with its phase and writes the snapshot."""
+
+    source = "cuda_snapshot"
+
+    def __init__(self, path: Path, *, several_roots: bool) -> None:
+        from fsdp2prof.recorder.memory.tagging import AllocationTags
+
+        self.allocator_settings: dict[str, str] = {}
+        self._path = path
+        self._tags = AllocationTags(several_roots=several_roots)
+        self._step: record_function | None = None
+        self._running = False
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, starting the history with the first."""
+        if not self._running:
+            record_history()
+            self._tags.start()
+            self._running = True
+        self._end_step()
+        self._tags.mark_step(step)
+        self._step = record_function(f"ProfilerStep#{step}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return the storage's address."""
+        return tensor.untyped_storage().data_ptr()
+
+    def finish(self) -> None:
+        """Write the snapshot and turn the history off."""
+        if self._running:
+            self._end_step()
+            self._tags.stop()
+            try:
+                self.allocator_settings = dump_snapshot(self._path)
+            finally:
+                self.discard()
+
+    def discard(self) -> None:
+        """Turn the history off."""
+        if self._running:
+            self._running = False
+            self._end_step()
+            self._tags.stop()
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def forget(self) -> None:
+        """Stop tagging in a forked child, where CUDA cannot be used."""
+        self._tags.forget()
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+
+class OomDump:
+    """Writes a snapshot the moment the CUDA allocator runs out of memory, whatever step that happens in.
+
+    ``tell`` is called with the file's name. The recording of the memory steps, if it is there or still to be
+    written (``is_recording``), has a file of its own.
+    """
+
+    def __init__(
+        self, folder: Path, tell: Callable[[str], None], is_recording: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._folder = folder
+        self._tell = tell
+        self._is_recording = is_recording
+        self.written: Path | None = None
+        torch._C._cuda_attach_out_of_memory_observer(self._dump)  # type: ignore[attr-defined]
+
+    def _dump(self, *_: Any) -> None:
+        path = self._folder / SNAPSHOT_FILE
+        if self._is_recording() or (path.exists() and path != self.written):
+            path = self._folder / OOM_SNAPSHOT_FILE
+        dump_snapshot(path)
+        self.written = path
+        self._tell(path.name)
+
+
+def record_history() -> None:
+    """Turn the allocator's history on, with the FSDP labels in it where this torch can."""
+    options: dict[str, Any] = {"stacks": "python", "max_entries": MAX_ENTRIES, "clear_history": True}
+    options["global_record_annotations"] = True
+    known = signature(torch.cuda.memory._record_memory_history).parameters
+    supported = {name: value for name, value in options.items() if name in known}
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", **supported)
+
+
+def dump_snapshot(path: Path) -> dict[str, str]:
+    """Write the allocator's snapshot as a pickle of builtin containers; returns the allocator's settings."""
+    snapshot = torch.cuda.memory._snapshot()
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        pickle.dump(snapshot, file, protocol=pickle.HIGHEST_PROTOCOL)
+    return {str(name): str(value) for name, value in snapshot.get("allocator_settings", {}).items()}

@@ -1,0 +1,141 @@
+"""The end of a rank, however it comes: nothing captured until then is lost.
+
+- a normal end and an exception: ``atexit``, after ``sys.excepthook`` has named the exception;
+- SIGTERM and Ctrl-C: a rank of several keeps at once what it is doing: its peers' ends get it out of it;
+- SIGTERM, which torchrun sends to the peers of a crashed rank: the main thread ends the recording and then
+  dies of the signal as it would have. If it hangs in C++ and does not hear the signal, a watching thread
+  gives it :data:`GRACE_S` seconds, marks the manifest and lets the signal kill the process: torchrun would
+  otherwise wait for it half a minute.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+from fsdp2prof.recorder.rank.session import RankSession
+from fsdp2prof.recorder.rank.tracing import kineto_is_used
+
+__all__ = ["watch_for_end"]
+
+GRACE_S = 5.0
+"""Seconds the main thread has to react to SIGTERM."""
+
+ERROR_LENGTH = 200
+"""Characters kept of an exception's last line."""
+
+
+def watch_for_end(session: RankSession) -> None:
+    """Make sure that ``session`` ends before the process does."""
+    ending = _Ending(session)
+    atexit.register(ending.at_exit)
+    os.register_at_fork(after_in_child=ending.forget)
+    if threading.current_thread() is threading.main_thread():
+        ending.handle_sigterm()
+
+
+def _leave_before_kineto() -> None:
+    """Let this forked child's ``exit`` end before the destructor of Kineto's configuration.
+
+    Kineto keeps a thread that waits for changes of its configuration. A child has no such thread but the
+    record that it waits, and the destructor would wait for it for ever. Handlers run last to first: those
+    that the child itself adds come before these two, the destructor never.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):
+        libc.on_exit(libc._exit, None)  # given the exit code
+        libc.on_exit(libc.fcloseall, None)  # what C wrote is not lost
+
+
+class _Ending:
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._pid = os.getpid()
+        self._error: str | None = None
+        self._crashed = False
+        self._previous_excepthook = sys.excepthook
+        sys.excepthook = self._excepthook
+        self._previous_handler: Any = None
+        self._wakeup: tuple[int, int] | None = None
+        self._heard = threading.Event()
+
+    def at_exit(self) -> None:
+        """End the session; nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self._heard.set()
+            self._session.end(self._error, crashed=self._crashed)
+
+    def handle_sigterm(self) -> None:
+        """Take SIGTERM over; the handler that was there before comes after ours."""
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if previous != -1:  # an event loop of the training's needs it: no watching then
+            signal.set_wakeup_fd(previous)
+            os.close(reader)
+            os.close(writer)
+            return
+        self._wakeup = reader, writer
+        threading.Thread(target=self._watch, args=(reader,), name="fsdp2prof-sigterm", daemon=True).start()
+
+    def forget(self) -> None:
+        """In a forked child: leave no trace of the recorder."""
+        self._session.forget()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            for descriptor in self._wakeup:
+                os.close(descriptor)
+            self._wakeup = None
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+        if sys.excepthook == self._excepthook:
+            sys.excepthook = self._previous_excepthook
+        if kineto_is_used():
+            _leave_before_kineto()
+
+    def _excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._error = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0][:ERROR_LENGTH]
+        self._crashed = not issubclass(kind, KeyboardInterrupt)
+        if self._crashed and os.getpid() == self._pid and self._session.manifest.world_size > 1:
+            self._session.keep_state(self._error, trace)
+        self._previous_excepthook(kind, error, trace)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._heard.is_set():
+            return  # a second SIGTERM while the first is being served
+        self._heard.set()
+        self._session.when_idle(lambda: self._die_of_sigterm(number, frame))
+
+    def _die_of_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._session.keep_state("SIGTERM")
+        self._session.end("SIGTERM")
+        if callable(self._previous_handler):
+            self._previous_handler(number, frame)
+        elif self._previous_handler != signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(self._pid, signal.SIGTERM)
+
+    def _watch(self, reader: int) -> None:
+        while received := os.read(reader, 1):
+            if received[0] in (signal.SIGINT, signal.SIGTERM) and self._session.manifest.world_size > 1:
+                self._session.keep_state(signal.Signals(received[0]).name)
+            if received[0] == signal.SIGTERM and not self._heard.wait(GRACE_S):
+                self._session.tell(
+                    "killed by SIGTERM while its main thread hung: the running capture is lost"
+                )
+                self._session.keep_state("SIGTERM")
+                self._session.manifest.error = "SIGTERM"
+                self._session.manifest.state = "partial"
+                self._session.write_manifest()
+                ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+                os.kill(self._pid, signal.SIGTERM)

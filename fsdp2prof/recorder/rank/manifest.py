@@ -1,0 +1,116 @@
+"""The manifest of a rank while it is recorded: what is known of it so far, and its file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fsdp2prof.files import write_json
+from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
+from fsdp2prof.recorder import devices
+from fsdp2prof.recorder.environment_variables import relevant_environment
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.model import compiling, describe, ownership
+from fsdp2prof.recorder.model.roots import Roots
+from fsdp2prof.recorder.rank.stepping import OptimizerWatch
+from fsdp2prof.recorder.settings import Settings, is_selected
+
+__all__ = ["ManifestFile"]
+
+
+class ManifestFile:
+    """A rank's folder, its manifest, and where the facts in it come from."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        roots: Roots,
+        watch: OptimizerWatch,
+        *,
+        settled: bool = False,
+    ) -> None:
+        self.folder = settings.path / rank_folder(identity.rank)
+        self.manifest = RankManifest(
+            rank=identity.rank,
+            local_rank=identity.local_rank,
+            world_size=identity.world_size,
+            node_rank=settings.node_rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            script=list(sys.argv),
+            selected=is_selected(settings.options.ranks, identity.rank, identity.world_size),
+            versions=devices.package_versions(),
+            environment=relevant_environment(),
+            rehearsal=settings.rehearsal,
+        )
+        self._verify = settings.options.verify
+        self._settled = settled
+        self._roots = roots
+        self._watch = watch
+
+    @property
+    def path(self) -> Path:
+        """Of the manifest."""
+        return self.folder / MANIFEST_FILE
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device the model is sharded on."""
+        groups = self.manifest.param_groups or describe.describe_param_groups(self._roots)
+        return groups[0].mesh.device_type if groups else "cpu"
+
+    def tell(self, message: str) -> None:
+        """Keep a message for the person who reads the run."""
+        if message not in self.manifest.messages:
+            self.manifest.messages.append(message)
+
+    def write(self) -> None:
+        """Write the manifest as it is; a disk that takes no more is no reason to stop the training."""
+        try:
+            write_json(self.path, self.manifest)
+        except OSError as error:
+            print(f"fsdp2prof: {self.path} cannot be written ({error})", file=sys.stderr)  # noqa: T201
+
+    def describe(self) -> None:
+        """Fill in FSDP's structures and write; before the first forward there is nothing to tell."""
+        groups = describe.describe_param_groups(self._roots)
+        if groups:
+            optimizers = self._watch.optimizers if self._settled else []
+            ownership.add_ownership(groups, self._roots, optimizers)
+            self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
+            ownership.keep_checksums(groups, self.manifest.param_groups)
+            self.manifest.param_groups = groups
+            self.manifest.norms = describe.describe_norms(self._roots)
+            self.manifest.process_groups = describe.describe_process_groups(groups)
+        self.manifest.optimizers = describe.describe_optimizers(self._watch.optimizers)
+        self.manifest.device = devices.device_info(self.device_type)
+        self.manifest.allocator = devices.allocator_stats(self.device_type)
+        self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
+        self.manifest.attention_backends = devices.attention_backends(self.device_type)
+        self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
+        self.write()
+
+    def describe_first(self) -> None:
+        """As :meth:`describe`, with checksums if asked for: after the first step, on all ranks alike."""
+        self.describe()
+        if self._verify:
+            ownership.add_checksums(self.manifest.param_groups, self._roots)
+            self.write()
+
+    def describe_settled(self) -> None:
+        """As :meth:`describe`, and who updates what: after the second step every optimizer has stepped."""
+        self._settled = True
+        self.describe()
+
+    def describe_tensors(self, address: Callable[[torch.Tensor], int]) -> None:
+        """Add the storages of known role that are alive now."""
+        known = {(tensor.address, tensor.category): tensor for tensor in self.manifest.tensors}
+        for tensor in describe.describe_tensors(self._roots, self._watch.optimizers, address):
+            known[tensor.address, tensor.category] = tensor
+        self.manifest.tensors = list(known.values())

@@ -1,0 +1,359 @@
+"""One rank's recording: its training steps, what is captured at their boundaries, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2prof.manifest import (
+    FLIGHT_RECORDER_FILE,
+    FLIGHT_RECORDER_FOLDER,
+    SNAPSHOT_FILE,
+    STACKS_FILE,
+    STEPS_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    RecordOptions,
+    StepInfo,
+)
+from fsdp2prof.recorder.hanging import HangWatch, keep_state
+from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.memory.history import OomDump
+from fsdp2prof.recorder.model.roots import Roots
+from fsdp2prof.recorder.rank.captures import Captures
+from fsdp2prof.recorder.rank.manifest import ManifestFile
+from fsdp2prof.recorder.rank.recordings import Recordings
+from fsdp2prof.recorder.rank.stepping import OptimizerWatch, TrainingSteps
+from fsdp2prof.recorder.rank.summaries import Summaries
+from fsdp2prof.recorder.rank.training_profilers import training_profilers
+from fsdp2prof.recorder.rank.watching import StepLines
+from fsdp2prof.recorder.settings import Settings, records_again
+
+__all__ = ["RankSession"]
+
+_LEFT_BY_A_RANK = (
+    TRACE_FILE,
+    SNAPSHOT_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    STEPS_FILE,
+    FLIGHT_RECORDER_FILE,
+    STACKS_FILE,
+)
+
+MAX_STEPS = 10_000
+"""Training steps whose wall time is kept."""
+
+
+class RankSession:
+    """Records one rank. Inert in forked children and after the end; a rank that was not selected only watches
+    for hangs, where it is to.
+
+    ``automatic`` takes the step boundaries from the optimizers (:class:`TrainingSteps`); else the owner calls
+    :meth:`step`.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, *, automatic: bool) -> None:
+        self._automatic = automatic
+        self._active = self._ended = False
+        self._busy = False
+        self._postponed: Callable[[], None] | None = None
+        self._step = 0
+        self._step_start_ns = -1
+        self._kept_in_step = -1
+        self._keeping = threading.RLock()  # a signal may come to the thread that keeps it
+        self._forward_began = False
+        self._oom: OomDump | None = None
+        self._steps = TrainingSteps(self.step)
+        self._watch = OptimizerWatch(self._optimizer_stepped)
+        self._roots = Roots(self._forward)
+        self._file = ManifestFile(settings, identity, self._roots, self._watch)
+        self.manifest, self.folder = self._file.manifest, self._file.folder
+        options = settings.options if self.manifest.selected else _of_a_rank_left_out(settings.options)
+        self._summaries = Summaries() if options.summary else None
+        self._lines = StepLines(self.folder) if options.watch else None
+        after_s = options.hang_after
+        self._hang = HangWatch(after_s, self._hung) if after_s is not None else None
+        self._recordings: Recordings | None = None
+        if records_again(options):
+            self._recordings = Recordings(
+                settings, identity, self._roots, self._watch, self._file, self._summaries
+            )
+            self._captures = self._recordings.current
+        else:
+            self._captures = Captures(self._file, options, self._roots)
+
+    def begin(self) -> None:
+        """Leave the sign of life and start watching, in a rank that is not selected for hangs alone."""
+        for folder in (self.folder, self.folder.parent / FLIGHT_RECORDER_FOLDER):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name in _LEFT_BY_A_RANK:  # of an attempt that was restarted
+            (self.folder / name).unlink(missing_ok=True)
+        self.write_manifest()
+        self._active = self.manifest.selected or self._hang is not None
+        if self._active and self._recordings is not None:
+            self._recordings.listen()
+        if self._active:
+            self._watch.install()
+            training_profilers.install()
+            training_profilers.listener = self
+        else:
+            training_profilers.remove()
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch a module that ``fully_shard`` was applied to."""
+        if self._active:
+            self._roots.watch(module)
+
+    def take_over(self) -> None:
+        """Take the step boundaries from the caller from now on; step 0 begins unless one is running."""
+        self._automatic = False
+        if self._alive() and self._step_start_ns < 0:
+            self.begin_first_step()
+
+    def step(self) -> None:
+        """End the running training step and begin the next."""
+        if not self._alive():
+            return
+        self._keep_duration(time.time_ns())
+        self._step += 1
+        if self._hang is not None:
+            self._hang.step()
+        self._choose_recording()
+        captured = self._captures.touches(self._step)
+        self._captures.advance(self._step)
+        self._forward_began = False
+        if self._step == 1:
+            self._guard(self._file.describe_first)
+            self._guard(self._begin_lines)
+        elif self._step == 2:
+            self._guard(self._file.describe_settled)
+        if captured:
+            self._guard(self._captures.end_step)
+            if self._active:
+                self._guard(self._captures.begin_step)
+            if self._recordings is None and self._captures.is_over:
+                self._summarise()
+        self._step_start_ns = time.time_ns()
+
+    def begin_first_step(self) -> None:
+        """Begin step 0; the first root forward does it where step boundaries are automatic."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
+        self._step_start_ns = time.time_ns()
+        if self._hang is not None:
+            self._hang.step()
+        self._choose_recording()
+        self._captures.advance(0)
+        self._guard(self._captures.begin_step)
+
+    def end(self, error: str | None = None, *, crashed: bool = False) -> None:
+        """End the recording, now or never: write what was captured and say in which state it is."""
+        if not self._alive():
+            if self.manifest.pid == os.getpid() and not self._ended:
+                self._ended = True
+                self._finish_manifest(error, crashed)
+            return
+        self._ended = True
+        if self._hang is not None:
+            self._hang.close()
+        self._steps.finish()
+        over, whole = self._captures.is_over, self._captures.is_whole
+        self._guard(self._captures.finish)
+        self._stop_watching()
+        self._active = False
+        if (told := self._captures.told_of_profiler()) is not None:
+            self.tell(told)
+        if self._recordings is not None:
+            self._recordings.close(whole=over and whole)
+            self._finish_manifest(error, crashed)
+            self._wait_for_summaries(error)
+            return
+        if not over and self._step == 0 and self._automatic and not error:
+            self.tell(self._why_no_step())
+        elif not over:
+            ran = f"only {self._step} of {self._captures.end} steps ran"
+            self.tell(f"schedule cut short: {ran}; complete are {self._captures.shortfall()}")
+        self._finish_manifest(error, crashed, whole)
+        self._summarise()
+        self._wait_for_summaries(error)
+
+    def forget(self) -> None:
+        """In a forked child: nothing is watched and nothing counted any more."""
+        self._active = False
+        self._captures.forget()
+        self._stop_watching()
+
+    def _summarise(self) -> None:
+        if self._summaries is not None:
+            self._summaries.begin(self.folder)
+
+    def _wait_for_summaries(self, error: str | None) -> None:
+        if self._summaries is not None and error is None and not self._summaries.wait():
+            self.tell("its summary was not ready when the training ended: what was recorded is kept")
+            self.write_manifest()
+
+    def _choose_recording(self) -> None:
+        """Take up the recording that begins with this step or soon, if there is one."""
+        if self._recordings is not None:
+            self._guard(self._recordings.next_step, self._step)
+            self._captures = self._recordings.current
+
+    def keep_state(self, why: str, crash: TracebackType | None = None) -> None:
+        """Keep this rank's last collectives and its threads' stacks, for ``analyze hang``.
+
+        The first state of a step stays: a timeout, or peers that end, get a rank out of where it hung.
+        """
+        with self._keeping:
+            if self._ended or self._kept_in_step == self._step:
+                return
+            self._kept_in_step = self._step
+            try:
+                kept = keep_state(self.folder, why, crash)
+            except Exception as error:  # whatever torch's recorder raises where a rank is about to end
+                self.tell(f"{why}: its state could not be kept: {_reason(error)}")
+                return
+        said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
+        if crash is None:
+            self.tell(f"{why}: {said} what it was doing then")
+
+    def _hung(self, waited_s: float) -> None:
+        if self._alive():
+            self.keep_state(f"no step ended for {waited_s:.0f} s after step {self._step} began")
+
+    def tell(self, message: str) -> None:
+        """Keep a message for the person who reads the run."""
+        self._file.tell(message)
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Run ``action`` now, or when the file that is being written is whole."""
+        if self._busy:
+            self._postponed = action
+        else:
+            action()
+
+    def write_manifest(self) -> None:
+        """Write the manifest as it is."""
+        self._file.write()
+
+    def profiler_begins(self) -> None:
+        """Make way for a profiler of the training's own."""
+        if self._alive() and self._step_start_ns >= 0:
+            self._guard(self._captures.make_way)
+
+    def trace_exported(self, path: Path) -> None:
+        """Take the trace that the training's own profiler wrote, if ours is not to be had."""
+        if self._alive():
+            self._guard(self._captures.adopt, path)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether it watches every step of the training, however many."""
+        return any(one is not None for one in (self._recordings, self._lines, self._hang))
+
+    def _alive(self) -> bool:
+        return self._active and self.manifest.pid == os.getpid()
+
+    def _forward(self) -> None:
+        if not self._alive():
+            return
+        if self._automatic and self._step_start_ns < 0:
+            self.begin_first_step()
+        if not self._forward_began:
+            self._forward_began = True
+            self._guard(self._captures.begin_late)
+        if self._automatic:
+            self._steps.forward()
+
+    def _optimizer_stepped(self, in_backward: bool) -> None:
+        if self._automatic and self._alive():
+            self._steps.optimizer_stepped(in_backward=in_backward)
+
+    def _why_no_step(self) -> str:
+        if self._step_start_ns < 0:
+            return "nothing was recorded: no sharded model ran forward with gradients"
+        return (
+            "nothing was recorded: no optimizer stepped after a forward, so no training step was seen to "
+            "end; in a custom loop, end each by the step() of an fsdp2prof.Recorder"
+        )
+
+    def _keep_duration(self, now: int) -> None:
+        if self._step_start_ns < 0:
+            self._step_start_ns = now
+        start = self._step_start_ns
+        ended = StepInfo(step=self._step, start_ns=start, duration_ns=now - start, kind=self._captures.kind)
+        if self._lines is not None:
+            self._guard(self._lines.end_step, ended)
+        if self._recordings is not None:
+            self._recordings.keep(ended)
+        if len(self.manifest.steps) < MAX_STEPS:
+            self.manifest.steps.append(ended)
+        elif not self._stays and self._captures.is_over:
+            self._stop_watching()
+
+    def _out_of_memory(self, file: str) -> None:
+        self.manifest.memory_source = self.manifest.memory_source or "cuda_snapshot"
+        self.tell(f"out of memory in step {self._step}: the allocator's state then is in {file}")
+        self.write_manifest()
+
+    def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Run a capture action; the training goes on whatever happens: a full disk, another profiler."""
+        self._busy = True
+        try:
+            action(*arguments)
+        except Exception as error:  # FSDP's private structures may be other ones in another torch
+            self.tell(f"recording stopped at step {self._step}: {_reason(error)}")
+            for further in self._captures.abandon():
+                self.tell(f"a capture could not be stopped cleanly: {_reason(further)}")
+            if self._recordings is not None:
+                self._recordings.close(whole=False)
+            self._stop_watching()
+            self._active = False
+            self.manifest.state = "partial"
+            self.write_manifest()
+        finally:
+            self._busy = False
+        if (postponed := self._postponed) is not None:
+            self._postponed = None
+            postponed()
+
+    def _begin_lines(self) -> None:
+        if self._lines is not None:
+            blocking = not any(group.unshard_async_op for group in self.manifest.param_groups)
+            self._lines.begin(self._file.device_type, blocking=blocking)
+
+    def _stop_watching(self) -> None:
+        if self._hang is not None:
+            self._hang.close()
+        if self._lines is not None:
+            self._lines.end()
+        self._roots.remove()
+        self._watch.remove()
+        training_profilers.remove()
+
+    def _finish_manifest(self, error: str | None, crashed: bool, complete: bool = True) -> None:
+        manifest = self.manifest
+        if crashed:
+            manifest.state = "crashed"
+        elif manifest.state == "running":
+            manifest.state = "complete" if complete else "partial"
+        manifest.error = error
+        self.write_manifest()
+
+
+def _of_a_rank_left_out(options: RecordOptions) -> RecordOptions:
+    """What is watched in a rank that was not selected: a hang is every rank's."""
+    return RecordOptions(active=0, memory=False, hang_after=options.hang_after)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

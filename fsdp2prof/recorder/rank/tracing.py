@@ -1,0 +1,129 @@
+"""The Kineto trace of the recorded steps."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from isal import igzip
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity
+from torch.profiler.profiler import _KinetoProfile
+
+from fsdp2prof.files import replacing, scratch
+from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.recorder.rank.training_profilers import training_profilers
+
+__all__ = ["TraceCapture", "adopt_trace", "kineto_is_used"]
+
+_CHUNK_BYTES = 1 << 22
+_STEP = re.compile(rb'"ProfilerStep#(\d+)"')
+_LONGEST_STEP_BYTES = 40
+
+
+_used = False
+
+
+def kineto_is_used() -> bool:
+    """Tell whether this process has ever set up a profiler for the recorder."""
+    return _used
+
+
+class TraceCapture:
+    """One profiling cycle: prepared in the warm-up, started, a range per step, stopped and exported at once.
+
+    The step ranges carry the training step's own number, ``ProfilerStep#N``, as ``torch.profiler.profile``
+    would name them. Export happens where the cycle ends: kept for later it would be emptied by another cycle.
+    """
+
+    def __init__(self, path: Path, options: RecordOptions) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._path = path
+        self._profiler = _KinetoProfile(
+            activities=activities, record_shapes=options.shapes, with_stack=options.stacks
+        )
+        self._prepared = False
+        self._running = False
+        self._step: record_function | None = None
+
+    def prepare(self) -> None:
+        """Set the profiler up, one step or more before it records."""
+        global _used
+        if not self._prepared:
+            _used = True
+            with training_profilers.set_aside():
+                self._profiler.prepare_trace()
+            self._prepared = True
+
+    def begin_step(self, step: int) -> None:
+        """Begin a traced step, starting the trace with the first."""
+        self.prepare()
+        if not self._running:
+            self._start()
+            self._running = True
+        self._step = record_function(f"ProfilerStep#{step}")
+        self._step.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_step(self) -> None:
+        """End the running step's range."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+
+    def finish(self) -> None:
+        """Stop and, if anything was traced, write the trace. A step that still runs is cut here."""
+        was_running = self._running
+        self.discard()
+        if was_running:
+            with scratch(self._path.with_suffix("")) as text, training_profilers.set_aside():
+                self._profiler.export_chrome_trace(str(text))
+                partial = text.with_name(f"{text.name}.tmp")  # where Kineto writes first
+                if partial.exists():
+                    partial.unlink()
+                    raise OSError("the trace cannot be written whole; is the disk full?")
+                _compress(text, self._path)
+
+    def discard(self) -> None:
+        """Stop and write nothing."""
+        self.end_step()
+        if self._prepared:
+            if not self._running:
+                self._start()  # a prepared profiler can only be stopped through a start
+            with training_profilers.set_aside():
+                self._profiler.stop_trace()
+        self._prepared = self._running = False
+
+    def _start(self) -> None:
+        with training_profilers.set_aside():
+            self._profiler.start_trace()
+
+
+def adopt_trace(source: Path, target: Path) -> list[int]:
+    """Copy a Chrome trace, compressed or not; returns the numbers of the ``ProfilerStep#N`` in it."""
+    with source.open("rb") as file:
+        compressed = file.read(2) == b"\x1f\x8b"
+    if compressed:
+        with replacing(target) as temporary:
+            shutil.copyfile(source, temporary)
+    else:
+        _compress(source, target)
+    steps: set[int] = set()
+    before = b""
+    with igzip.open(target, "rb") as trace:  # type: ignore[no-untyped-call]
+        while piece := trace.read(_CHUNK_BYTES):
+            steps.update(int(number) for number in _STEP.findall(before + piece))
+            before = piece[-_LONGEST_STEP_BYTES:]
+    return sorted(steps)
+
+
+def _compress(source: Path, target: Path) -> None:
+    with (
+        replacing(target) as temporary,
+        source.open("rb") as text,
+        igzip.open(temporary, "wb", compresslevel=1) as compressed,  # type: ignore[no-untyped-call]
+    ):
+        shutil.copyfileobj(text, compressed, _CHUNK_BYTES)

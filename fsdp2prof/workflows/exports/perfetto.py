@@ -1,0 +1,123 @@
+"""From a job's traces to one file for Perfetto: analyse all ranks, then write them one after the other."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from fsdp2prof import __version__
+from fsdp2prof.errors import SnapshotError
+from fsdp2prof.files import replacing
+from fsdp2prof.reporters.perfetto import (
+    collective_flows,
+    finding_events,
+    memory_events,
+    rank_clocks,
+    rank_events,
+)
+from fsdp2prof.results import RankMemory
+from fsdp2prof.workflows.analyze import TraceOptions, analyze_memory, analyze_ranks, read_tables
+from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.urls import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["PerfettoExport", "export_perfetto"]
+
+_CHUNK = 5000
+"""Events that are encoded at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerfettoExport:
+    """What was written."""
+
+    path: Path
+    ranks: int
+    events: int
+    arrows: int
+    """Collectives with an arrow between their ranks."""
+    bytes: int
+    warnings: list[str]
+
+
+def export_perfetto(job: JobFiles, path: Path, **options: Unpack[TraceOptions]) -> PerfettoExport:
+    """Write all ranks of a job on one clock in the Trace Event Format; gzip where the name ends in .gz.
+
+    The ranks are read twice, one at a time: to compare their clocks, and to write them. Raises the errors of
+    :func:`~fsdp2prof.workflows.analyze.analyze_trace`.
+    """
+    analysis, analyses = analyze_ranks(job, **options)
+    summaries = [one.summary for one in analyses]
+    clocks = rank_clocks(summaries, analysis)
+    flows = collective_flows(summaries, clocks)
+    rank_of_source = {one.rank.source: one.rank.rank for one in analyses}
+
+    def events() -> Iterator[dict[str, Any]]:
+        for _, tables in read_tables(job, **options):
+            rank = rank_of_source[tables.trace.source]
+            yield from rank_events(tables, rank, clocks[rank], flows.get(rank, {}))
+        yield from finding_events(analysis, clocks)
+        for position, memory in enumerate(_memory(job)):
+            yield from memory_events(memory, position)
+
+    warnings = shown(analysis.warnings)
+    about = {
+        "tool": f"fsdp2prof {__version__}",
+        "verdict": analysis.verdict,
+        "warnings": warnings,
+    }
+    with replacing(path) as temporary:
+        with _opened(temporary, compressed=path.suffix == ".gz") as file:
+            count = _write(file, events(), about)
+        size = temporary.stat().st_size
+    arrows = {point.number for points in flows.values() for point in points.values()}
+    return PerfettoExport(
+        path=path,
+        ranks=len(analyses),
+        events=count,
+        arrows=len(arrows),
+        bytes=size,
+        warnings=warnings,
+    )
+
+
+def _memory(job: JobFiles) -> list[RankMemory]:
+    """Return the memory recordings of the job, where it has any of their own."""
+    if not job.memory.files:
+        return []
+    try:
+        return analyze_memory(job).ranks
+    except SnapshotError:
+        return []
+
+
+@contextmanager
+def _opened(path: Path, *, compressed: bool) -> Iterator[IO[bytes]]:
+    if compressed:
+        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=5, mtime=0) as file:
+            yield file  # type: ignore[misc]
+    else:
+        with path.open("wb") as plain:
+            yield plain
+
+
+def _write(file: IO[bytes], events: Iterable[dict[str, Any]], about: dict[str, Any]) -> int:
+    """Write the document event by event; return how many there are."""
+    encoder = msgspec.json.Encoder()
+    file.write(b'{"displayTimeUnit":"ns","otherData":' + encoder.encode(about) + b',"traceEvents":[\n')
+    count, rest = 0, iter(events)
+    for first in rest:
+        chunk = list(islice(chain([first], rest), _CHUNK))
+        file.write((b",\n" if count else b"") + b",\n".join(map(encoder.encode, chunk)))
+        count += len(chunk)
+    file.write(b"\n]}\n")
+    return count

@@ -1,0 +1,1 @@
+"""Where a job's files are: folders, names, URLs, what was chosen of them."""

@@ -1,0 +1,200 @@
+"""The files of one job, found and opened once: what every workflow is given.
+
+A path is a run directory, one file, or a folder of files (:mod:`fsdp2prof.workflows.job.folders`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from fsdp2prof.errors import InputError
+from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, PackedManifest, RankManifest, RunDirectory
+from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
+from fsdp2prof.readers.trace.chrome_trace import peek_rank
+from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
+from fsdp2prof.workflows.job.at_hand import located, seen_from_anywhere
+from fsdp2prof.workflows.job.choices import listed, require
+from fsdp2prof.workflows.job.file_names import read_name
+from fsdp2prof.workflows.job.folders import find_memory_files, find_traces, is_memory_name, is_trace_name
+from fsdp2prof.workflows.job.one_job import Found, RankFile
+
+__all__ = ["JobFiles", "open_job"]
+
+_MEMORY_BEGINS = (b"PK\x03\x04", b"\x80")
+"""A storage count, a pickle."""
+
+
+def open_job(
+    path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
+) -> JobFiles:
+    """Open what is at a path; ``ranks`` selects some, by default all are read.
+
+    ``iteration`` chooses one of several recordings of a run, or profiling cycles in a folder, by default the
+    newest.
+    Raises ``InputError`` for what is not there, ``RunDirectoryError`` for a run that cannot be read.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise InputError(f"{root}: no such file or folder")
+    run = open_run(root) if is_run_directory(root) else None
+    if run is not None and run.recordings:
+        run = open_recording(run, run.recordings[-1] if iteration is None else iteration)
+    elif iteration is not None and (run is not None or root.is_file()):
+        what = "a run directory with one recording" if run is not None else "one file"
+        raise InputError(f"{root}: is {what} and has no iterations: leave out --iteration")
+    return JobFiles(root, run, ranks, iteration)
+
+
+class JobFiles:
+    """Files of one job, by kind and rank. Each kind is looked for once, when it is first asked for."""
+
+    def __init__(
+        self, path: Path, run: RunDirectory | None, ranks: Collection[int] | None, iteration: int | None
+    ) -> None:
+        self.path = path
+        self.run = run
+        """None where no recorder of ours wrote it."""
+        self._ranks = ranks
+        self._iteration = iteration
+
+    @cached_property
+    def traces(self) -> Found:
+        """Kineto traces; raises ``InputError`` for those of several jobs, and for a rank not there."""
+        if self.run is not None:
+            return self._chosen(_traces_of_run(self.run))
+        if self.path.is_dir():
+            return self._chosen(find_traces(self.path, self._iteration))
+        if _is_memory_file(self.path):
+            return Found(absent=f"{self.path}: a memory recording, not a trace")
+        if is_nsys_report(self.path) and len(processes := nsys_processes(self.path)) > 1:
+            return self._chosen(_processes_of_report(self.path, len(processes)))
+        rank, world_size = peek_rank(self.path)
+        return self._chosen(self._one_file(rank, world_size))
+
+    @cached_property
+    def memory(self) -> Found:
+        """Memory snapshots and storage counts, several of a rank perhaps; raises as :attr:`traces`."""
+        if self.run is not None:
+            return self._chosen(_recordings_of_run(self.run))
+        if self.path.is_dir():
+            return self._chosen(find_memory_files(self.path, self._iteration))
+        if not _is_memory_file(self.path):
+            return Found(absent=f"{self.path}: a trace, not a memory recording")
+        return self._chosen(self._one_file())
+
+    @cached_property
+    def summaries(self) -> Found:
+        """What ranks made of their own steps, where they kept no more; raises as :attr:`traces`."""
+        ranks = () if self.run is None else self.run.ranks
+        files = tuple(RankFile(rank=one.rank, path=one.summary) for one in ranks if one.summary is not None)
+        return self._chosen(Found(files=files))
+
+    @property
+    def recordings(self) -> Found:
+        """Files that say what memory was in use: :attr:`memory`, else traces, which may hold its events."""
+        has_own = bool(self.memory.files) or self.run is not None
+        return self.memory if has_own or not self.traces.files else self.traces
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """What a person should know of the run as a whole."""
+        return self.run.messages if self.run is not None else ()
+
+    @property
+    def manifests(self) -> dict[int, RankManifest]:
+        """What each rank of a run says of itself."""
+        return {rank: packed.manifest for rank, packed in self.packed_manifests.items()}
+
+    @property
+    def packed_manifests(self) -> dict[int, PackedManifest]:
+        """The same, packed."""
+        records = self.run.ranks if self.run is not None else ()
+        return {record.rank: record.packed for record in records if record.packed is not None}
+
+    def seen_from_anywhere(self, *kinds: Literal["traces", "memory", "summaries"]) -> JobFiles:
+        """Return the job with its files of these kinds found, for a process that runs in another folder."""
+        abroad = JobFiles(self.path, self.run, self._ranks, self._iteration)
+        for kind in kinds:
+            found: Found = getattr(self, kind)
+            vars(abroad)[kind] = replace(found, files=tuple(map(seen_from_anywhere, found.files)))
+        return abroad
+
+    def _one_file(self, rank: int | None = None, world_size: int | None = None) -> Found:
+        if rank is None:
+            rank = read_name(Path(*self.path.absolute().parts[-2:])).rank or 0
+        return Found(files=(RankFile(rank=rank, path=self.path),), world_size=world_size)
+
+    def _chosen(self, found: Found) -> Found:
+        """Keep the chosen ranks; one that left nothing of this kind in a run is a warning."""
+        found = replace(found, files=tuple(map(located, found.files)))
+        if self._ranks is None or not found.files:
+            return found
+        recorded = {record.rank for record in self.run.ranks} if self.run is not None else set()
+        here = {file.rank for file in found.files}
+        require(self.path, "rank", set(self._ranks) - recorded, here)
+        files = tuple(file for file in found.files if file.rank in self._ranks)
+        return replace(found, files=files, absent=f"{self.path}: {listed('rank', self._ranks)} left none")
+
+
+def _processes_of_report(path: Path, count: int) -> Found:
+    files = tuple(RankFile(rank=rank, path=path) for rank in range(count))
+    told = (
+        f"{path.name} holds {count} processes and not their ranks: taken as ranks 0 to {count - 1} by device"
+    )
+    return Found(files=files, warnings=(told,))
+
+
+def _traces_of_run(run: RunDirectory) -> Found:
+    worlds = [record.manifest.world_size for record in run.ranks if record.manifest is not None]
+    return Found(
+        files=tuple(RankFile(rank=r.rank, path=r.trace) for r in run.ranks if r.trace is not None),
+        absent=f"{run.path}: no rank left a trace: {_reason(run, 'record again with --active 1 or more')}",
+        world_size=run.info.world_size or max(worlds, default=None),
+        warnings=_silent(run, "trace", "no trace"),
+    )
+
+
+def _recordings_of_run(run: RunDirectory) -> Found:
+    files = tuple(
+        RankFile(rank=record.rank, path=path)
+        for record in run.ranks
+        for path in (record.memory, record.path / OOM_SNAPSHOT_FILE)
+        if path is not None and path.is_file()
+    )
+    reason = _reason(run, "record again without --no-memory")
+    return Found(
+        files=files,
+        absent=f"{run.path}: no rank left a memory recording: {reason}",
+        warnings=_silent(run, "memory", "no memory recording"),
+    )
+
+
+def _reason(run: RunDirectory, otherwise: str) -> str:
+    return run.messages[0] if run.messages else otherwise
+
+
+def _silent(run: RunDirectory, kind: str, said: str) -> tuple[str, ...]:
+    """Name the ranks that were to leave a file of a kind and did not."""
+    return tuple(
+        f"rank {record.rank}: {said}"
+        for record in run.ranks
+        if getattr(record, kind) is None
+        and record.summary is None
+        and record.manifest is not None
+        and record.manifest.selected
+    )
+
+
+def _is_memory_file(path: Path) -> bool:
+    """Whether a file is a memory recording, by its name, else by how it begins."""
+    if is_trace_name(path) or is_memory_name(path):
+        return is_memory_name(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith(_MEMORY_BEGINS)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None

@@ -1,0 +1,147 @@
+"""Of the files in a folder those of one job: of one iteration, one a rank. Two jobs are never merged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path, PurePath
+
+from fsdp2prof.errors import InputError
+from fsdp2prof.workflows.job.file_names import NamedFile, same_but_for_last_number
+
+__all__ = ["Candidate", "Found", "RankFile", "of_one_job"]
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFile:
+    """A file of one rank."""
+
+    rank: int
+    path: Path
+    """As results and messages call it."""
+    location: str | None = None
+    """Where it is read, if not there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """Files of one kind and of one job, in order of rank."""
+
+    files: tuple[RankFile, ...] = ()
+    absent: str = ""
+    """Why there are none."""
+    world_size: int | None = None
+    """As the files say; None if none says it."""
+    warnings: tuple[str, ...] = ()
+    """Ranks missing or guessed; files left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A file that was found."""
+
+    path: Path
+    name: PurePath
+    """Relative to the folder that was searched."""
+    named: NamedFile
+    """What its name says."""
+    rank: int | None
+    """As the file says, else its name."""
+    world_size: int | None
+
+
+def of_one_job(
+    root: Path, kind: str, candidates: list[Candidate], iteration: int | None, left_out: Sequence[str]
+) -> Found:
+    """Choose the files of one kind in a folder: those of the newest or the given iteration, one a rank.
+
+    Raises ``InputError`` for files of several jobs and for an iteration that is not there.
+    """
+    chosen, told = _of_one_iteration(root, kind, candidates, iteration)
+    _refuse_two_sizes(root, chosen)
+    by_rank, guessed = _by_rank(kind, chosen)
+    warnings = [*told, *left_out, *guessed]
+    files = []
+    for rank, ranks_own in sorted(by_rank.items()):
+        newest, older = ranks_own[-1], ranks_own[:-1]
+        if older:
+            _refuse_two_jobs(root, kind, rank, ranks_own)
+            names = ", ".join(str(file.name) for file in older)
+            warnings.append(f"rank {rank} has {len(ranks_own)} {kind}s: {newest.name} is read, not {names}")
+        files.append(RankFile(rank=rank, path=newest.path))
+    world_size = next((one.world_size for one in chosen if one.world_size is not None), None)
+    return Found(
+        files=tuple(files), world_size=world_size, warnings=(*warnings, *_gaps(kind, by_rank, world_size))
+    )
+
+
+def _of_one_iteration(
+    root: Path, kind: str, candidates: list[Candidate], wanted: int | None
+) -> tuple[list[Candidate], list[str]]:
+    """Choose one iteration's files, and say so where there are several."""
+    there = sorted({one.named.iteration for one in candidates if one.named.iteration is not None})
+    numbers = ", ".join(str(number) for number in dict.fromkeys(one.number for one in there))
+    if wanted is not None and not there:
+        raise InputError(
+            f"{root}: its {kind}s are of no iteration that their names say: leave out --iteration"
+        )
+    matching = [one for one in there if wanted is None or one.number == wanted]
+    if wanted is not None and not matching:
+        raise InputError(f"{root}: no {kind} of iteration {wanted} in it; it has {numbers}")
+    newest = matching[-1] if matching else None
+    chosen = [one for one in candidates if one.named.iteration == newest]
+    if len(chosen) == len(candidates) or wanted is not None:
+        return chosen, []
+    more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
+    return chosen, [
+        f"read is the newest of iterations {numbers}: {chosen[0].path}{more}; --iteration chooses another"
+    ]
+
+
+def _refuse_two_sizes(root: Path, candidates: Sequence[Candidate]) -> None:
+    by_size = {one.world_size: one for one in candidates if one.world_size is not None}
+    if len(by_size) > 1:
+        sizes = " and ".join(f"{one.name} of {size}" for size, one in sorted(by_size.items())[:2])
+        raise InputError(f"{root}: files of jobs of different size ({sizes} ranks): name those of one job")
+
+
+def _refuse_two_jobs(root: Path, kind: str, rank: int, files: Sequence[Candidate]) -> None:
+    """Refuse several files of a rank unless they are a series, numbered at their end."""
+    if not same_but_for_last_number([file.name for file in files]):
+        both = f"{files[0].name} and {files[1].name} are both a {kind} of rank {rank}"
+        raise InputError(f"{root}: {both}: name the file or folder of one job")
+
+
+def _by_rank(kind: str, candidates: Iterable[Candidate]) -> tuple[dict[int, list[Candidate]], list[str]]:
+    """Files by rank; those that do not say theirs get, in order, the ranks that are left."""
+    by_rank: dict[int, list[Candidate]] = defaultdict(list)
+    silent = []
+    for one in candidates:
+        if one.rank is None:
+            silent.append(one)
+        else:
+            by_rank[one.rank].append(one)
+    alone = len(silent) == 1 and not by_rank
+    warnings = []
+    free = (rank for rank in count() if rank not in by_rank)
+    for one in silent:
+        rank = next(free)
+        by_rank[rank].append(one)
+        if not alone:
+            warnings.append(f"{one.name} does not say its rank: taken as rank {rank} by the order of names")
+    return by_rank, warnings
+
+
+def _gaps(kind: str, ranks: Iterable[int], world_size: int | None) -> list[str]:
+    present = set(ranks)
+    expected = world_size or max(present) + 1
+    missing = expected - sum(rank < expected for rank in present)
+    if not missing:
+        return []
+    named = [str(rank) for rank in islice((r for r in range(expected) if r not in present), _SHOWN)]
+    shown = ", ".join(named) + (", ..." if missing > len(named) else "")
+    return [f"{missing} of {expected} ranks have no {kind} here: {shown}"]

@@ -1,0 +1,1 @@
+"""What is done once a rank: read, cached, kept, put together, here or on a cluster."""

@@ -1,0 +1,161 @@
+"""Results that were kept as JSON: read again, and cut to some of their ranks and steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from fsdp2prof.analyzers.memory.analysis import summarise as summarise_memory
+from fsdp2prof.analyzers.trace.summary import summarise
+from fsdp2prof.errors import InputError
+from fsdp2prof.results import (
+    BASELINE_SCHEMA,
+    COMM_ESTIMATE_SCHEMA,
+    MEMORY_ESTIMATE_SCHEMA,
+    MEMORY_SCHEMA,
+    RUN_ANALYSIS_SCHEMA,
+    STEP_ESTIMATE_SCHEMA,
+    TRACE_SCHEMA,
+    Baseline,
+    CommEstimate,
+    MemoryAnalysis,
+    MemoryEstimate,
+    RunAnalysis,
+    StepEstimate,
+    TraceAnalysis,
+)
+from fsdp2prof.workflows.job.choices import require
+from fsdp2prof.workflows.ranks.kept_checks import check_numbers, check_timeline
+
+__all__ = ["Kept", "cut", "is_kept", "read_baseline", "read_kept"]
+
+Kept: TypeAlias = (
+    "RunAnalysis | TraceAnalysis | MemoryAnalysis | MemoryEstimate | CommEstimate | StepEstimate"
+)
+"""Results that can be compared."""
+
+_DOCUMENTS: dict[str, type[Kept]] = {
+    RUN_ANALYSIS_SCHEMA: RunAnalysis,
+    TRACE_SCHEMA: TraceAnalysis,
+    MEMORY_SCHEMA: MemoryAnalysis,
+    MEMORY_ESTIMATE_SCHEMA: MemoryEstimate,
+    COMM_ESTIMATE_SCHEMA: CommEstimate,
+    STEP_ESTIMATE_SCHEMA: StepEstimate,
+}
+_SCHEMA = re.compile(rb'^\s*\{\s*"schema"\s*:\s*"(fsdp2prof\.[\w./]+)"')
+_HEAD_BYTES = 256
+_MOST_RANKS = 1 << 17
+"""As a run directory may have; they are listed one by one."""
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a path holds a JSON document that this package wrote, not recordings."""
+    return _schema_of(path) is not None
+
+
+def read_kept(path: Path) -> Kept | None:
+    """Decode a JSON document that this package wrote; None for anything else.
+
+    Raises ``InputError`` for one that is damaged or of a kind that is not compared.
+    """
+    schema = _schema_of(path)
+    if schema is None:
+        return None
+    kind = _DOCUMENTS.get(schema)
+    if kind is None:
+        raise InputError(f"{path}: a {schema} document cannot be compared; known: {', '.join(_DOCUMENTS)}")
+    try:
+        content = path.read_bytes()
+        check_numbers(content)
+        result: Kept = msgspec.json.decode(content, type=kind)
+        trace = result if isinstance(result, TraceAnalysis) else getattr(result, "trace", None)
+        check_timeline(getattr(trace, "timeline", None))
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
+    memory = result if isinstance(result, MemoryAnalysis) else getattr(result, "memory", None)
+    if focus := getattr(trace, "focus", None) or getattr(memory, "focus", None):
+        raise InputError(f"{path}: holds only {focus}: write it again without --layer, --rank and --step")
+    return result
+
+
+def read_baseline(path: Path) -> Baseline | None:
+    """Decode a baseline; None for anything else. Raises ``InputError`` for a damaged one."""
+    if _schema_of(path) != BASELINE_SCHEMA:
+        return None
+    try:
+        content = path.read_bytes()
+        check_numbers(content)
+        baseline = msgspec.json.decode(content, type=Baseline)
+        if baseline.windows < 1 and (baseline.step_ns is not None or baseline.collectives is not None):
+            raise ValueError("sums over no steps")
+        if not 0 <= baseline.traced_ranks <= _MOST_RANKS:
+            raise ValueError("a number of ranks that no run has")
+        return baseline
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise InputError(f"{path}: not a baseline ({error}); write it again with --write-baseline") from error
+
+
+def _schema_of(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = _SCHEMA.match(file.read(_HEAD_BYTES))
+    return None if head is None else head[1].decode()
+
+
+def cut(result: Kept, path: Path, ranks: Collection[int] | None, steps: Collection[int] | None) -> Kept:
+    """Cut an analysis to some ranks and steps; an estimate stands for all of them.
+
+    Raises ``InputError`` for those it does not have.
+    """
+    if isinstance(result, (MemoryEstimate, CommEstimate, StepEstimate)):
+        return result
+    trace, memory = _parts(result)
+    traced = [] if trace is None else trace.ranks
+    recorded = [] if memory is None else memory.ranks
+    require(path, "rank", ranks, {rank.rank for rank in traced} | {rank.rank for rank in recorded})
+    if traced:
+        require(path, "step", steps, {step.step for rank in traced for step in rank.steps})
+    trace = trace and _cut_trace(trace, ranks, steps)
+    memory = memory and _cut_memory(memory, ranks)
+    if isinstance(result, RunAnalysis):
+        return replace(
+            result,
+            trace=trace if trace and trace.ranks else None,
+            memory=memory if memory and memory.ranks else None,
+        )
+    return trace or memory or result
+
+
+def _parts(
+    result: RunAnalysis | TraceAnalysis | MemoryAnalysis,
+) -> tuple[TraceAnalysis | None, MemoryAnalysis | None]:
+    if isinstance(result, RunAnalysis):
+        return result.trace, result.memory
+    return (result, None) if isinstance(result, TraceAnalysis) else (None, result)
+
+
+def _cut_trace(
+    trace: TraceAnalysis, ranks: Collection[int] | None, steps: Collection[int] | None
+) -> TraceAnalysis:
+    kept = [
+        replace(rank, steps=[one for one in rank.steps if steps is None or one.step in steps])
+        for rank in trace.ranks
+        if ranks is None or rank.rank in ranks
+    ]
+    groups = [
+        row
+        for row in trace.groups
+        if (ranks is None or row.rank in ranks) and (steps is None or row.step in steps)
+    ]
+    return summarise(replace(trace, ranks=kept, groups=groups))
+
+
+def _cut_memory(memory: MemoryAnalysis, ranks: Collection[int] | None) -> MemoryAnalysis:
+    kept = [rank for rank in memory.ranks if ranks is None or rank.rank in ranks]
+    return summarise_memory(replace(memory, ranks=kept))

@@ -1,0 +1,232 @@
+"""One rank's files to what is kept of it: small, picklable, ready to be merged with the other ranks'.
+
+This is all that is ever done with a rank's own events, here, in a process beside this one or on another
+machine: who reduces ranks elsewhere calls the same function, and only what it returns travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fsdp2prof.analyzers.memory.analysis import RecordingAnalysis, analyze_prepared
+from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
+from fsdp2prof.analyzers.memory.trace_join import find_peak
+from fsdp2prof.analyzers.steps import host_steps, trained_steps
+from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_tables
+from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
+from fsdp2prof.errors import InputError, SnapshotError, TraceError
+from fsdp2prof.estimators.replay.program import RankProgram
+from fsdp2prof.estimators.whatif import program_of
+from fsdp2prof.manifest import PackedManifest, RankManifest
+from fsdp2prof.readers.memory.recording import read_memory
+from fsdp2prof.readers.trace.chrome_trace import read_trace
+from fsdp2prof.results import AtPeak
+from fsdp2prof.tables import MemoryRecording, Trace
+from fsdp2prof.workflows.job.at_hand import at_hand
+from fsdp2prof.workflows.job.folders import is_trace_name
+from fsdp2prof.workflows.job.one_job import RankFile
+from fsdp2prof.workflows.job.urls import is_url
+from fsdp2prof.workflows.ranks.trace_cache import read_trace_cached
+from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+
+__all__ = [
+    "RankWork",
+    "Reduced",
+    "ReducedTrace",
+    "cut_short",
+    "peak_in_trace",
+    "read_rank_trace",
+    "read_recordings",
+    "reduce_rank",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """One rank's files to reduce, picklable."""
+
+    packed: PackedManifest | None
+    trace: RankFile | None = None
+    memory: tuple[RankFile, ...] = ()
+    options: TraceOptions = field(default_factory=TraceOptions)
+    workers: int | None = None
+    """Processes that decode one file; by default what it is worth."""
+    keep_fullest: bool = False
+    """Return the recording with the highest peak, too, where it is not to travel."""
+
+    @property
+    def manifest(self) -> RankManifest | None:
+        """What the rank said of itself."""
+        return None if self.packed is None else self.packed.manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducedTrace:
+    """What is kept of a rank's trace."""
+
+    analysis: RankAnalysis
+    steps: tuple[int, ...]
+    """All that can be chosen."""
+    program: RankProgram | None
+    """For what is tried on the recording."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduced:
+    """What is kept of a rank."""
+
+    trace: ReducedTrace | None
+    trace_unreadable: str | None
+    """Why there is none of the trace that was there."""
+    memory: list[RecordingAnalysis]
+    memory_unreadable: list[str]
+    at_peak: AtPeak | None
+    """What the trace says of the highest of this rank's peaks."""
+    fullest: PreparedRecording | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of this rank's peaks; -1 without any."""
+        return max((one.rank.peak.allocated_bytes for one in self.memory), default=-1)
+
+
+def reduce_rank(work: RankWork) -> Reduced:
+    """Read a rank's files, analyse them and keep what a merge needs; a file that cannot be read says why."""
+    memory: list[RecordingAnalysis] = []
+    unreadable: list[str] = []
+    fullest: PreparedRecording | None = None
+    highest = -1
+    for rank, view in _views(work, unreadable):
+        analysis = analyze_prepared(rank, view, work.manifest)
+        memory.append(analysis)
+        if analysis.rank.peak.allocated_bytes > highest:
+            highest, fullest = analysis.rank.peak.allocated_bytes, view
+    trace: ReducedTrace | None = None
+    trace_unreadable: str | None = None
+    at_peak: AtPeak | None = None
+    if work.trace is not None:
+        try:
+            trace, tables = _reduce_trace(work, work.trace)
+            at_peak = None if fullest is None else find_peak(fullest, tables)
+        except TraceError as error:
+            trace_unreadable = str(error)
+    return Reduced(
+        trace=trace,
+        trace_unreadable=trace_unreadable,
+        memory=memory,
+        memory_unreadable=unreadable,
+        at_peak=at_peak,
+        fullest=fullest if work.keep_fullest else None,
+    )
+
+
+def peak_in_trace(work: RankWork, fullest: PreparedRecording | None = None) -> AtPeak | None:
+    """Look the highest of a rank's peaks up in its trace, which must be there.
+
+    ``fullest`` is the recording, if it is at hand already. Raises ``TraceError``.
+    """
+    assert work.trace is not None
+    if fullest is None:
+        views = [view for _, view in _views(work, [])]
+        # the first of the highest, as in the result
+        fullest = max(views, key=lambda view: int(view.totals[view.peak_order]))
+    return find_peak(fullest, rank_tables(_read(work, work.trace), work.manifest))
+
+
+def read_recordings(file: RankFile) -> list[MemoryRecording]:
+    """Read a snapshot, a storage count, or the memory events of a trace.
+
+    Raises ``SnapshotError``, and ``TraceError`` for such a trace.
+    """
+    if is_trace_name(file.path):
+        recordings = kineto_recordings(read_rank_trace(file))
+        if not recordings:
+            raise SnapshotError(
+                f"{file.path}: no memory events in this trace; record it with profile_memory=True"
+            )
+        return recordings
+    with _at_hand(file, SnapshotError) as local:
+        try:
+            return read_memory(local)
+        except SnapshotError as error:
+            raise SnapshotError(_named(str(error), local, file)) from None
+
+
+def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
+    """Steps whose label is in the trace and that the recorder did not see end.
+
+    If it saw none end, those that no forward began in: the others are all there is to show.
+    """
+    if manifest is None:
+        return []
+    worth_showing = set(manifest.traced_steps) or trained_steps(trace.labels)
+    return [step for step in host_steps(trace.labels).step.tolist() if step not in worth_showing]
+
+
+def _views(work: RankWork, unreadable: list[str]) -> Iterator[tuple[int, PreparedRecording]]:
+    """Yield the rank's recordings, one device after the other; what cannot be read is told."""
+    for file in work.memory:
+        try:
+            recordings = read_recordings(file)
+        except (SnapshotError, TraceError) as error:
+            unreadable.append(str(error))
+            continue
+        for recording in recordings:
+            yield file.rank, prepare(recording, work.manifest)
+
+
+def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTables]:
+    trace = _read(work, file)
+    window, chosen = work.options.get("window", "steps"), work.options.get("steps")
+    left_out = cut_short(trace, work.manifest) if window == "steps" and chosen is None else []
+    if left_out:
+        chosen = set(host_steps(trace.labels).step.tolist()) - set(left_out)
+    tables = rank_tables(trace, work.manifest, window, chosen)
+    analysis = analyze_tables(tables, default_rank=file.rank)
+    told = [
+        f"rank {file.rank}: step {n} was cut short and is left out; --steps {n} shows it" for n in left_out
+    ]
+    reduced = ReducedTrace(
+        analysis=replace(analysis, warnings=[*analysis.warnings, *told]),
+        steps=tables.measurable,
+        program=program_of(tables, analysis.summary) if work.options.get("what_if") else None,
+    )
+    return reduced, tables
+
+
+def _read(work: RankWork, file: RankFile) -> Trace:
+    return read_rank_trace(file, cache=work.options.get("cache", False), workers=work.workers)
+
+
+def read_rank_trace(file: RankFile, *, cache: bool = False, workers: int | None = None) -> Trace:
+    """Read a rank's trace from where it lies; it is called as the user called it.
+
+    ``cache`` and ``workers`` are those of :class:`TraceOptions`. Raises ``TraceError``.
+    """
+    read = read_trace_cached if cache and not is_url(file.location or "") else read_trace
+    with _at_hand(file, TraceError) as local:
+        try:
+            trace = read(local, rank=file.rank, workers=workers)
+        except TraceError as error:
+            raise TraceError(_named(str(error), local, file)) from None
+    warnings = tuple(_named(text, local, file) for text in trace.warnings)
+    return replace(trace, source=str(file.path), warnings=warnings)
+
+
+@contextmanager
+def _at_hand(file: RankFile, kind: type[InputError]) -> Iterator[Path]:
+    """Give a local path; what cannot be fetched is an error of the kind that the file's own would be."""
+    with ExitStack() as stack:
+        try:
+            local = stack.enter_context(at_hand(file))
+        except InputError as error:
+            raise kind(str(error)) from None
+        yield local
+
+
+def _named(text: str, local: Path, file: RankFile) -> str:
+    return text.replace(str(local), str(file.path))

@@ -1,0 +1,161 @@
+"""Where ranks are reduced: in this process, in processes beside it, or on the workers of a cluster.
+
+On a cluster what is kept of a rank comes here, or stays with the worker that reduced it until one of them
+puts all ranks together (:mod:`fsdp2prof.workflows.finished`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.errors import TraceError
+from fsdp2prof.results import AtPeak
+from fsdp2prof.worker_processes import map_in_processes, usable_cores
+from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
+from fsdp2prof.workflows.job.one_job import RankFile
+from fsdp2prof.workflows.ranks.cluster import Cluster, Kept, LostError, open_cluster
+from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, peak_in_trace
+from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+
+__all__ = ["OnCluster", "RankPlace", "ReducedOnes", "place_of"]
+
+_BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
+"""Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
+
+
+class RankPlace(Protocol):
+    """A place where ranks are reduced."""
+
+    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
+        """Yield what is kept of each rank, in the order given."""
+
+    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
+        """Look a rank's highest peak up in its trace; say why where that cannot be read.
+
+        ``fullest`` is the recording, where :meth:`map` returned it.
+        """
+
+
+@contextmanager
+def place_of(options: TraceOptions) -> Iterator[RankPlace]:
+    """Give the place that the options ask for. Raises ``ClusterError`` for a cluster that cannot be used."""
+    if "place" in options:
+        yield options["place"]
+        return
+    address, workers = options.get("cluster"), options.get("workers")
+    if address is None:
+        yield _Here(workers)
+        return
+    with open_cluster(address, workers) as cluster:
+        yield OnCluster(cluster)
+
+
+class _Here:
+    """This machine."""
+
+    def __init__(self, workers: int | None) -> None:
+        self._given = workers
+
+    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
+        workers, each = _workers([work.trace for work in works if work.trace], self._given)
+        jobs = [
+            replace(work, workers=each, keep_fullest=workers == 1 and work.trace is None) for work in works
+        ]
+        return map_in_processes(reduce, jobs, workers)
+
+    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
+        return _peak_or_reason(work, fullest)
+
+
+class OnCluster:
+    """A cluster: only files' names go there, and only what is kept of a rank comes back."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
+        """Yield what is kept of each rank, in the order given."""
+        for work, kept in zip(works, self.keep(reduce, works), strict=True):
+            yield self.bring(work, kept)
+
+    def keep(
+        self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]
+    ) -> Iterator[Kept | LostError]:
+        """Reduce each rank, in the order given, and leave what is kept of it with the worker that did."""
+        jobs = [_abroad(work) for work in works]
+        self._cluster.require_files([file.location or "" for work in jobs[:1] for file in _files(work)])
+        return self._cluster.keep(reduce, jobs)
+
+    def bring(self, work: RankWork, kept: Kept | LostError) -> Reduced:
+        """Return what is kept of a rank; of one that was lost, why."""
+        outcome = kept if isinstance(kept, LostError) else self._cluster.bring(kept)
+        return _not_reduced(work, str(outcome)) if isinstance(outcome, LostError) else outcome
+
+    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
+        """Look a rank's highest peak up in its trace, on a worker."""
+        outcome = next(iter(self._cluster.map(_peak_or_reason, [_abroad(work)])))
+        return str(outcome) if isinstance(outcome, LostError) else outcome
+
+
+class ReducedOnes:
+    """Ranks that were reduced already, on the worker of a cluster that puts them together."""
+
+    def __init__(self, outcomes: Sequence[Reduced | LostError]) -> None:
+        self._outcomes = outcomes
+
+    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
+        """Yield what is kept of each rank; of one that was lost, why."""
+        for work, one in zip(works, self._outcomes, strict=True):
+            yield _not_reduced(work, str(one)) if isinstance(one, LostError) else one
+
+    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
+        """Look a rank's highest peak up in its trace, in this process."""
+        return _peak_or_reason(work, fullest)
+
+
+def _peak_or_reason(work: RankWork, fullest: PreparedRecording | None = None) -> AtPeak | str | None:
+    try:
+        return peak_in_trace(work, fullest)
+    except TraceError as error:
+        return str(error)
+
+
+def _abroad(work: RankWork) -> RankWork:
+    """Return the work with files that can be read from another folder, one process a rank."""
+    return replace(
+        work,
+        trace=None if work.trace is None else seen_from_anywhere(work.trace),
+        memory=tuple(seen_from_anywhere(file) for file in work.memory),
+        workers=1,
+    )
+
+
+def _files(work: RankWork) -> list[RankFile]:
+    return [*([work.trace] if work.trace else []), *work.memory]
+
+
+def _not_reduced(work: RankWork, reason: str) -> Reduced:
+    return Reduced(
+        trace=None,
+        trace_unreadable=None if work.trace is None else f"{work.trace.path}: {reason}",
+        memory=[],
+        memory_unreadable=[f"{file.path}: {reason}" for file in work.memory],
+        at_peak=None,
+    )
+
+
+def _workers(files: Sequence[RankFile], given: int | None) -> tuple[int, int | None]:
+    """Processes that share the ranks, and that share the decoding of one rank (None: what it is worth)."""
+    if given is not None:
+        return given, max(1, given // max(1, len(files)))
+    large = sum(
+        file.path.stat().st_size >= _BYTES_WORTH_A_PROCESS[file.path.suffix == ".gz"] for file in files
+    )
+    if large < 2:
+        return 1, None
+    workers = min(large, usable_cores())
+    return workers, max(1, usable_cores() // workers)
