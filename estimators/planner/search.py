@@ -54,6 +54,7 @@ class Correction:
 
     A configuration that was confirmed has the engine's numbers. Another one is scaled by the ratio of the
     confirmed one that is most like it (tensor parallelism, checkpointing, resharding, sync), else of none.
+    What their steps spend on communication, bubble and host then differs as the search has it.
     """
 
     known: dict[Candidate, Scored] = field(default_factory=dict)
@@ -80,14 +81,26 @@ class Correction:
             total_bytes=reserved + round(above * reserved) + fast.outside_bytes,
             depends_on=() if best is None else best.depends_on,
             step_ns=round(fast.step_ns * step),
-            exposed_ns=round(fast.exposed_ns * step),
-            bubble_ns=round(fast.bubble_ns * step),
-            host_ns=round(fast.host_ns * step),
+            **_idle_parts(fast, best, step),
         )
 
     def _most_like(self, candidate: Candidate) -> Scored | None:
         best = max(self.known.values(), key=lambda one: _likeness(one.candidate, candidate), default=None)
         return best if best is not None and _likeness(best.candidate, candidate) else None
+
+
+def _idle_parts(fast: Score, best: Scored | None, ratio: float) -> dict[str, int]:
+    """Parts of a step without kernels: the engine's in the configuration most like it, and the difference.
+
+    Scaled alone they would give what the search has wrong in both to the difference of the two.
+    """
+    parts = {}
+    for name in ("exposed_ns", "bubble_ns", "host_ns"):
+        own: int = getattr(fast, name)
+        wrong = 0.0 if best is None else getattr(best, name) - getattr(best.fast, name) * ratio
+        parts[name] = max(0, round(own * ratio + wrong))
+    idle, step = sum(parts.values()), fast.step_ns * ratio
+    return parts if idle <= step else {name: int(part * step / idle) for name, part in parts.items()}
 
 
 def _likeness(one: Candidate, other: Candidate) -> int:
