@@ -14,6 +14,7 @@ from fsdp2prof.errors import UsageError
 __all__ = [
     "DTYPE_BYTES",
     "dtype_bytes",
+    "format_amount",
     "format_bytes",
     "format_count",
     "format_flops",
@@ -94,6 +95,11 @@ def format_flops(value: float) -> str:
 def format_frac(value: float | None) -> str:
     """Format a fraction as a percentage with one decimal, ``-`` for ``None``."""
     return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def format_amount(value: float) -> str:
+    """Return a number of hours, days or money: whole from 100 on, else three significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
 
 
 def format_count(value: int) -> str:

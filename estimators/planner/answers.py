@@ -8,6 +8,7 @@ from math import lcm
 from typing import Literal
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.engine import Engine, in_this_process
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.request import PlanRequest
@@ -36,6 +37,8 @@ def answer(
 
     Raises ``ModelError`` for what cannot be planned at all.
     """
+    if question == "max seq-len":
+        request = _buildable(request)
     planning = Planning(request=request, engine=engine, progress=progress)
     planning.profile()
     asked = _Asked(planning, question)
@@ -50,10 +53,20 @@ def answer(
     planning.confirm()
     planning.complete = True
     plan = planning.plan()
-    return replace(
-        plan,
-        answer=PlanAnswer(question=question, value=value, sentence=_sentence(question, value, plan, asked)),
-    )
+    sentence = _sentence(question, value, plan, asked)
+    if plan.answer is not None:  # what the training takes, or a budget trains
+        sentence = f"{sentence} {plan.answer.sentence}"
+    return replace(plan, answer=PlanAnswer(question=question, value=value, sentence=sentence))
+
+
+def _buildable(request: PlanRequest) -> PlanRequest:
+    """Start from a sequence that the model takes; how long the longest is, is what is asked."""
+    policy = request.policy
+    try:
+        build_model(request.model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
+    except ModelError:
+        return replace(request, policy=replace(policy, seq_len=min(policy.seq_len, _SEQ_STEP)))
+    return request
 
 
 class _Asked:
@@ -63,6 +76,7 @@ class _Asked:
         self._planning = planning
         self._question = question
         self._request = planning.request
+        self._refused: dict[int, str] = {}
         fixed = self._request.fixed_mesh
         self._step = lcm(_SEQ_STEP, 2 * fixed.get("cp", 1) * fixed.get("tp", 1))
 
@@ -97,7 +111,8 @@ class _Asked:
         """Return the best configuration at a value that fits."""
         try:
             self.at(value)
-        except ModelError:
+        except ModelError as error:
+            self._refused[value] = str(error)
             return None
         return self._planning.winner(ranked(self._planning.request, self._planning.all()))
 
@@ -105,6 +120,18 @@ class _Asked:
         """Search at a value. Raises ``ModelError`` if no configuration has it."""
         self._planning.request = self._with(value)
         self._planning.find()
+
+    def limit(self, value: int) -> str:
+        """Say what ends the search above a value, or what the value is beyond, where memory is not all."""
+        if self._question == "min gpus":
+            return ""
+        refused = self._refused.get(value + self.easiest)
+        if refused is not None:
+            return f" Memory does not end it: {refused.removeprefix('plan: ')}."
+        config = self._planning.model().config
+        if self._question == "max seq-len" and config is not None and value > config.context:
+            return f" {config.name} was made for at most {config.context:,}."
+        return ""
 
     def _with(self, value: int) -> PlanRequest:
         request = self._request
@@ -132,4 +159,4 @@ def _sentence(question: Question, value: int | None, plan: Plan, asked: _Asked) 
         "min gpus": f"the fewest GPUs are {value:,}",
     }[question]
     by = "confirmed by the engine" if plan.winner.confirmed else "by the search alone"
-    return f"{what[0].upper()}{what[1:]}, with {plan.winner.name} ({by})."
+    return f"{what[0].upper()}{what[1:]}, with {plan.winner.name} ({by}).{asked.limit(value)}"

@@ -6,7 +6,7 @@ from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.estimators.verdict.memory_fit import Room, deciding
 from fsdp2prof.results.plan import PlanAnswer, PlanPoint
-from fsdp2prof.units import format_count
+from fsdp2prof.units import format_amount, format_count
 
 __all__ = ["budget", "room"]
 
@@ -33,16 +33,21 @@ def budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
     if request.tokens is not None:
         hours = request.tokens / 1e9 * each
         price = request.price_per_gpu_hour
-        cost = "" if price is None else f" and cost {hours * price:,.0f}"
-        days = hours / request.gpus / 24
+        cost = "" if price is None else f" and cost {format_amount(hours * price)}"
+        days = format_amount(hours / request.gpus / 24)
         parts.append(
-            f"{format_count(request.tokens)} tokens take {hours:,.0f} GPU-hours, {days:,.1f} days on "
+            f"{format_count(request.tokens)} tokens take {format_amount(hours)} GPU-hours, {days} days on "
             f"{request.gpus:,} GPUs{cost}"
         )
         if request.budget_gpu_hours is not None:
-            left = request.budget_gpu_hours - hours
+            budgeted = request.budget_gpu_hours
+            left = budgeted - hours
             word = "within" if left >= 0 else "over"
-            parts.append(f"{abs(left):,.0f} GPU-hours {word} the budget of {request.budget_gpu_hours:,.0f}")
+            parts.append(
+                f"{format_amount(abs(left))} GPU-hours {word} the budget of {format_amount(budgeted)}"
+            )
     if trained is not None and request.budget_gpu_hours is not None:
-        parts.append(f"{request.budget_gpu_hours:,.0f} GPU-hours train {format_count(trained)} tokens")
+        parts.append(
+            f"{format_amount(request.budget_gpu_hours)} GPU-hours train {format_count(trained)} tokens"
+        )
     return PlanAnswer(question="budget", value=trained, sentence="; ".join(parts) + ".")

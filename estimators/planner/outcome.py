@@ -206,6 +206,10 @@ def _verdict(plan: Plan, winner: Scored | None, best: Scored, request: PlanReque
     if others:
         second = others[0]
         place = "Next best" if second.best.step_ns >= point.step_ns else "Perhaps faster"
+        if request.objective == "memory":
+            place = "Next smallest"
+        elif second.best.headroom_bytes < 0:
+            place = "No other family surely fits; the nearest"
         lines.append(f"{place}, {second.best.family} ({second.best.name}): {second.why}.")
     return lines
 
@@ -214,6 +218,7 @@ def _assumptions(request: PlanRequest, winner: Scored | None) -> list[str]:
     extended = winner is not None and is_extended(winner.candidate.mesh, winner.candidate.policy)
     return [
         "the search scores every configuration from shallow executions of the engine; the winner is "
+        f"{'' if winner is None or winner.confirmed else 'not yet '}"
         "confirmed by the engine itself, and what it says corrects the configurations most like it",
         f"a configuration fits if its reserved peak, with all that is not known at the high end of its range "
         f"(what no allocator counts; the allocator, unless it is said), leaves {request.reserve_frac:.0%} of "

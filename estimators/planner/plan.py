@@ -54,8 +54,8 @@ class Planning:
 
     def refine(self) -> None:
         """Let the engine try on the best what the search does not see."""
-        best = self.winner(ranked(self.request, self.all()))
-        if best is None:
+        best = self.chosen(ranked(self.request, self.all()))
+        if best is None or best.total_bytes > self.request.limit_bytes:
             return
         tried = variants(best.candidate, self.request)
         self.progress(f"trying {plural(len(tried), 'variant')} of {name_of(best.candidate)}")
@@ -73,7 +73,7 @@ class Planning:
         model = self.model()
         found = list(meshes(request, model))
         if not found:
-            raise ModelError(_no_mesh(request))
+            raise ModelError(_no_mesh(request, model))
         wanted = probes(request, sorted({(mesh.tp, mesh.ep) for mesh in found}), model)
         self.progress(f"executing a few blocks of {model.name} in {plural(len(wanted), 'way')}")
         profiles = {}
@@ -127,6 +127,11 @@ class Planning:
         """Return the first that may fit, by what is not known."""
         return self._first(found, lambda one: one.total_low_bytes)
 
+    def chosen(self, found: Sequence[Scored]) -> Scored | None:
+        """Return the best of a ranking that the engine ran, else of the search; what surely fits first."""
+        ran = [one for one in found if one.confirmed]
+        return self.winner(ran) or self.winner(found) or self.perhaps(ran) or self.perhaps(found)
+
     def _first(self, found: Sequence[Scored], size: Callable[[Scored], int]) -> Scored | None:
         return next((one for one in found if size(one) <= self.request.limit_bytes), None)
 
@@ -157,7 +162,7 @@ class Planning:
             self.model(),
             found,
             [scored for scored, only_shown in self.refined if only_shown],
-            self.winner(found) or self.perhaps(found),
+            self.chosen(found),
             PlanSearch(
                 configurations=len(found),
                 fitting=sum(one.total_bytes <= limit for one in found),
@@ -187,12 +192,19 @@ def _offloaded(candidate: Candidate) -> Candidate:
     return replace(candidate, policy=replace(candidate.policy, offload=True))
 
 
-def _no_mesh(request: PlanRequest) -> str:
+def _no_mesh(request: PlanRequest, model: Model) -> str:
     fixed = ", ".join(f"{name}={size}" for name, size in request.fixed_mesh.items())
     given = f" with {fixed}" if fixed else ""
-    return (
+    said = (
         f"plan: no mesh of {request.gpus} GPUs{given} divides the model, a sequence of "
         f"{request.policy.seq_len} and a global batch of {request.global_batch}"
+    )
+    others = meshes(replace(request, global_batch=request.gpus), model)
+    ranks = sorted({mesh.dp_replicate * mesh.dp_shard for mesh in others})
+    if not ranks:
+        return said  # whatever the batch
+    return (
+        f"{said}: give a global batch that is a multiple of {ranks[0]}, the fewest data-parallel ranks here"
     )
 
 

@@ -10,6 +10,7 @@ from fsdp2prof.estimators.spec.option import options_of
 from fsdp2prof.estimators.spec.pipeline import schedule_rule
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.results.plan import Recipe
+from fsdp2prof.units import plural
 
 __all__ = ["estimate_options", "recipes"]
 
@@ -239,7 +240,7 @@ def _fully_shard(one: Candidate) -> str:
     if mesh.pp == 1 and policy.grad_accum > 1 and policy.sync == "last":
         lines.append("# in the loop: model.set_requires_gradient_sync(is_last_micro_batch)")
     lines.append(
-        f"# batch {policy.batch_size} x {policy.seq_len} tokens, {policy.grad_accum} micro-batches, "
+        f"# batch {policy.batch_size} x {policy.seq_len} tokens, {plural(policy.grad_accum, 'micro-batch')}, "
         f"activation checkpointing: {policy.ac}"
     )
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -73,6 +74,9 @@ class PlanRequest:
                 raise ModelError(f"plan: {name.replace('_', '-')} must be at least 1")
         if not 0 <= self.reserve_frac < 1:
             raise ModelError(f"plan: reserve must be from 0% to less than 100%, not {self.reserve_frac:.0%}")
+        for name, value in (("price", self.price_per_gpu_hour), ("budget", self.budget_gpu_hours)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ModelError(f"plan: {name} must be a number above 0, not {value:g}")
         product = 1
         for name, size in self.fixed_mesh.items():
             product *= size if name != "ep" else 1  # out of the ranks of dp_shard x cp

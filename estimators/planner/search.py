@@ -54,6 +54,8 @@ class Correction:
 
     A configuration that was confirmed has the engine's numbers. Another one is scaled by the ratio of the
     confirmed one that is most like it (tensor parallelism, checkpointing, resharding, sync), else of none.
+    How wide the range of its peak is, is the confirmed one's also where nothing else is alike.
+    What their steps spend on communication, bubble and host then differs as the search has it.
     """
 
     known: dict[Candidate, Scored] = field(default_factory=dict)
@@ -71,23 +73,42 @@ class Correction:
         step = 1.0 if best is None else best.step_ns / best.fast.step_ns
         memory = 1.0 if best is None else best.reserved_bytes / best.fast.reserved_bytes
         reserved = round(fast.reserved_bytes * memory)
-        below, above = (0.0, 0.0) if best is None else best.range_fracs
+        ranged = best or self._most_like(candidate, anywhere=True)
+        below, above = (0.0, 0.0) if ranged is None else ranged.range_fracs
+        exposed_ns, bubble_ns, host_ns = _idle_parts(fast, best, step)
         return Scored(
             candidate=candidate,
             fast=fast,
             reserved_bytes=reserved,
             total_low_bytes=reserved - round(below * reserved) + fast.outside_bytes,
             total_bytes=reserved + round(above * reserved) + fast.outside_bytes,
-            depends_on=() if best is None else best.depends_on,
+            depends_on=() if ranged is None else ranged.depends_on,
             step_ns=round(fast.step_ns * step),
-            exposed_ns=round(fast.exposed_ns * step),
-            bubble_ns=round(fast.bubble_ns * step),
-            host_ns=round(fast.host_ns * step),
+            exposed_ns=exposed_ns,
+            bubble_ns=bubble_ns,
+            host_ns=host_ns,
         )
 
-    def _most_like(self, candidate: Candidate) -> Scored | None:
+    def _most_like(self, candidate: Candidate, *, anywhere: bool = False) -> Scored | None:
+        """Return the confirmed one that is most like a candidate, also of ``anywhere`` if that is allowed."""
         best = max(self.known.values(), key=lambda one: _likeness(one.candidate, candidate), default=None)
-        return best if best is not None and _likeness(best.candidate, candidate) else None
+        return best if best is not None and (anywhere or _likeness(best.candidate, candidate)) else None
+
+
+def _idle_parts(fast: Score, best: Scored | None, ratio: float) -> tuple[int, int, int]:
+    """Exposed, bubble and host of a step: the engine's in the configuration most like it, and the difference.
+
+    Scaled alone they would give what the search has wrong in both to the difference of the two.
+    """
+    mine = (fast.exposed_ns, fast.bubble_ns, fast.host_ns)
+    exposed, bubble, host = (part * ratio for part in mine)
+    if best is not None:
+        exposed += best.exposed_ns - best.fast.exposed_ns * ratio
+        bubble += best.bubble_ns - best.fast.bubble_ns * ratio
+        host += best.host_ns - best.fast.host_ns * ratio
+    exposed, bubble, host = max(0.0, exposed), max(0.0, bubble), max(0.0, host)
+    fit = min(1.0, fast.step_ns * ratio / max(1.0, exposed + bubble + host))
+    return round(exposed * fit), round(bubble * fit), round(host * fit)
 
 
 def _likeness(one: Candidate, other: Candidate) -> int:

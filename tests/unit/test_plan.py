@@ -22,11 +22,12 @@ from fsdp2prof.estimators.planner.answers import answer
 from fsdp2prof.estimators.planner.budget import room
 from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
+from fsdp2prof.estimators.planner.outcome import name_of
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import measure
 from fsdp2prof.estimators.planner.reasons import time_parts, why_it_lost
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
-from fsdp2prof.estimators.planner.search import Correction, Scored, pareto_front, ranked
+from fsdp2prof.estimators.planner.search import Correction, Scored, Search, pareto_front, ranked
 from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
@@ -192,6 +193,9 @@ def test_a_wrong_fix_is_one_line(text: str, message: str) -> None:
         ("--model gpt2 --gpus 8 --global-batch 8 --tokens many", "no number of tokens"),
         ("--model gpt2 --gpus 8 --global-batch 8 --seq-len 4096", "1024 learned positions"),
         ("--model gpt2 --gpus 8 --max seq-len --min gpus --global-batch 8", "give one of them"),
+        ("--model gpt2 --gpus 8 --global-batch 7 --fix tp=1,cp=1,pp=1", "is a multiple of 8"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --price nan", "price must be a number above 0"),
+        ("--model gpt2 --gpus 8 --global-batch 8 --budget -2", "budget must be a number above 0"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(
@@ -225,6 +229,39 @@ def random_scores(count: int) -> list[Scored]:
         candidate = Candidate(MeshSpec(dp_shard=index + 1), PolicySpec())
         made.append(Correction().apply(candidate, score))
     return made
+
+
+def test_what_the_engine_says_of_one_leaves_the_differences_to_others() -> None:
+    """The engine: 2,000 ns where the search had 1,000, of them 100 exposed where it had 300.
+
+    Another one of 1,200 ns with 350 exposed is then 2,400 ns with 100 + 2 x (350 - 300) = 200 exposed, and
+    not with 700: kernels take 2 x (850 - 700) = 300 ns more, as the search has it.
+    """
+    first, other = random_scores(2)
+    fast = replace(first.fast, step_ns=1000, exposed_fsdp_ns=300, reserved_bytes=10)
+    correction = Correction()
+    known = replace(first, fast=fast, reserved_bytes=10, step_ns=2000, exposed_ns=100, confirmed=True)
+    correction.learn(known)
+    made = correction.apply(other.candidate, replace(fast, step_ns=1200, exposed_fsdp_ns=350))
+    assert (made.step_ns, made.exposed_ns, made.bubble_ns, made.host_ns) == (2400, 200, 0, 0)
+    assert (made.step_ns - made.exposed_ns) - (known.step_ns - known.exposed_ns) == 300
+
+
+def test_the_best_that_the_engine_ran_wins_over_a_promise(planning: Planning) -> None:
+    assert planning.fast is not None
+    assert planning.search is not None
+    correction = Correction()
+    search = Search(SMALL, planning.fast, correction)
+    search.scores = planning.search.scores
+    promised, *others = ranked(SMALL, search.all())
+    slower = next(one for one in others if one.step_ns > 1.02 * promised.step_ns)
+    correction.learn(replace(slower, confirmed=True))
+    stopped = Planning(request=SMALL, engine=ENGINE, fast=planning.fast, search=search, correction=correction)
+    made = stopped.plan()
+    assert made.winner is not None
+    assert made.winner.name == name_of(slower.candidate)
+    assert made.verdict[-1].startswith("Perhaps faster, ")
+    assert made.verdict[-1].endswith("less time by the search, which the engine did not confirm.")
 
 
 def test_nothing_on_the_pareto_front_is_beaten_and_everything_else_is() -> None:
@@ -312,6 +349,36 @@ def test_the_fewest_gpus_and_the_largest_batch() -> None:
     assert fewest.answer.value == 1
     assert fewest.winner is not None
     assert fewest.winner.mesh.world_size == 1
+
+
+def test_the_longest_sequence_of_a_model_with_so_many_positions() -> None:
+    """It is the model's own 1,024 and not a limit of memory; asked with a sequence that is too long."""
+    request = replace(
+        SMALL,
+        policy=PolicySpec(seq_len=4096),
+        fixed_policy={"ac": "full", "reshard": "default"},
+        fixed_mesh={"dp_shard": 4},
+        global_batch=4,
+        tokens=10**9,
+    )
+    longest = answer(request, "max seq-len", engine=ENGINE)
+    assert longest.answer is not None
+    assert longest.answer.value == longest.given.seq_len == 1024
+    assert "Memory does not end it: gpt2 has 1024 learned positions" in longest.answer.sentence
+    assert "1,000,000,000 tokens take" in longest.answer.sentence
+
+
+def test_the_smallest_memory_is_told_as_such(planning: Planning) -> None:
+    request = replace(SMALL, objective="memory")
+    assert planning.fast is not None
+    assert planning.search is not None
+    search = Search(request, planning.fast, Correction())
+    search.scores = planning.search.scores
+    made = Planning(request=request, engine=ENGINE, search=search, fast=planning.fast).plan()
+    assert made.winner is not None
+    assert made.winner.total_bytes == min(family.best.total_bytes for family in made.families)
+    assert made.verdict[-1].startswith("Next smallest, ")
+    assert made.verdict[-1].endswith("more memory.")
 
 
 def test_a_budget_is_told_what_it_trains(planning: Planning) -> None:

@@ -16,7 +16,7 @@ from fsdp2prof.reporters.formats import (
     text_column,
 )
 from fsdp2prof.results import Plan, PlanFamily, PlanPoint
-from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
+from fsdp2prof.units import format_amount, format_bytes, format_count, format_frac, format_ns, plural
 
 __all__ = ["plan_document"]
 
@@ -87,7 +87,9 @@ def _numbers(plan: Plan) -> list[KeyFigure]:
     if point.mfu is not None:
         figures.append(KeyFigure(value=format_frac(point.mfu), label="MFU"))
     if point.cost_per_billion_tokens is not None:
-        figures.append(KeyFigure(value=f"{point.cost_per_billion_tokens:,.0f}", label="a billion tokens"))
+        figures.append(
+            KeyFigure(value=format_amount(point.cost_per_billion_tokens), label="a billion tokens")
+        )
     return figures
 
 
@@ -114,14 +116,12 @@ def _number_columns(plan: Plan, points: Sequence[PlanPoint]) -> list[Column]:
         number_column("exposed_frac", "exposed", show_frac),
         number_column("mfu", "MFU", show_frac),
         number_column("tokens_per_s_per_gpu", "tokens/s\nper GPU", lambda value: f"{value:,.0f}"),
-        number_column(
-            "gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9 tokens", lambda value: f"{value:,.0f}"
-        ),
+        number_column("gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9 tokens", format_amount),
     ]
     if plan.given.price_per_gpu_hour is not None:
         columns.insert(
             4,
-            number_column("cost_per_billion_tokens", "cost per\n10^9 tokens", lambda value: f"{value:,.0f}"),
+            number_column("cost_per_billion_tokens", "cost per\n10^9 tokens", format_amount),
         )
     return columns
 
@@ -193,7 +193,7 @@ def _facts(plan: Plan) -> Facts:
     search, given = plan.search, plan.given
     pairs = {
         "searched": f"{plural(search.configurations, 'configuration')}, "
-        f"{format_count(search.fitting)} of them fit",
+        f"{format_count(search.fitting)} of them {'fits' if search.fitting == 1 else 'fit'}",
         "engine": f"{plural(search.engine_runs, 'execution')}; "
         f"{plural(search.error.configurations, 'configuration')} confirmed",
     }
