@@ -30,11 +30,13 @@ __all__ = [
     "ms_column",
     "name_column",
     "number_column",
+    "prose_column",
     "scaled",
     "show_bytes",
     "show_category",
     "show_count",
     "show_dtype",
+    "show_figures",
     "show_frac",
     "show_gb_per_s",
     "show_in",
@@ -101,6 +103,13 @@ def show_count(value: int | None) -> str:
 def mean_count(value: float | None) -> str:
     """Write a mean of counts: ``3``, or ``1.5``."""
     return _UNKNOWN if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def show_figures(value: float | None) -> str:
+    """Write a number with three figures: ``0.588``, ``42.1``, ``1,250``."""
+    if value is None:
+        return _UNKNOWN
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def show_bytes(value: int | None) -> str:
@@ -174,6 +183,11 @@ def text_column(name: str, label: str, show: Show = show_text) -> Column:
 def name_column(name: str, label: str, show: Show = show_text) -> Column:
     """Return a column of long untrusted names."""
     return Column(name=name, label=label, kind="name", show=show)
+
+
+def prose_column(name: str, label: str, show: Show = show_text) -> Column:
+    """Return a column of sentences, or of settings to type: they wrap and are never cut."""
+    return Column(name=name, label=label, kind="prose", show=show)
 
 
 def layer_column(name: str = "fqn", label: str = "layer") -> Column:
