@@ -106,10 +106,12 @@ def mean_count(value: float | None) -> str:
 
 
 def show_figures(value: float | None) -> str:
-    """Write a number with three figures: ``0.588``, ``42.1``, ``1,250``."""
+    """Write a number with three figures, or three decimals below one: ``0.588``, ``42.1``, ``1,250``."""
     if value is None:
         return _UNKNOWN
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    size = abs(value)
+    digits = next((digits for digits, top in enumerate((99.95, 9.995, 0.9995)) if size >= top), 3)
+    return f"{value:,.{digits}f}"
 
 
 def show_bytes(value: int | None) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.documents import document, layer_table
 
 from fsdp2prof.reporters.document import Block, Column, Document, Facts, Findings, Section, Sentences, Table
-from fsdp2prof.reporters.formats import prose_column, text_column
+from fsdp2prof.reporters.formats import prose_column, show_figures, text_column
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.reporters.renderers.fitting import Need, fit
 from fsdp2prof.results import Finding
@@ -183,3 +183,9 @@ def test_of_any_table_numbers_are_whole_or_their_column_is_named(table: Table, w
         assert column.label in named or column.label in shown
         if column.kind == "number":
             assert column.label in named or all(str(row[i]) in shown.split() for row in table.rows)
+
+
+def test_three_figures_at_every_size() -> None:
+    values = [0.5881, 0.87, 0.99951, 9.996, 42.13, 99.96, 125.0, 1250.4, None]
+    expected = ["0.588", "0.870", "1.00", "10.0", "42.1", "100", "125", "1,250", "-"]
+    assert [show_figures(value) for value in values] == expected

@@ -115,12 +115,12 @@ def _number_columns(plan: Plan, points: Sequence[PlanPoint]) -> list[Column]:
         number_column("exposed_frac", "exposed", show_frac),
         number_column("mfu", "MFU", show_frac),
         number_column("tokens_per_s_per_gpu", "tokens/s\nper GPU", lambda value: f"{value:,.0f}"),
-        number_column("gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9 tokens", show_figures),
+        number_column("gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9\ntokens", show_figures),
     ]
     if plan.given.price_per_gpu_hour is not None:
         columns.insert(
             4,
-            number_column("cost_per_billion_tokens", "cost per\n10^9 tokens", show_figures),
+            number_column("cost_per_billion_tokens", "cost per\n10^9\ntokens", show_figures),
         )
     return columns
 
@@ -133,7 +133,7 @@ def _family_table(plan: Plan, families: Sequence[PlanFamily], name: str, title: 
         *numbers,
         text_column("confirmed", "scored\nby", lambda confirmed: "engine" if confirmed else "search"),
         count_column("fitting", "fitting"),
-        count_column("configurations", "of\nscored"),
+        count_column("configurations", "tried"),
         prose_column("configuration", "configuration"),
         prose_column("why", "why"),
     ]
