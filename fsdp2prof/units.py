@@ -98,8 +98,10 @@ def format_frac(value: float | None) -> str:
 
 
 def format_amount(value: float) -> str:
-    """Return a number of hours, days or money: whole from 100 on, else three significant digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{float(f'{value:.3g}'):g}"
+    """Write hours, days or money with three figures, or three decimals below one: ``0.588``, ``42.1``, ``1,250``."""
+    size = abs(value)
+    digits = next((digits for digits, top in enumerate((99.95, 9.995, 0.9995)) if size >= top), 3)
+    return f"{value:,.{digits}f}"
 
 
 def format_count(value: int) -> str:

@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.nccl.layers import Layers
 from fsdp2prof.analyzers.trace.collective_names import wire_bytes
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import NcclCollective
-from fsdp2prof.tables import IntArray, Strings, concat_tables
+from fsdp2prof.tables import BoolArray, IntArray, Strings, concat_tables
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
 
 __all__ = ["Calls", "by_communicator", "payload_bytes", "side_by_side"]
@@ -24,7 +24,7 @@ class Calls:
 
     rows: list[NcclCollective]
     came_last: list[int]
-    """By process: how often the others waited for it, of the collectives that several wrote."""
+    """By process: how often the others waited for it alone, of the collectives that several wrote."""
     matched: int
     """Collectives that several ranks wrote."""
     total: int
@@ -40,7 +40,9 @@ class _Folded:
     shortest: IntArray
     longest: IntArray
     last: IntArray
-    """Process that came last."""
+    """Process that came last, or one of those that did."""
+    alone: BoolArray
+    """Whether no other was in the collective for as short a time: of equal times none is last."""
 
 
 def side_by_side(
@@ -57,7 +59,7 @@ def side_by_side(
         return Calls(rows=[], came_last=[0] * len(processes), matched=0, total=0)
     folded = _fold(processes)
     several = folded.length > 1
-    came_last = np.bincount(folded.last[several], minlength=len(processes)).tolist()
+    came_last = np.bincount(folded.last[several & folded.alone], minlength=len(processes)).tolist()
     communicators = {name: one for process in processes for name, one in process.communicators.items()}
     layers = Layers(processes, manifests)
     rows = [
@@ -86,6 +88,7 @@ def _fold(processes: Sequence[InspectedProcess]) -> _Folded:
     opens[1:] = np.any([column[1:] != column[:-1] for column in keys], axis=0)
     first = np.flatnonzero(opens)
     end = np.append(first[1:], len(calls))
+    second = np.minimum(first + 1, end - 1)
     return _Folded(
         calls=calls,
         first=first,
@@ -93,6 +96,7 @@ def _fold(processes: Sequence[InspectedProcess]) -> _Folded:
         shortest=calls.duration_ns[first],
         longest=calls.duration_ns[end - 1],
         last=process[first],
+        alone=calls.duration_ns[second] > calls.duration_ns[first],
     )
 
 

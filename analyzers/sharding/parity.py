@@ -169,9 +169,10 @@ def _verdict(
     how = f"{plural(measured.world_size, 'rank')} ({measured.mesh})"
     if first is None:
         worst = max((row.relative_error or 0.0 for row in rows), default=0.0)
+        close = f"to {worst:.1e} at worst" if worst else "all of them exactly"
         return [
             f"{plural(measured.steps, 'step')} on {how} are those of one plain process: {len(rows):,} "
-            f"losses, gradients and parameters agree, to {worst:.1e} at worst."
+            f"losses, gradients and parameters agree, {close}."
         ]
     when = "before the first step" if first.step < 0 else f"in step {first.step}"
     what = f"{first.kind} {first.name}" if first.kind != "loss" else "the loss"

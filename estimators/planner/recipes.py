@@ -282,8 +282,9 @@ def _divided_first(one: Candidate) -> list[str]:
     if mesh.pp > 1:
         name = schedule_rule(policy.pp_schedule).torch_class
         lines += [
-            f'# pipeline: model is the stage of mesh["pp"].get_local_rank(), run by {name}',
-            f"# of torch.distributed.pipelining with n_microbatches={policy.grad_accum}",
+            '# pipeline: model is the stage of mesh["pp"].get_local_rank(),',
+            f"# run by torch.distributed.pipelining.{name}",
+            f"# with n_microbatches={policy.grad_accum}",
         ]
     if mesh.tp > 1:
         lines.append('# tensor parallelism: parallelize_module(block, mesh["tp"], plan) for every block')

@@ -51,8 +51,9 @@ class Column:
     """Key in CSV and data frames, with its unit: ``exposed_ns``."""
     label: str
     """Header for people; may break lines."""
-    kind: Literal["text", "name", "number", "bar", "state"] = "text"
-    """``name``: long untrusted text that may wrap; ``number``: right-aligned, sorts by value; ``bar``: a
+    kind: Literal["text", "name", "prose", "number", "bar", "state"] = "text"
+    """``name``: long untrusted text that may wrap, and lose its middle; ``prose``: words that wrap and are
+    never cut; ``number``: right-aligned, sorts by value; ``bar``: a
     fraction (0..1) drawn as a bar; ``state``: coloured by its word."""
     show: Callable[[Any], str] = _plain
     """A value as people read it."""

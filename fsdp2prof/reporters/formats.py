@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.reporters.document import Column, Value
-from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns
+from fsdp2prof.units import format_amount, format_bytes, format_count, format_frac, format_ns
 from fsdp2prof.vocabulary import category_label, dtype_label, layer_name, op_label
 
 __all__ = [
@@ -30,7 +30,9 @@ __all__ = [
     "ms_column",
     "name_column",
     "number_column",
+    "prose_column",
     "scaled",
+    "show_amount",
     "show_bytes",
     "show_category",
     "show_count",
@@ -101,6 +103,11 @@ def show_count(value: int | None) -> str:
 def mean_count(value: float | None) -> str:
     """Write a mean of counts: ``3``, or ``1.5``."""
     return _UNKNOWN if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def show_amount(value: float | None) -> str:
+    """Write hours, days or money: ``0.588``, ``42.1``, ``1,250``."""
+    return _UNKNOWN if value is None else format_amount(value)
 
 
 def show_bytes(value: int | None) -> str:
@@ -174,6 +181,11 @@ def text_column(name: str, label: str, show: Show = show_text) -> Column:
 def name_column(name: str, label: str, show: Show = show_text) -> Column:
     """Return a column of long untrusted names."""
     return Column(name=name, label=label, kind="name", show=show)
+
+
+def prose_column(name: str, label: str, show: Show = show_text) -> Column:
+    """Return a column of sentences, or of settings to type: they wrap and are never cut."""
+    return Column(name=name, label=label, kind="prose", show=show)
 
 
 def layer_column(name: str = "fqn", label: str = "layer") -> Column:

@@ -54,6 +54,16 @@ def test_time_and_bandwidth_are_those_after_the_last_rank_came(tmp_path, version
     assert (found.communicators[0].name, found.communicators[0].size) == (COMM, 2)
 
 
+def test_of_ranks_that_were_in_it_for_equally_long_none_came_last(tmp_path):
+    early, late = [("all_gather", 0, 1000, 500)], [("all_gather", 0, 1000, 100)]
+    together = analyze_nccl(inspected(tmp_path, [early] * 3), NO_LOG, {})
+    assert [one.came_last for one in together.ranks] == [0, 0, 0]
+    two = analyze_nccl(inspected(tmp_path, [early, late, late]), NO_LOG, {})
+    assert [one.came_last for one in two.ranks] == [0, 0, 0]
+    one = analyze_nccl(inspected(tmp_path, [early, early, late]), NO_LOG, {})
+    assert [each.came_last for each in one.ranks] == [0, 0, 1]
+
+
 def test_bus_bandwidth_is_the_inspectors_own(tmp_path):
     """The plugin: message x ranks / time x (n-1)/n for gathers and scatters, message / time x 2(n-1)/n."""
     records = [

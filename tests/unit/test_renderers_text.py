@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from support.documents import document, layer_table
 
 from fsdp2prof.reporters.document import Block, Column, Document, Facts, Findings, Section, Sentences, Table
+from fsdp2prof.reporters.formats import prose_column, show_amount, text_column
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.reporters.renderers.fitting import Need, fit
 from fsdp2prof.results import Finding
@@ -119,11 +121,31 @@ def test_long_names_are_folded_and_then_shortened_in_the_middle() -> None:
 
 def test_room_goes_to_small_wishes_first_and_to_bars_last() -> None:
     bar = Need(natural=30, least=6, patient=True)
-    assert fit([Need(60, 16), Need(10, 10), bar], 60) == [40, 10, 6]
-    assert fit([Need(60, 16), Need(24, 16), bar], 60) == [26, 24, 6]
-    assert fit([Need(20, 16), Need(10, 10), bar], 80) == [20, 10, 30]
-    assert fit([Need(20, 16), Need(10, 10), bar], 28) == [16, 10]
-    assert fit([Need(90, 50), Need(10, 10)], 40) == [40]
+    assert fit([Need(60, 16), Need(10, 10), bar], 60) == {0: 40, 1: 10, 2: 6}
+    assert fit([Need(60, 16), Need(24, 16), bar], 60) == {0: 26, 1: 24, 2: 6}
+    assert fit([Need(20, 16), Need(10, 10), bar], 80) == {0: 20, 1: 10, 2: 30}
+    assert fit([Need(20, 16), Need(10, 10), bar], 28) == {0: 16, 1: 10}
+    assert fit([Need(90, 50), Need(10, 10)], 40) == {0: 40}
+
+
+def test_columns_without_a_value_go_before_those_with_one() -> None:
+    empty = Need(10, 10, empty=True)
+    assert list(fit([Need(20, 20), empty, Need(20, 20), empty, Need(20, 20)], 65)) == [0, 2, 4]
+    assert list(fit([Need(20, 20), empty, Need(20, 20), empty, Need(20, 20)], 80)) == [0, 1, 2, 4]
+    assert list(fit([Need(20, 20), empty, Need(20, 20), empty, Need(20, 20)], 45)) == [0, 2]
+    assert list(fit([Need(20, 20), empty], 40)) == [0, 1]  # what fits stays
+
+
+def test_words_wrap_and_are_never_cut() -> None:
+    words = " ".join(f"word{i:02d}" for i in range(60))
+    columns = [text_column("id", "id"), prose_column("why", "why")]
+    table = Table(name="t", title="T", columns=columns, rows=[["a", words]])
+    section = Section(anchor="a", title="s", blocks=[table])
+    made = Document(kind="test", title="t", verdict=[], sections=[section], warnings=[], result=None)
+    for width in (30, 80, 200):
+        text = RENDERERS["text"].render(made, RenderOptions(width=width))
+        assert isinstance(text, str)
+        assert re.findall(r"word\d\d", text) == words.split()
 
 
 KINDS = st.sampled_from(["text", "name", "number", "bar"])
@@ -161,3 +183,9 @@ def test_of_any_table_numbers_are_whole_or_their_column_is_named(table: Table, w
         assert column.label in named or column.label in shown
         if column.kind == "number":
             assert column.label in named or all(str(row[i]) in shown.split() for row in table.rows)
+
+
+def test_three_figures_at_every_size() -> None:
+    values = [0.5881, 0.87, 0.99951, 9.996, 42.13, 99.96, 125.0, 1250.4, None]
+    expected = ["0.588", "0.870", "1.00", "10.0", "42.1", "100", "125", "1,250", "-"]
+    assert [show_amount(value) for value in values] == expected

@@ -9,8 +9,8 @@ from fsdp2prof.reporters.formats import (
     bytes_column,
     cells,
     count_column,
-    name_column,
     number_column,
+    prose_column,
     show_gb_per_s,
     show_percent,
     text_column,
@@ -57,8 +57,8 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
         number_column("link_bytes_per_s", "link\nGB/s", _whole_gb_per_s),
         *(number_column(name, f"{label}\nTFLOP/s", _tflops) for name, label in _dtypes()),
         text_column("achieved", "reached", lambda achieved: "published" if achieved else "assumed"),
-        name_column("aliases", "also"),
-        name_column("source", "source"),
+        prose_column("aliases", "also"),
+        prose_column("source", "source"),
     ]
     rows = [
         [
@@ -85,7 +85,7 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
         text_column("name", "network"),
         number_column("bytes_per_s", "GB/s\na NIC", show_gb_per_s),
         number_column("achieved_frac", "reached\n%", show_percent),
-        name_column("source", "source"),
+        prose_column("source", "source"),
     ]
     networks = Table(
         name="networks",
@@ -99,7 +99,7 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
 
 def category_catalog_document(catalog: CategoryCatalog) -> Document:
     """List the words of the toolkit."""
-    columns = [text_column("concept", "concept"), text_column("word", "word"), name_column("label", "label")]
+    columns = [text_column("concept", "concept"), text_column("word", "word"), prose_column("label", "label")]
     table = Table(
         name="words",
         title="Words",

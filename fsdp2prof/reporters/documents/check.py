@@ -11,6 +11,7 @@ from fsdp2prof.reporters.formats import (
     cells,
     count_column,
     name_column,
+    prose_column,
     show_dtype,
     text_column,
 )
@@ -50,7 +51,7 @@ def check_table(checks: Sequence[CheckRow]) -> Table:
         text_column("name", "check"),
         text_column("state", "state"),
         count_column("checked", "checked"),
-        name_column("said", "found"),
+        prose_column("said", "found"),
     ]
     return Table(name="checks", title="Checks", columns=columns, rows=cells(columns, checks), noun="check")
 

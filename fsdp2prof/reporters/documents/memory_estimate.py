@@ -13,8 +13,8 @@ from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
     layer_column,
-    name_column,
     number_column,
+    prose_column,
     show_category,
     show_frac,
     text_column,
@@ -95,7 +95,7 @@ def _tried(estimate: MemoryEstimate) -> Section:
         title="Changes that were tried",
         note="each estimated as the run itself; left: with context and communicators counted high",
         columns=[
-            name_column("changes", "change"),
+            prose_column("changes", "change"),
             text_column("fits", "fits", lambda fits: "yes" if fits else "no"),
             bytes_column("reserved_bytes", "reserved", sizes),
             bytes_column("headroom_bytes", "left", sizes),

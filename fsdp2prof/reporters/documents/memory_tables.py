@@ -15,6 +15,7 @@ from fsdp2prof.reporters.formats import (
     layer_column,
     name_column,
     number_column,
+    prose_column,
     scaled,
     show_bytes,
     show_category,
@@ -267,7 +268,7 @@ def remedy_table(title: str, remedies: Sequence[Remedy], oom: OutOfMemory | None
         text_column("action", "change", remedy_label),
         number_column("saves_bytes", "saves\nat most", show_bytes),
         *([text_column("enough", "enough", _enough)] if oom else []),
-        name_column("how", "how"),
+        prose_column("how", "how"),
     ]
     return Table(
         name="remedies",

@@ -12,6 +12,7 @@ from fsdp2prof.reporters.formats import (
     count_column,
     name_column,
     number_column,
+    prose_column,
     text_column,
 )
 from fsdp2prof.results import MeshDimension, MeshGroup, MeshMap, MeshRank
@@ -59,7 +60,7 @@ def _dimensions(dimensions: Sequence[MeshDimension]) -> Table:
         count_column("groups_across_nodes", "across\nnodes"),
         count_column("nodes_per_group", "nodes of\na group"),
         count_column("ranks_per_node", "ranks of it\non a node"),
-        name_column("carries", "carries"),
+        prose_column("carries", "carries"),
     ]
     return Table(
         name="dimensions",

@@ -13,6 +13,7 @@ from fsdp2prof.reporters.formats import (
     ms_column,
     name_column,
     number_column,
+    prose_column,
     show_gb_per_s,
     show_op,
     show_text,
@@ -68,7 +69,7 @@ def _communicators(rows: Sequence[NcclCommunicator]) -> Table:
             number_column("channels", "channels"),
             name_column("network", "devices", _plain),
             name_column("ring", "first ring", _plain),
-            name_column("causes", "slow by", _plain),
+            prose_column("causes", "slow by", _plain),
         ],
         rows=[
             [

@@ -9,14 +9,15 @@ from fsdp2prof.reporters.document import Chart, Column, Document, Facts, KeyFigu
 from fsdp2prof.reporters.formats import (
     bytes_column,
     count_column,
-    name_column,
     number_column,
+    prose_column,
+    show_amount,
     show_frac,
     show_ns,
     text_column,
 )
 from fsdp2prof.results import Plan, PlanFamily, PlanPoint
-from fsdp2prof.units import format_amount, format_bytes, format_count, format_frac, format_ns, plural
+from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
 
 __all__ = ["plan_document"]
 
@@ -87,9 +88,7 @@ def _numbers(plan: Plan) -> list[KeyFigure]:
     if point.mfu is not None:
         figures.append(KeyFigure(value=format_frac(point.mfu), label="MFU"))
     if point.cost_per_billion_tokens is not None:
-        figures.append(
-            KeyFigure(value=format_amount(point.cost_per_billion_tokens), label="a billion tokens")
-        )
+        figures.append(KeyFigure(value=show_amount(point.cost_per_billion_tokens), label="a billion tokens"))
     return figures
 
 
@@ -116,12 +115,12 @@ def _number_columns(plan: Plan, points: Sequence[PlanPoint]) -> list[Column]:
         number_column("exposed_frac", "exposed", show_frac),
         number_column("mfu", "MFU", show_frac),
         number_column("tokens_per_s_per_gpu", "tokens/s\nper GPU", lambda value: f"{value:,.0f}"),
-        number_column("gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9 tokens", format_amount),
+        number_column("gpu_hours_per_billion_tokens", "GPU-hours\nper 10^9\ntokens", show_amount),
     ]
     if plan.given.price_per_gpu_hour is not None:
         columns.insert(
             4,
-            number_column("cost_per_billion_tokens", "cost per\n10^9 tokens", format_amount),
+            number_column("cost_per_billion_tokens", "cost per\n10^9\ntokens", show_amount),
         )
     return columns
 
@@ -132,11 +131,11 @@ def _family_table(plan: Plan, families: Sequence[PlanFamily], name: str, title: 
     columns = [
         text_column(label, label),
         *numbers,
-        text_column("confirmed", "by", lambda confirmed: "engine" if confirmed else "search"),
+        text_column("confirmed", "scored\nby", lambda confirmed: "engine" if confirmed else "search"),
         count_column("fitting", "fitting"),
-        count_column("configurations", "of"),
-        name_column("configuration", "configuration"),
-        name_column("why", "why"),
+        count_column("configurations", "tried"),
+        prose_column("configuration", "configuration"),
+        prose_column("why", "why"),
     ]
     rows = [
         [
@@ -166,7 +165,7 @@ def _changes(plan: Plan) -> Section:
 
 
 def _point_table(plan: Plan, points: Sequence[PlanPoint], name: str, title: str) -> Table:
-    columns = [*_number_columns(plan, points), name_column("name", "configuration")]
+    columns = [*_number_columns(plan, points), prose_column("name", "configuration")]
     first, rest = columns[0], columns[1:]
     ordered = [first, rest[0], rest[-1], *rest[1:-1]]
     return Table(

@@ -16,8 +16,8 @@ from fsdp2prof.reporters.formats import (
     bytes_column,
     count_column,
     layer_column,
-    name_column,
     number_column,
+    prose_column,
     show_dtype,
     show_ns,
     text_column,
@@ -114,7 +114,7 @@ def _rank_table(ranks: Sequence[RunRank]) -> Table:
         text_column("memory", "memory"),
         text_column("host", "host"),
         text_column("device", "device"),
-        *([name_column("error", "error")] if any(rank.error for rank in ranks) else []),
+        *([prose_column("error", "error")] if any(rank.error for rank in ranks) else []),
     ]
     trouble_first = sorted(ranks, key=lambda rank: (rank.state == "complete", rank.rank))
     return Table(

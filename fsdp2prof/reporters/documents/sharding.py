@@ -14,6 +14,7 @@ from fsdp2prof.reporters.formats import (
     layer_column,
     name_column,
     number_column,
+    prose_column,
     show_bytes,
     show_dtype,
     show_op,
@@ -152,7 +153,7 @@ def _redistributions(redistributions: Sequence[Redistribution]) -> Table:
         bytes_column("payload_bytes", "payload", [one.payload_bytes for one in redistributions]),
         bytes_column("wire_bytes", "sent by\na rank", [one.wire_bytes for one in redistributions]),
         bytes_column("result_bytes", "a rank\nthen holds", [one.result_bytes for one in redistributions]),
-        name_column("meaning", "what it is"),
+        prose_column("meaning", "what it is"),
     ]
     return Table(
         name="redistributions",

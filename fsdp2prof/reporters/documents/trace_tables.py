@@ -18,6 +18,7 @@ from fsdp2prof.reporters.formats import (
     ms_column,
     name_column,
     number_column,
+    prose_column,
     show_bytes,
     show_dtype,
     show_frac,
@@ -392,7 +393,7 @@ def straggler_table(analysis: TraceAnalysis) -> Table:
         layer_column(),
         number_column("wait_caused_ns", "kept others\nwaiting", show_ns),
         count_column("collectives", "n"),
-        name_column("cause", "because"),
+        prose_column("cause", "because"),
     ]
     return Table(
         name="stragglers",

@@ -10,8 +10,8 @@ from fsdp2prof.reporters.formats import (
     layer_column,
     mean_count,
     ms_column,
-    name_column,
     number_column,
+    prose_column,
     show_frac,
     show_op,
     signed,
@@ -86,7 +86,7 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
             number_column("gained_frac", "of the step", show_frac),
             ms_column("step_ns", "new step", [row.step_ns for row in applied]),
             bytes_column("memory_bytes", "memory", [row.memory_bytes for row in applied]),
-            name_column("what", "what it is"),
+            prose_column("what", "what it is"),
         ],
         rows=[
             [row.change, row.gained_ns, row.gained_frac, row.step_ns, row.memory_bytes, row.what]

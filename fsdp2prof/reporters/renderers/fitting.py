@@ -1,6 +1,7 @@
 """Which columns of a table fit a width, and how wide each becomes.
 
-The first column always stays, numbers are never cut, and columns go from the right until the rest fits.
+The first column always stays, numbers are never cut, and columns go until the rest fits: those that say
+nothing first, then from the right.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Need:
     least: int
     patient: bool = False
     """More room goes to the others first."""
+    empty: bool = False
+    """No row has a value here: it goes first."""
 
     @property
     def wish(self) -> int:
@@ -29,19 +32,23 @@ class Need:
         return self.natural - self.least
 
 
-def fit(needs: Sequence[Need], width: int) -> list[int]:
-    """Return the widths of the columns that fit, from the left: at least the first one.
+def fit(needs: Sequence[Need], width: int) -> dict[int, int]:
+    """Return the widths of the columns that fit, by position: at least the first one's.
 
     What is left over goes to the columns that would like more, the smallest wishes first.
     """
-    kept = len(needs)
-    while kept > 1 and _least(needs[:kept]) > width:
-        kept -= 1
-    if kept == 1:
-        return [min(needs[0].natural, width)]
-    spare = width - _least(needs[:kept])
-    widths = [need.least for need in needs[:kept]]
-    for i in sorted(range(kept), key=lambda i: (needs[i].patient, needs[i].wish)):
+    kept = list(range(len(needs)))
+    leaving = [i for i in reversed(kept[1:]) if needs[i].empty]
+    leaving += [i for i in reversed(kept[1:]) if not needs[i].empty]
+    for i in leaving:
+        if _least([needs[j] for j in kept]) <= width:
+            break
+        kept.remove(i)
+    if len(kept) == 1:
+        return {0: min(needs[0].natural, width)}
+    spare = width - _least([needs[i] for i in kept])
+    widths = {i: needs[i].least for i in kept}
+    for i in sorted(kept, key=lambda i: (needs[i].patient, needs[i].wish)):
         more = min(spare, needs[i].wish)
         widths[i] += more
         spare -= more

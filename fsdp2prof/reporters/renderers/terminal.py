@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import pairwise
 
 from rich import box
@@ -40,7 +40,7 @@ from fsdp2prof.vocabulary import layer_name, printable
 __all__ = ["lay_out"]
 
 _BAR_NATURAL, _BAR_LEAST = 30, 6
-_NAME_LEAST = 16
+_NAME_LEAST, _PROSE_LEAST = 16, 24
 _NAME_LINES = 3
 """Lines over which a name is folded before its middle is left out."""
 
@@ -200,9 +200,8 @@ def _table(table: Table, options: RenderOptions) -> RenderableType:
         _need(i, column, [row[i] for row in (*texts, *totals)]) for i, column in enumerate(shown.columns)
     ]
     widths = fit(needs, options.width)
-    columns = shown.columns[: len(widths)]
     laid = RichTable(
-        *(_column(column, width) for column, width in zip(columns, widths, strict=True)),
+        *(_column(shown.columns[j], width) for j, width in widths.items()),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1),
@@ -214,21 +213,19 @@ def _table(table: Table, options: RenderOptions) -> RenderableType:
         if i == len(texts):
             laid.add_section()
         laid.add_row(
-            *(
-                _styled(column, text, width, options.verbose)
-                for column, text, width in zip(columns, row, widths, strict=False)
-            ),
+            *(_styled(shown.columns[j], row[j], width, options.verbose) for j, width in widths.items()),
             style="bold" if is_total else "",
         )
-    below = [*_left_out(shown, len(rows), len(columns)), *shown.remarks]
+    below = [*_left_out(shown, len(rows), widths), *shown.remarks]
     notes = [_indented(Group(*map(_text, below)))] if below else []
     return Group(_heading(table.title, table.note), laid, *notes)
 
 
-def _left_out(table: Table, rows: int, columns: int) -> Iterator[str]:
+def _left_out(table: Table, rows: int, columns: Container[int]) -> Iterator[str]:
     if rest := len(table.rows) - rows:
         yield f"and {plural(rest, f'more {table.noun}')}; all with -v"
-    dropped = [label for column in table.columns[columns:] if (label := _flat(column.label))]
+    hidden = [column for i, column in enumerate(table.columns) if i not in columns]
+    dropped = [label for column in hidden if (label := _flat(column.label))]
     if dropped:
         yield f"not shown at this width: {', '.join(dropped)}; widen or use --format json"
 
@@ -247,10 +244,13 @@ def _need(index: int, column: Column, cells: Sequence[str | float]) -> Need:
     header = max(map(cell_len, column.label.split("\n")))
     if column.kind == "bar":
         return Need(max(_BAR_NATURAL, header), max(_BAR_LEAST, header), patient=True)
-    natural = max([header, *(cell_len(cell) for cell in cells if isinstance(cell, str))])
+    texts = [cell for cell in cells if isinstance(cell, str)]
+    natural = max([header, *map(cell_len, texts)])
+    if column.kind == "prose":
+        return Need(natural, max(header, min(natural, _PROSE_LEAST)))
     if column.kind == "name" or (index == 0 and column.kind != "number"):
         return Need(natural, max(header, min(natural, _NAME_LEAST)))
-    return Need(natural, natural)
+    return Need(natural, natural, empty=not set(texts) - {"", "-"})
 
 
 def _column(column: Column, width: int) -> RichColumn:
@@ -267,7 +267,7 @@ def _styled(column: Column, cell: str | float, width: int, whole: bool) -> Text:
         return Text("█" * round(width * min(1.0, cell)), style="blue")
     if column.kind == "state":
         return Text(cell, style=_STATE_STYLES.get(cell, "bold red"))
-    return Text(cell if whole else shorten(cell, _NAME_LINES * width))
+    return Text(cell if whole or column.kind == "prose" else shorten(cell, _NAME_LINES * width))
 
 
 def _text(text: str, style: str = "") -> Text:
