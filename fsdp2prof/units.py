@@ -98,7 +98,7 @@ def format_frac(value: float | None) -> str:
 
 
 def format_amount(value: float) -> str:
-    """Write hours, days or money with three figures, or three decimals below one: ``0.588``, ``42.1``, ``1,250``."""
+    """Write hours, days or money with three figures, or three decimals below one: ``0.588``, ``1,250``."""
     size = abs(value)
     digits = next((digits for digits, top in enumerate((99.95, 9.995, 0.9995)) if size >= top), 3)
     return f"{value:,.{digits}f}"
