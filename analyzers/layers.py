@@ -23,12 +23,13 @@ _OUTLIER_RATIO = 2.0
 _OUTLIER_SHARE = 0.05
 """A sibling keeps its own row if it costs twice the siblings' median and 5% of all rows' cost."""
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,18}")
+"""What a name numbers; longer ones are several."""
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Sort key that puts ``layers.10`` after ``layers.9``."""
-    parts = re.split(r"(\d+)", name)
+    parts = re.split(f"({_NUMBER.pattern})", name)
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in parts]
 
 

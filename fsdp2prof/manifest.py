@@ -394,19 +394,19 @@ class WatchedStep(_Record):
     """One line of ``steps.jsonl``."""
 
     step: Index = 0
-    start_ns: int = 0
+    start_ns: Amount = 0
     """``time.time_ns`` at the step's start."""
-    duration_ns: int = 0
+    duration_ns: Amount = 0
     kind: str = "plain"
     """As in :class:`StepInfo`."""
-    exposed_ns: int | None = None
+    exposed_ns: Amount | None = None
     """Time in FSDP2's waits for communication: of the compute stream, on a CPU of the host; null unknown."""
-    allocated_peak_bytes: int | None = None
+    allocated_peak_bytes: Amount | None = None
     """Of the CUDA allocator, since the training began or reset it itself; null on a CPU."""
-    reserved_peak_bytes: int | None = None
-    retries: int | None = None
+    reserved_peak_bytes: Amount | None = None
+    retries: Amount | None = None
     """Times the CUDA allocator had to free its cache to go on, so far."""
-    resident_peak_bytes: int | None = None
+    resident_peak_bytes: Amount | None = None
     """Most memory the process has had, on a CPU."""
 
 

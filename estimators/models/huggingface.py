@@ -221,6 +221,11 @@ def _refuse_other_inputs(path: Path, module: nn.Module, text: Any) -> None:
             f"model {path}: {name} takes {wanted}, not tokens: write a factory that returns "
             "(module, loss, batch)"
         )
+    if text.model_type == "rwkv":
+        raise ModelError(
+            f"model {path}: {name} goes through a sequence token by token in Python where its CUDA kernel "
+            "is not there: nothing here executes that kernel"
+        )
     if getattr(text, "is_encoder_decoder", False):
         raise ModelError(
             f"model {path}: {name} is an encoder with a decoder, which a batch of tokens does not describe: "

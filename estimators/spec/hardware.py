@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -64,6 +64,15 @@ _IDLE_WATTS = 88.0
 Multiplications on GPUs Run Faster When Given Predictable Data")."""
 
 
+_Rate: TypeAlias = Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
+"""Of GB/s, TFLOP/s, W or MiB: no part is a million times better or worse than those there are."""
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 56)]
+_Nanoseconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+_SOME = msgspec.Meta(min_length=1)
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     networks: dict[str, Any] = {}
     accelerators: dict[str, Any] = {}
@@ -89,40 +98,40 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One accelerator; the comments of ``hardware.yaml`` say what each figure is."""
 
     name: str = ""
-    memory_mib: float
+    memory_mib: _Rate
     """Memory the driver reports in total, of which the context takes a part."""
     aliases: tuple[str, ...] = ()
-    memory_gb_per_s: float | None = None
-    achieved_memory_gb_per_s: float | None = None
-    link_gb_per_s: float | None = None
+    memory_gb_per_s: _Rate | None = None
+    achieved_memory_gb_per_s: _Rate | None = None
+    link_gb_per_s: _Rate | None = None
     """Bandwidth to peers inside a node, one direction, all links of a device together."""
-    bus_gb_per_s: dict[int, float] = {}
-    nvls_gb_per_s: float | None = None
+    bus_gb_per_s: dict[_Count, _Rate] = {}
+    nvls_gb_per_s: _Rate | None = None
     nvlink: bool = False
-    multiprocessors: int | None = None
-    watts: float | None = None
+    multiprocessors: _Count | None = None
+    watts: _Rate | None = None
     """Power limit of the part."""
-    achieved_at_watts: float | None = None
+    achieved_at_watts: _Rate | None = None
     """Power limit at which the achieved rates were measured, if not the same: see :attr:`power_frac`."""
-    peak_tflops: dict[str, float] = {}
-    achieved_tflops: dict[str, float] = {}
-    lowest_compute_frac: float = 1.0
+    peak_tflops: dict[str, _Rate] = {}
+    achieved_tflops: dict[str, _Rate] = {}
+    lowest_compute_frac: _Share = 1.0
     """Lowest rate of products that was published, over the achieved ones: other libraries, other shapes."""
-    attention_tflops: float | dict[str, float] | None = None
+    attention_tflops: _Rate | Annotated[dict[str, _Rate], _SOME] | None = None
     """Of flash attention, or by kernel (``flash``, ``cudnn``)."""
-    attention_backward_frac: float | dict[str, float] = 0.87
+    attention_backward_frac: _Share | Annotated[dict[str, _Share], _SOME] = 0.87
     """Backward over forward rate, likewise; as on an H100: FlashAttention-3, figures 5 and 6."""
-    host_link_gb_per_s: float = 25.0
+    host_link_gb_per_s: _Rate = 25.0
     """Pinned copies between host and device: PCIe 4 x16 as measured."""
-    kernel_floor_ns: int = 2000
+    kernel_floor_ns: _Nanoseconds = 2000
     """An empty kernel with its gap to the next one."""
-    host_operator_ns: int | None = None
+    host_operator_ns: _Nanoseconds | None = None
     """What the eager host takes to issue an operator, as measured."""
-    overlap_slowdown_frac: float | None = None
+    overlap_slowdown_frac: Annotated[float, msgspec.Meta(ge=0, le=1e3)] | None = None
     """How much longer a product takes beside a collective, as measured."""
     on_host: bool = False
     """Whether operators run on the host itself and collectives block it: a CPU."""
-    collectives: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    collectives: dict[str, dict[_Count, list[tuple[_Bytes, _Nanoseconds]]]] = {}
     """Operation -> ranks of one node -> measured (payload in bytes, nanoseconds), ascending."""
     source: str = ""
 
@@ -352,8 +361,12 @@ def _hardware(name: str, entry: Any, where: str) -> HardwareSpec:
         raise ModelError(f"hardware {where}: {name} is not a table")
     try:
         spec = msgspec.convert({**entry, "name": name}, HardwareSpec, strict=False)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # of msgspec's, or of a text that is none
         raise ModelError(f"hardware {where}: {name}: {error}") from None
+    for op, of_ranks in spec.collectives.items():
+        for ranks, curve in of_ranks.items():
+            if any(low >= high for (low, _), (high, _) in pairwise(curve)):
+                raise ModelError(f"hardware {where}: {name}: sizes of {op} over {ranks} ranks do not ascend")
     unknown = sorted({*spec.peak_tflops, *spec.achieved_tflops} - set(_DTYPES))
     if unknown:
         raise ModelError(

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -32,6 +33,8 @@ __all__ = ["Costs", "Timeline", "simulate"]
 
 _FULL = 1_000_000
 """Speed of an undisturbed activity, in units of work per nanosecond."""
+_LONGEST_NS = 1 << 56
+"""Two years."""
 
 
 class Costs(Protocol):
@@ -74,10 +77,13 @@ class Timeline:
 def simulate(program: Program, costs: Costs, *, repeats: int = 2) -> Timeline:
     """Run a program ``repeats`` times in a row and return the last run's times, from its first host time.
 
-    The runs before bring host and streams into the state of a steady step.
+    The runs before bring host and streams into the state of a steady step. Raises ``ModelError`` for one that
+    takes longer than anybody waits.
     """
     state = _Simulation(program, costs, repeats)
     state.run()
+    if max((*state.host_end, *state.end), default=0) > _LONGEST_NS:
+        raise ModelError("a step would take more than two years: a rate or a time of the hardware is wrong")
     size = len(program.commands)
     begin = state.host[-size] if size else 0
     return Timeline(

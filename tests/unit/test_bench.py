@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from fsdp2prof.errors import InputError
+from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.bench import bench_result, fit_line
 from fsdp2prof.estimators.spec.cluster import Cluster, Placement
 from fsdp2prof.estimators.spec.hardware import HardwareSpec
@@ -116,3 +117,21 @@ def test_without_rates_there_is_nothing_to_describe_a_device_by() -> None:
     nothing.rates = []
     with pytest.raises(InputError, match="measured no copy"):
         bench_result(nothing)
+
+
+@pytest.mark.parametrize(
+    ("figures", "wrong"),
+    [
+        ("memory_gb_per_s: 0", "1e-06"),
+        ("peak_tflops: {bf16: -1}", "1e-06"),
+        ("watts: .nan", "1e-06"),
+        ("attention_tflops: {}", "length"),
+        ("multiprocessors: 0", ">= 1"),
+        ("collectives: {all_gather: {2: [[4096, 10], [4096, 20]]}}", "all_gather over 2 ranks do not ascend"),
+    ],
+)
+def test_figures_that_no_accelerator_has_are_refused(tmp_path: Path, figures: str, wrong: str) -> None:
+    path = tmp_path / "it.yaml"
+    path.write_text(f"accelerators:\n  it:\n    memory_mib: 1000\n    {figures}\n")
+    with pytest.raises(ModelError, match=re.escape(wrong)):
+        HardwareSpec.parse(str(path))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.results import MIB, MS, group, trace_analysis
 
-from fsdp2prof.analyzers.layers import fold_alike, fold_names
+from fsdp2prof.analyzers.layers import fold_alike, fold_names, natural_key
 from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_totals
 from fsdp2prof.results import LayerRow, TraceAnalysis
 from fsdp2prof.vocabulary import layer_name
@@ -120,3 +120,10 @@ def test_what_costs_twice_its_siblings_stays_alone() -> None:
     items = [(f"h.{i}", 0) for i in range(5)]
     assert fold_alike(items, [1, 1, 9, 1, 1]) == [[2], [0, 1, 3, 4]]
     assert fold_alike(items[:3], [1, 9, 1]) == [[0], [1], [2]]
+
+
+def test_names_with_numbers_of_any_length_are_sorted_and_folded() -> None:
+    long = "layers." + "9" * 5000
+    names = ["layers.10", long, "layers.9"]
+    assert sorted(names, key=natural_key) == ["layers.9", "layers.10", long]
+    assert [rows for _, rows in fold_names([(name, 0) for name in names])] == [[0], [1], [2]]

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fuzzing import KINDS, good, limited, spoil
+from support.fuzz_kinds import KINDS
+from support.fuzzing import good, limited, spoil
 
 from fsdp2prof.errors import Fsdp2ProfError
 from fsdp2prof.reporters.documents import build

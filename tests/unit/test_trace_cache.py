@@ -128,7 +128,7 @@ def test_a_cache_with_columns_missing_is_replaced(trace_file: Path) -> None:
 def test_the_users_cache_folder_serves_where_the_trace_cannot(
     trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside, home = cache_files(trace_file, "key")
+    beside, home = cache_files(trace_file, f"{trace_file.stat().st_size:x}-key")
     assert home.parent == tmp_path / "home" / "fsdp2prof"
     blocked = trace_file.parent / "a file" / beside.name
     (trace_file.parent / "a file").write_text("")
@@ -158,3 +158,29 @@ def test_errors_are_the_readers(tmp_path: Path) -> None:
         with pytest.raises(TraceError):
             read_trace_cached(path, worth_bytes=0)
     assert [file.name for file in tmp_path.iterdir()] == ["broken.json"]
+
+
+def test_what_is_no_trace_is_refused_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(trace_cache, "_key", lambda path: pytest.fail("all bytes were read"))
+    for start in (b"", b'{"schemaVersion": 1,', b'{"traceEvents": [{"ph": "X"},'):
+        path = tmp_path / "sparse.json"
+        path.write_bytes(start)
+        os.truncate(path, 1 << 40)
+        with pytest.raises(TraceError, match=r"not a trace|zeros"):
+            read_trace_cached(path)
+
+
+def test_a_trace_that_changed_while_it_was_read_is_not_kept(
+    trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path, **told: Any) -> Trace:
+        trace = read_trace(path, **told)
+        write(path, "aten::addmm")
+        return trace
+
+    monkeypatch.setattr(trace_cache, "read_trace", read)
+    assert set(read_trace_cached(trace_file, worth_bytes=0).events.name.values) == {"aten::mm"}
+    assert [file.name for file in trace_file.parent.iterdir()] == ["t.json"]

@@ -71,6 +71,8 @@ def decode_pieces(
     number = 0
     try:
         for chunk in chunks:
+            if not chunk.strip(b"\0"):
+                raise TraceError(f"{path}: holds zeros where events should be; copy or record it again")
             cut = _guessed_cut(buffer)
             if cut and number % turns == index:
                 cut = _parse_to(cut, buffer, parse, number, mend=turns == 1)

@@ -80,19 +80,40 @@ def read_trace_cached(
     worth_bytes = _WORTH_BYTES[path.suffix == ".gz"] if worth_bytes is None else worth_bytes
     if not path.is_file() or path.stat().st_size < worth_bytes or is_nsys_report(path):
         return read_trace(path, rank=rank, workers=workers)
-    key = _key(path)
-    candidates = cache_files(path, key)
+    before = _state(path)
+    key = _key(path) if _may_have_cache(path) else None
+    candidates = () if key is None else cache_files(path, key)
     trace = next((found for file in candidates if (found := _load(file, key, str(path)))), None)
     if trace is None:
         trace = read_trace(path, workers=workers)
-        any(_store(file, key, trace) for file in candidates)
+        key = key or _key(path)
+        if _state(path) == before:
+            any(_store(file, key, trace) for file in cache_files(path, key))
     return replace(trace, rank=rank) if trace.rank is None else trace
 
 
 def cache_files(path: Path, key: str) -> tuple[Path, Path]:
     """Where the cache of a trace may be: beside it, else in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return path.with_name(path.name + _SUFFIX), home / "fsdp2prof" / f"{key}{_SUFFIX}"
+    return path.with_name(path.name + _SUFFIX), _users_folder() / f"{key}{_SUFFIX}"
+
+
+def _users_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp2prof"
+
+
+def _may_have_cache(path: Path) -> bool:
+    """Whether there is a cache to compare a file with: without one, a file that is no trace is refused at its
+    first bytes, not after a checksum of all of them.
+    """
+    if path.with_name(path.name + _SUFFIX).exists():
+        return True
+    return any(_users_folder().glob(f"{path.stat().st_size:x}-*{_SUFFIX}"))
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Size and time of change: columns are kept only for a file that stayed as it was while it was read."""
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def _key(path: Path) -> str:
@@ -149,7 +170,7 @@ def _store(file: Path, key: str, trace: Trace) -> bool:
     return True
 
 
-def _load(file: Path, key: str, source: str) -> Trace | None:
+def _load(file: Path, key: str | None, source: str) -> Trace | None:
     """Read a cache; None if it is absent, for another key, or not usable."""
     try:
         with file.open("rb") as stream:
