@@ -108,7 +108,8 @@ def verdict(
     if room is None or room.fit == "fits" or not options:
         return [*lines, *([] if room is None else [fit_sentence(room)]), _filling(peak)]
     best = options[0]
-    alone = "; no single change is enough" if all(one.enough is False for one in options) else ""
+    none = all(one.enough is False for one in options)
+    alone = "; nothing under 'What would lower it' is enough alone" if none else ""
     least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
     return [*lines, fit_sentence(room), least]
 
