@@ -129,7 +129,7 @@ def _step_numbers(analysis: TraceAnalysis) -> str:
 def _step_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]:
     if not analysis.totals.windows:
         return []
-    table = tables.breakdown_table(analysis)
+    table = tables.breakdown_table(analysis, predicted)
     blocks: list[Block] = [
         *_chart("step_chart", titles.step(analysis), step_chart(step_rows(analysis)), "each step, ms"),
         table,

@@ -62,8 +62,11 @@ _ALWAYS_SHOWN = ("compute", "idle")
 # Where the step goes.
 
 
-def breakdown_table(analysis: TraceAnalysis) -> Table:
-    """Return the parts of the steps that fit, in milliseconds, with their mean and percentages."""
+def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
+    """Return the parts of the steps that fit, in milliseconds, with their mean and percentages.
+
+    A ``predicted`` step's speed is the estimate's own to say, which knows what of its work is the model's.
+    """
     totals, rows, every = analysis.totals, step_rows(analysis), every_step(analysis)
     parts = [part for part in BREAKDOWN_PARTS if part in _ALWAYS_SHOWN or totals.breakdown_ns[part]]
     digits = decimals(largest(row.window_ns for row in every) / 1e6)
@@ -85,7 +88,7 @@ def breakdown_table(analysis: TraceAnalysis) -> Table:
             ["mean", None, totals.step_ns, *(totals.breakdown_ns[part] for part in parts)],
             ["%", None, "100.0", *percentages],
         ],
-        remarks=[*_idle_sentence(analysis), *_speed_sentence(analysis)],
+        remarks=[*_idle_sentence(analysis), *([] if predicted else _speed_sentence(analysis))],
         unabridged=None
         if rows == every
         else Table(
