@@ -68,20 +68,23 @@ def test_several_groups_have_a_column() -> None:
     assert table_of(build(analysis), "by_layer").columns[-1].name == "dtype"
 
 
+ALL_GATHER = BandwidthRow(
+    op="all_gather",
+    process_group="7",
+    mesh_dim=None,
+    group_size=8,
+    dtype="bfloat16",
+    payload_bytes=MIB,
+    count=10,
+    algbw_bytes_per_s=20e9,
+    busbw_bytes_per_s=17.5e9,
+    best_busbw_bytes_per_s=18e9,
+    of_best_frac=0.5,
+)
+
+
 def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
-    row = BandwidthRow(
-        op="all_gather",
-        process_group="7",
-        mesh_dim=None,
-        group_size=8,
-        dtype="bfloat16",
-        payload_bytes=MIB,
-        count=10,
-        algbw_bytes_per_s=20e9,
-        busbw_bytes_per_s=17.5e9,
-        best_busbw_bytes_per_s=18e9,
-        of_best_frac=0.5,
-    )
+    row = ALL_GATHER
     analysis = replace(trace_analysis(), bandwidth=[row])
     cells = row_of(text_of(analysis).split("of the best")[1], "all-gather")
     assert " ".join(cells) == "all-gather 1.00 MiB 10 20.00 17.50 50.0% bf16 8 7"
@@ -94,20 +97,7 @@ def test_bandwidth_has_a_column_for_the_peak_only_where_it_is_known() -> None:
 
 def test_groups_of_one_mesh_dimension_are_told_apart_by_their_ranks() -> None:
     """HSDP has a shard group per replica, and all of them the same name."""
-    row = BandwidthRow(
-        op="all_gather",
-        process_group="7",
-        mesh_dim="shard",
-        group_size=2,
-        dtype="bfloat16",
-        payload_bytes=MIB,
-        count=10,
-        algbw_bytes_per_s=20e9,
-        busbw_bytes_per_s=17.5e9,
-        best_busbw_bytes_per_s=18e9,
-        of_best_frac=0.5,
-        ranks=[0, 1],
-    )
+    row = replace(ALL_GATHER, mesh_dim="shard", group_size=2, ranks=[0, 1])
     analysis = replace(trace_analysis(), bandwidth=[row, replace(row, process_group="8", ranks=[2, 3, 5])])
     both = table_of(build(analysis), "bandwidth")
     assert [cells[-1] for cells in both.rows] == ["shard, ranks 0-1", "shard, ranks 2-3,5"]
