@@ -109,7 +109,7 @@ def verdict(
         return [*lines, *([] if room is None else [fit_sentence(room)]), _filling(peak)]
     best = options[0]
     none = all(one.enough is False for one in options)
-    alone = "; nothing under 'What would lower it' is enough alone" if none else ""
+    alone = "; no listed change is enough alone" if none else ""
     least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
     return [*lines, fit_sentence(room), least]
 
