@@ -59,7 +59,7 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
     for group, parts in waiting.items():
         for part in parts:
             module.get_submodule(part).register_forward_hook(partial(ended, group, part))
-    with fake_tensors(follow_values=policy.images > 0):
+    with fake_tensors(follow_values=policy.follows_values):
         materialize_fake(module)
         batch = model.make_batch(policy.sequences, policy.seq_len, torch.device("cpu"))
         if model.experts:  # their grouped products take the compute dtype alone

@@ -21,6 +21,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     if mesh.pp > 1 and config is None:
         raise ModelError(f"mesh: pp={mesh.pp} is modelled for built-in models, not {model.name}")
+    if mesh.cp > 1 and policy.documents is not None:
+        raise ModelError("documents: torch's ring attention takes no documents: leave cp at 1")
     if mesh.cp > 1 and not model.ring_width:
         raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
     if mesh.ep == 1 and policy.imbalance != 1:
