@@ -17,17 +17,20 @@ from statistics import median
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
-from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, resharded
+from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, reduced_once, resharded
 from fsdp2prof.estimators.replay.mesh_change import mesh_change
 from fsdp2prof.estimators.replay.program import Activity, Job, Point
 from fsdp2prof.estimators.spec.cluster import Cluster
 
-__all__ = ["parse_change", "parse_without", "single_changes"]
+__all__ = ["OTHER_HARDWARE", "parse_change", "parse_without", "single_changes"]
 
 _SETTINGS = (
-    "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
+    "reshard, sync, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
     "separate_reduce_scatter_group, mesh"
 )
+OTHER_HARDWARE = frozenset({"bandwidth", "compute"})
+"""Changes that no script makes."""
+
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DEEPEST = 64
@@ -38,6 +41,7 @@ def parse_change(text: str, cluster: Cluster | None = None) -> Change:
     name, equals, value = text.partition("=")
     makers: dict[str, Callable[[str], Change]] = {
         "reshard": _reshard,
+        "sync": _sync,
         "bandwidth": _bandwidth,
         "compute": _compute,
         "forward_prefetch": _forward_prefetch,
@@ -68,8 +72,8 @@ def single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[Change]:
     """Return every single change worth trying on a run, whether it applies or not."""
     texts = [
         "forward_prefetch=1", "forward_prefetch=2", "backward_prefetch=2", "reshard=never", "reshard=default",
-        "reshard=always", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes", "bandwidth=2x",
-        "compute=1.2x",
+        "reshard=always", "sync=last", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes",
+        "bandwidth=2x", "compute=1.2x",
     ]  # fmt: skip
     ranks = [rank for rank in stragglers if len(job) > 1]
     return [
@@ -350,3 +354,29 @@ def _kept_bytes(found: Sequence[Gather]) -> int:
     by_layer = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn not in again}
     resharded_ones = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn in again}
     return sum(by_layer.values()) + sum(sorted(resharded_ones.values(), reverse=True)[:2])
+
+
+# What is reduced when.
+
+
+def _sync(value: str) -> Change:
+    if value != "last":
+        raise UsageError(f"--set sync={value}: write last")
+
+    def apply(changed: Changed) -> Changed:
+        made = [reduced_once(program) for program in changed.job]
+        if not any(sizes for _, sizes in made):
+            raise NotApplicableError("no layer's gradients are reduced more than once between two updates")
+        sizes = max((list(sizes.values()) for _, sizes in made), key=sum)
+        known = changed.memory_bytes is not None and all(size >= 0 for size in sizes)
+        return replace(
+            changed,
+            job=[program for program, _ in made],
+            memory_bytes=(changed.memory_bytes or 0) + sum(sizes) if known else None,
+            assumptions=(
+                *changed.assumptions,
+                "adding up a layer's full gradients takes as long as copying them into their reduction did",
+            ),
+        )
+
+    return Change("sync", value, "reducing gradients in the last micro-batch only", apply)
