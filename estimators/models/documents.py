@@ -173,10 +173,10 @@ def _by_document(documents: Documents) -> Iterator[None]:
     copies = not isinstance(documents, FlexDocuments)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:
-        cut = [_cut(tensor, documents.count, copies) for tensor in (query, key, value)]
+        cut: list[Any] = [_cut(tensor, documents.count, copies) for tensor in (query, key, value)]
         if not named.get("is_causal") or any(tensor is None for tensor in cut):
             return own(query, key, value, *others, **named)
-        out = own(*cut, *others, **named).transpose(1, 2)
+        out: Tensor = own(*cut, *others, **named).transpose(1, 2)
         return out.reshape(query.shape[0], -1, *out.shape[2:]).transpose(1, 2)
 
     F.scaled_dot_product_attention = attend

@@ -55,7 +55,7 @@ def logits_of(spec: ModelSpec, documents: str | None, tokens: torch.Tensor) -> t
     model.module.to_empty(device="cpu")
     for tensor in model.module.parameters():
         torch.nn.init.normal_(tensor, std=0.3)
-    model.module.model.rotary_emb.__init__(model.module.config)  # type: ignore[misc, operator, union-attr]
+    model.module.model.rotary_emb.__init__(model.module.config)  # type: ignore[misc, union-attr]
     named = model.make_batch(BATCH, LENGTH, torch.device("cpu")).named
     with torch.no_grad(), attention_kernel(policy):
         logits: torch.Tensor = model.module(tokens, **named).logits
