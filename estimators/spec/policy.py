@@ -387,6 +387,11 @@ class PolicySpec:
         return self.extra_model is not None and self.extra_model.runs_itself
 
     @property
+    def freezes(self) -> bool:
+        """Whether some parameters are to stay as they are."""
+        return self.trainable is not None or self.lora is not None
+
+    @property
     def follows_values(self) -> bool:
         """Whether a model does what values of its batches say: where images stand, where documents end."""
         return self.images > 0 or isinstance(self.documents, MaskedDocuments)
