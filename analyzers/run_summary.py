@@ -12,8 +12,9 @@ from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.analyzers.means import known_sum
 from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.labels import qualified_fqn
-from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest, RankRecord, RunDirectory
+from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results import RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
+from fsdp2prof.run_directory import RankRecord, RunDirectory
 from fsdp2prof.units import dtype_bytes, format_bytes
 
 __all__ = ["shard_families", "summarize_files", "summarize_run"]

@@ -33,7 +33,8 @@ def make_run(root: Path, ranks: int, layers: int) -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     from synthetic import Schedule, record, transformer, write
 
-    from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
+    from fsdp2prof.manifest import RankManifest, RunInfo
+    from fsdp2prof.run_directory import rank_folder
 
     schedule = Schedule(roots=(transformer(layers),), shard=ranks)
     root.mkdir()

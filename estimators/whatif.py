@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_trace, merg
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.errors import InputError
 from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
-from fsdp2prof.estimators.replay.changes import parse_change, parse_without, single_changes
+from fsdp2prof.estimators.replay.changes import OTHER_HARDWARE, parse_change, parse_without, single_changes
 from fsdp2prof.estimators.replay.program import Job, RankProgram
 from fsdp2prof.estimators.replay.recorded import job_of, program_of
 from fsdp2prof.estimators.replay.run import Pace, Ran, prepare, run
@@ -50,9 +50,11 @@ _TRIED_FOR = {
     "cpu_collectives_in_line": ("bandwidth", "reshard"),
     "resharded_needlessly": ("reshard",),
     "reduce_in_float32": ("reduce_dtype",),
+    "reduced_every_micro_batch": ("sync",),
     "host_sync": ("without host_syncs",),
     "slow_transfer": ("bandwidth",),
     "straggler": ("without straggler",),
+    "data_loader": ("without data_loader",),
 }
 """Finding -> names of the changes that answer it."""
 
@@ -93,15 +95,16 @@ def what_if(
     before = merge([one.analysis for one in ranks], manifests=manifests)
     job = replay_job([(one.program, one.analysis.summary) for one in ranks])
     replayed = run(job)
+    best: WhatIfChange | None
     if given:
         change = _together(given)
         changed, tried = _try(job, change)
         if changed is None:
             raise InputError(f"{path}: {change.text}: {tried.reason}")
-        rows = [tried]
+        rows, best = [tried], tried
     else:
         rows = try_single_changes(job, _stragglers(before))
-        best = next((row for row in rows if row.step_ns is not None), None)
+        best = _best(rows)
         changed = None
         if best is not None:
             changed, _ = _try(job, _parsed(best.change))
@@ -120,14 +123,21 @@ def what_if(
         replayed_ns=(replayed_ns := mean_step_ns(replayed, kept)),
         replay_error_frac=replayed_ns / totals.step_ns - 1 if totals.step_ns else 0.0,
         tried=rows,
-        shown=rows[0].change if after is not None else None,
+        shown=best.change if after is not None and best is not None else None,
         breakdown_before_ns=totals.breakdown_ns,
         breakdown_after_ns={} if after is None else after.totals.breakdown_ns,
         by_layer=[] if after is None else _layers(before.by_layer, after.by_layer),
         assumptions=list(_ASSUMPTIONS),
         warnings=list(warnings),
     )
-    return replace(result, verdict=_verdict(result))
+    return replace(result, verdict=_verdict(result, best))
+
+
+def _best(rows: Sequence[WhatIfChange]) -> WhatIfChange | None:
+    """Return what gains most of what a script can have; where nothing of it helps, what gains most at all."""
+    applied = [row for row in rows if row.step_ns is not None]
+    own = [row for row in applied if not row.other_hardware and (row.gained_frac or 0) >= _WORTH_SAYING]
+    return next(iter(own or applied), None)
 
 
 def try_single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[WhatIfChange]:
@@ -230,6 +240,7 @@ def _row(
         gained_frac=None if gained is None or not before else gained / before,
         memory_bytes=None if changed is None else changed.memory_bytes,
         reason=reason,
+        other_hardware=change.name in OTHER_HARDWARE,
         assumptions=[] if changed is None else list(changed.assumptions),
     )
 
@@ -283,17 +294,17 @@ def _layers(before: Sequence[LayerRow], after: Sequence[LayerRow]) -> list[WhatI
     return sorted(rows, key=lambda row: -abs(row.gained_ns))
 
 
-def _verdict(result: WhatIf) -> list[str]:
-    applied = [row for row in result.tried if row.step_ns is not None]
-    if not applied:
+def _verdict(result: WhatIf, best: WhatIfChange | None) -> list[str]:
+    if best is None:
         return ["No change that can be tried applies to this recording."]
-    best = applied[0]
     text = sentence(best)
     now = best.step_ns or 0.0
     was = format_ns(now + (best.gained_ns or 0.0))
     lines = [f"{text[0].upper()}{text[1:]}. A step of {was} takes {format_ns(now)}."]
-    if (best.gained_frac or 0) < _WORTH_SAYING and len(applied) > 1:
+    if len(result.tried) > 1 and (best.gained_frac or 0) < _WORTH_SAYING:
         lines = ["No single change that was tried makes a step faster."]
+    elif len(result.tried) > 1 and best.other_hardware:
+        lines.insert(0, "No setting that was tried makes a step faster.")
     worst = result.by_layer[0] if result.by_layer else None
     if worst is not None and worst.gained_ns > _MUCH * abs(best.gained_ns or 0.0) > 0:
         lines.append(

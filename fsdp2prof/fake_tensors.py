@@ -90,7 +90,7 @@ def fake_tensors(*, allow_real: bool = False, follow_values: bool = False) -> It
         stack.callback(_active.pop)
         if _TRANSFORMERS in sys.modules:
             appear_real(sys.modules[_TRANSFORMERS])
-        stack.enter_context(_OneForEveryValue())  # type: ignore[no-untyped-call]
+        stack.enter_context(_AsOnDevice())  # type: ignore[no-untyped-call]
         if follow_values:
             stack.callback(setattr, FakeTensor, "tolist", FakeTensor.tolist)
             FakeTensor.tolist = _listed  # type: ignore[method-assign, assignment]
@@ -107,12 +107,18 @@ def _listed(tensor: FakeTensor) -> Any:
         return torch.full(tensor.shape, one or 0).tolist() if value is None else value.tolist()
 
 
-class _OneForEveryValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers ``tensor.item()`` where there is no data: 1, in the tensor's type."""
+class _AsOnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does what tensors without data do otherwise than those of a device.
+
+    ``tensor.item()`` is 1, in the tensor's type. Waiting for a collective gives back what it was given, for
+    which a fake tensor has a second memory.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:

@@ -1,14 +1,14 @@
-"""Findings about FSDP's collectives: late, queued, slow, too small, too large, in a wide type, needless."""
+"""Findings about FSDP's collectives: late, queued, slow, in a wide type, needless."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer, finding
+from fsdp2prof.analyzers.findings.evidence import Evidence, by_layer
 from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.results import EvidenceValue, Finding, GroupRow, LateCause, PrefetchRow
-from fsdp2prof.units import format_bytes, format_frac
+from fsdp2prof.labels import is_root
+from fsdp2prof.results import Finding, GroupRow, LateCause, PrefetchRow
 
 __all__ = ["find"]
 
@@ -22,10 +22,7 @@ def find(evidence: Evidence) -> list[Finding]:
     return [
         *_communication_bound(evidence),
         *_late(evidence),
-        *_wrapped_too_fine(evidence),
-        *_wrapped_too_coarse(evidence),
         *_resharded_needlessly(evidence),
-        *_root_kept(evidence),
         *_reduced_in_fp32(evidence),
         *_exposed_all_reduce(evidence),
         *_outside_fsdp(evidence),
@@ -217,72 +214,6 @@ def _first_and_last(evidence: Evidence) -> set[tuple[int, int, str, str, str | N
     return {(row.rank, row.step, row.op, row.phase, row.fqn) for row in [*first.values(), *last.values()]}
 
 
-def _wrapped_too_fine(evidence: Evidence) -> list[Finding]:
-    limits = evidence.thresholds
-    slow = {
-        (row.op, row.process_group, row.dtype, row.payload_bytes): row
-        for row in evidence.analysis.bandwidth
-        if row.payload_bytes < limits.small_payload_bytes
-        and min(row.of_best_frac or 1.0, row.of_peak_frac or 1.0) < limits.knee_frac
-    }
-    rows = [
-        row
-        for row in [*evidence.all_gathers, *evidence.reduce_scatters]
-        if row.payload_bytes is not None
-        and row.count  # 0 where only the time of another step's is in this one
-        and (row.op, row.process_group, row.dtype, row.payload_bytes // row.count) in slow
-    ]
-    count = sum(row.count for row in rows)
-    if not count or count < limits.small_count * evidence.rank_steps:
-        return []
-    cost = sum(row.exposed_ns for row in rows)
-    payload = sum(row.payload_bytes or 0 for row in rows) // count
-    problem = (
-        f"{count // evidence.rank_steps} collectives a step carry only {format_bytes(payload)} on average "
-        f"and run below {format_frac(limits.knee_frac)} of the bandwidth that larger ones reach; they are "
-        f"exposed for {evidence.per_step(cost)}."
-    )
-    return evidence.finding(
-        "wrapping_too_fine",
-        None,
-        cost,
-        problem,
-        "Apply fully_shard to larger modules, or to several together: fully_shard([a, b]).",
-        collectives_per_step=count // evidence.rank_steps,
-        mean_payload_bytes=payload,
-        layers=sorted({row.fqn or "" for row in rows})[:5],
-    )
-
-
-def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
-    shares = _payload_shares(evidence)
-    if not shares:
-        return []
-    fqn, (payload, share) = max(shares.items(), key=lambda item: item[1][1])
-    if share < evidence.thresholds.coarse_frac:
-        return []
-    cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
-    problem = (
-        f"One all-gather, of {named_layer(fqn)}, brings {format_frac(share)} of all parameters "
-        f"({format_bytes(payload)}) at once; its module cannot begin before it ends, and "
-        f"{evidence.per_step(cost)} of it is exposed."
-    )
-    change = "Apply fully_shard to the blocks inside before the module around them."
-    return evidence.finding(
-        "wrapping_too_coarse", fqn, cost, problem, change, payload_bytes=payload, share_frac=share
-    )
-
-
-def _payload_shares(evidence: Evidence) -> dict[str, tuple[int, float]]:
-    """Layer -> payload of one forward all-gather and its share of all layers'."""
-    payloads: dict[str, int] = {}
-    for row in evidence.all_gathers:
-        if row.phase == "forward" and row.count and row.payload_bytes is not None and row.fqn is not None:
-            payloads.setdefault(row.fqn, row.payload_bytes // row.count)
-    total = sum(payloads.values())
-    return {fqn: (payload, payload / total) for fqn, payload in payloads.items()} if total else {}
-
-
 def _resharded_needlessly(evidence: Evidence) -> list[Finding]:
     """A layer whose forward ends last, or the root, gathered again as soon as backward begins."""
     costs: dict[str, int] = defaultdict(int)
@@ -306,36 +237,15 @@ def _resharded_needlessly(evidence: Evidence) -> list[Finding]:
     return found
 
 
+def _is_root(fqn: str | None) -> bool:
+    return fqn is not None and is_root(fqn)
+
+
 def _by_rank_step(rows: list[GroupRow]) -> dict[tuple[int, int], list[GroupRow]]:
     grouped: dict[tuple[int, int], list[GroupRow]] = defaultdict(list)
     for row in rows:
         grouped[row.rank, row.step].append(row)
     return grouped
-
-
-def _root_kept(evidence: Evidence) -> list[Finding]:
-    """The root keeps its parameters from forward to the end of backward: of note if they are many."""
-    gathered_again = {row.fqn for row in evidence.all_gathers if row.phase == "backward"}
-    shares = _payload_shares(evidence)
-    found = []
-    for fqn, (payload, share) in shares.items():
-        if not _is_root(fqn) or fqn in gathered_again or len(shares) == 1:
-            continue
-        limits = evidence.thresholds
-        if share >= limits.root_frac and payload >= limits.root_payload_bytes:
-            problem = (
-                f"The root holds {format_frac(share)} of all parameters and keeps them unsharded "
-                f"({format_bytes(payload)}) from its forward to the end of backward, which is FSDP2's "
-                "default."
-            )
-            change = "If memory is short, apply fully_shard to its large children (embedding, head) as well."
-            sizes: dict[str, EvidenceValue] = {"payload_bytes": payload, "share_frac": share}
-            found.append(finding("root_not_resharded", "info", fqn, problem, change, sizes))
-    return found
-
-
-def _is_root(fqn: str | None) -> bool:
-    return fqn is not None and fqn.rpartition(":")[2] == ""
 
 
 def _reduced_in_fp32(evidence: Evidence) -> list[Finding]:
@@ -369,7 +279,7 @@ def _for_peers(evidence: Evidence, op: str) -> int:
 
 
 def _exposed_all_reduce(evidence: Evidence) -> list[Finding]:
-    rows = [row for row in evidence.analysis.groups if row.op == "all_reduce" and row.fqn is not None]
+    rows = evidence.all_reduces
     cost = sum(row.exposed_ns for row in rows) - _for_peers(evidence, "all_reduce")
     problem = f"The all-reduce between HSDP replicas is exposed for {evidence.per_step(cost)}."
     change = (

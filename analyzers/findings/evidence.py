@@ -101,6 +101,11 @@ class Evidence:
         """Reduce-scatters of layers."""
         return [row for row in self.analysis.groups if row.op == "reduce_scatter" and row.fqn is not None]
 
+    @cached_property
+    def all_reduces(self) -> list[GroupRow]:
+        """All-reduces of layers: between HSDP replicas."""
+        return [row for row in self.analysis.groups if row.op == "all_reduce" and row.fqn is not None]
+
     def frac(self, nanoseconds: float) -> float:
         """A sum over all ranks and steps, as a fraction of their time."""
         return nanoseconds / self.total_ns

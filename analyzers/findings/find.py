@@ -2,7 +2,8 @@
 
 A rule fires only on what the analysis measured, and only if it costs more than ``min_cost_frac`` of the step.
 Costs are averages over all analysed steps and ranks. On a CPU, where collectives block in line by design, the
-rules about overlap stay silent and one plain statement takes their place.
+rules about overlap stay silent and one plain statement takes their place; what the script itself decides
+(groups, micro-batches) is said there, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from fsdp2prof.analyzers.findings import communication_rules, run_rules, step_rules, straggler_rules
+from fsdp2prof.analyzers.findings import (
+    communication_rules,
+    run_rules,
+    script_rules,
+    step_rules,
+    straggler_rules,
+)
 from fsdp2prof.analyzers.findings.evidence import Evidence, FindingThresholds, cost_frac
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
@@ -18,7 +25,7 @@ from fsdp2prof.results import SEVERITIES, Finding, TraceAnalysis
 
 __all__ = ["FindingThresholds", "find", "parse_thresholds"]
 
-_RULES = (communication_rules, straggler_rules, run_rules, step_rules)
+_RULES = (communication_rules, script_rules, straggler_rules, run_rules, step_rules)
 
 
 def find(

@@ -34,6 +34,7 @@ def rank_findings(
     leaks = find_leaks(view.allocations, view.steps, view.recording.stacks)
     found = [
         _out_of_memory(result),
+        _all_in_one_group(result.peak),
         *_unsharded_together(result.peak),
         _unsharded_gradients(view),
         _fp32_logits(view),
@@ -82,6 +83,25 @@ def _out_of_memory(result: RankMemory) -> Finding | None:
             "missing_bytes": oom.missing_bytes,
             "remedies": [asdict(remedy) for remedy in oom.remedies],
         },
+    )
+
+
+def _all_in_one_group(peak: Peak) -> Finding | None:
+    """One group holds every parameter, so that all of them are unsharded while any is needed."""
+    layers = {row.fqn for row in peak.by_layer if row.fqn is not None}
+    held = {row.category: row.bytes for row in peak.by_layer if row.fqn is not None}
+    size = held.get("unsharded_parameter", 0) + held.get("all_gather_buffer", 0)
+    if len(layers) != 1 or "sharded_parameter" not in held or size <= _NOTABLE * peak.allocated_bytes:
+        return None
+    (fqn,) = layers
+    return finding(
+        "all_in_one_group",
+        _severity(size, peak.allocated_bytes),
+        fqn,
+        f"All parameters are in one group, so the whole model is gathered at the peak: {format_bytes(size)} "
+        f"({format_frac(size / peak.allocated_bytes)} of it) of unsharded parameters and all-gather buffers.",
+        "Apply fully_shard to the blocks before the module around them: then one or two are gathered.",
+        {"bytes": size},
     )
 
 

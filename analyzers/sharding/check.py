@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
 from fsdp2prof.analyzers.sharding.structure import check_structure
-from fsdp2prof.manifest import RunDirectory
 from fsdp2prof.results import SEVERITIES, CheckRow, Finding, RunCheck, UnshardedRow
+from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.units import format_bytes, plural
 
 __all__ = ["check_run"]

@@ -122,7 +122,7 @@ def execute(
                 optimizer=optimizer,
                 host=host,
                 device=stand_in_device(),
-                loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+                loss_is_parallel=model.divides_logits(mesh.tp, policy.loss_parallel),
                 stage=stage,
             )
             for step in range(1, steps + 1):

@@ -49,8 +49,12 @@ class BuiltinPlan:
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+        """Whether norms and residuals are divided by sequence."""
         return True
+
+    def divides_logits(self, loss_parallel: bool | None) -> bool:
+        """Whether logits stay divided by vocabulary: unless told not to."""
+        return loss_parallel is not False
 
     @property
     def note(self) -> str:
@@ -77,11 +81,11 @@ class BuiltinPlan:
             )
         return undivided_heads(config.name, config.heads, config.kv_heads, ranks)
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``."""
         from torch.distributed.tensor.parallel import parallelize_module
 
-        plan = {**_ends(loss_parallel), **_attention(self.config)}
+        plan = {**_ends(self.divides_logits(loss_parallel)), **_attention(self.config)}
         parallelize_module(module, mesh, {name: plan[name] for name in plan if name not in self.absent})
         _divide_blocks(module, mesh, self.experts_apart)
         if self.config.tied and not self.absent:

@@ -69,17 +69,22 @@ class TensorParallel(Protocol):
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+        """Whether norms and residuals are divided by sequence."""
 
     @property
     def note(self) -> str:
         """What is divided and how, in one sentence."""
 
+    def divides_logits(self, loss_parallel: bool | None) -> bool:
+        """Whether logits stay divided by vocabulary, as ``loss_parallel`` asks or as the plan has it."""
+
     def refusal(self, ranks: int) -> str | None:
         """Why the model cannot be divided among so many ranks, ``None`` if it can."""
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
-        """Divide the module in place: parameters become DTensors of ``mesh``."""
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
+        """Divide the module in place: parameters become DTensors of ``mesh``.
+
+        Raises ``ModelError`` for what cannot be divided so."""
 
     def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Shape that the first rank holds of a parameter of ``shape``."""
@@ -147,6 +152,11 @@ class Model:
             return self.notes
         idle = f"{', '.join(self.idle)}, which are held sharded without gradients"
         return (*self.notes, f"{self.inputs}: no {self.absent} passes through {idle}")
+
+    def divides_logits(self, ranks: int, loss_parallel: bool | None) -> bool:
+        """Whether each of ``ranks`` tensor-parallel ranks has a part of the vocabulary's logits."""
+        plan = self.tensor_parallel
+        return ranks > 1 and plan is not None and plan.divides_logits(loss_parallel)
 
     @property
     def running_towers(self) -> tuple[str, ...]:

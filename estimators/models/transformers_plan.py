@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.builtin_plan import undivided_heads
+from fsdp2prof.estimators.models.losses import head_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,8 +60,10 @@ class TransformersPlan:
     """1 each if attention is not divided by heads."""
     tied: tuple[str, ...]
     """Parameters that are another one's: divided by rules of their own, then tied again."""
-    applied_by: Callable[[nn.Module, Any, dict[str, str]], Any]
-    """transformers' ``apply_tensor_parallelism``."""
+    head: str | None
+    """The linear layer that makes the logits, where the model says which it is."""
+    library: Any
+    """transformers' module of tensor parallelism."""
 
     @property
     def is_analysed(self) -> bool:
@@ -68,34 +72,52 @@ class TransformersPlan:
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether norms and residuals are divided by sequence, and logits by vocabulary."""
+        """Whether norms and residuals are divided by sequence."""
         return False
+
+    def divides_logits(self, loss_parallel: bool | None) -> bool:
+        """Whether logits stay divided by vocabulary: if asked; transformers' own plans gather them."""
+        return bool(loss_parallel)
 
     @property
     def note(self) -> str:
         """What is divided and how, in one sentence."""
         return (
             "tensor parallelism by the class's own plan, applied by transformers: norms and residuals whole "
-            "on every rank, sums all-reduced, logits gathered, so that loss_parallel divides nothing"
+            "on every rank, sums all-reduced, logits gathered unless loss_parallel is given"
         )
 
     def refusal(self, ranks: int) -> str | None:
         """Why the model cannot be divided among so many ranks: heads that they do not divide."""
         return undivided_heads(self.name, self.heads, self.kv_heads, ranks)
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool) -> None:
+    def apply(self, module: nn.Module, mesh: DeviceMesh, loss_parallel: bool | None) -> None:
         """Divide the module in place: parameters become DTensors of ``mesh``.
 
-        Raises ``ModelError`` for what transformers refuses.
+        Raises ``ModelError`` for what transformers refuses, and for logits that cannot stay divided.
         """
-        del loss_parallel  # the plan gathers the logits
+        rules = dict(self.rules)
+        apart = self._head_in_parallel(rules) if self.divides_logits(loss_parallel) else None
         _untie(module, self.tied)
         try:
-            self.applied_by(module, mesh, dict(self.rules))
+            self.library.apply_tensor_parallelism(module, mesh, rules)
+            if apart is not None:
+                style = self.library.ColwiseParallel(
+                    input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+                )
+                style.install_forward(module.get_submodule(apart), mesh)
         except (ValueError, AttributeError, KeyError) as error:
             raise ModelError(f"model {self.name}: tensor parallelism failed: {error}") from error
         if self.tied:
             module.tie_weights()  # type: ignore[operator]
+
+    def _head_in_parallel(self, rules: dict[str, str]) -> str:
+        """The head, whose rule is taken out of ``rules``: its logits are to stay DTensors."""
+        if self.head is None or rules.pop(self.head, None) not in _COLUMNS:
+            raise ModelError(
+                f"loss_parallel: the plan of {self.name} does not divide a head by vocabulary: leave it out"
+            )
+        return self.head
 
     def local_shape(self, fqn: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
         """Shape that the first rank holds of a parameter of ``shape``."""
@@ -129,7 +151,8 @@ def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) ->
     try:
         parallel = importlib.import_module("transformers.distributed.tensor_parallel")
         names = importlib.import_module("transformers.distributed.parallel_utils")
-        apply, wildcards = parallel.apply_tensor_parallelism, names.replace_layer_number_by_wildcard
+        wildcards = names.replace_layer_number_by_wildcard
+        _ = parallel.apply_tensor_parallelism, parallel.ColwiseParallel
     except (ImportError, AttributeError):
         return f"cannot be divided: transformers {version} has no apply_tensor_parallelism; 5.23 has"
     plan = dict(getattr(module, "tp_plan", None) or {})
@@ -150,7 +173,8 @@ def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) ->
         heads=heads if by_heads else 0,
         kv_heads=int(getattr(text, "num_key_value_heads", 0) or heads) if keys_too else 0,
         tied=tuple(getattr(module, "all_tied_weights_keys", None) or ()),
-        applied_by=apply,
+        head=head_of(module),
+        library=parallel,
     )
 
 

@@ -17,17 +17,27 @@ from statistics import median
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
-from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, resharded
+from fsdp2prof.estimators.replay.edits import (
+    Gather,
+    batches_at_hand,
+    gathers,
+    prefetched,
+    reduced_once,
+    resharded,
+)
 from fsdp2prof.estimators.replay.mesh_change import mesh_change
 from fsdp2prof.estimators.replay.program import Activity, Job, Point
 from fsdp2prof.estimators.spec.cluster import Cluster
 
-__all__ = ["parse_change", "parse_without", "single_changes"]
+__all__ = ["OTHER_HARDWARE", "parse_change", "parse_without", "single_changes"]
 
 _SETTINGS = (
-    "reshard, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
+    "reshard, sync, bandwidth, compute, forward_prefetch, backward_prefetch, reduce_dtype, "
     "separate_reduce_scatter_group, mesh"
 )
+OTHER_HARDWARE = frozenset({"bandwidth", "compute"})
+"""Changes that no script makes."""
+
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DEEPEST = 64
@@ -38,6 +48,7 @@ def parse_change(text: str, cluster: Cluster | None = None) -> Change:
     name, equals, value = text.partition("=")
     makers: dict[str, Callable[[str], Change]] = {
         "reshard": _reshard,
+        "sync": _sync,
         "bandwidth": _bandwidth,
         "compute": _compute,
         "forward_prefetch": _forward_prefetch,
@@ -52,12 +63,14 @@ def parse_change(text: str, cluster: Cluster | None = None) -> Change:
 
 
 def parse_without(text: str) -> Change:
-    """Parse ``host_syncs`` or ``straggler:RANK``. Raises ``UsageError``."""
+    """Parse ``host_syncs``, ``data_loader`` or ``straggler:RANK``. Raises ``UsageError``."""
     if text == "host_syncs":
         return Change("without", text, "a host that never stops for the device", _no_host_syncs)
+    if text == "data_loader":
+        return Change("without", text, "batches that are there when they are needed", _no_data_loader)
     match = re.fullmatch(r"straggler:(\d+)", text)
     if match is None:
-        raise UsageError(f"--without {text}: write host_syncs, or straggler:RANK")
+        raise UsageError(f"--without {text}: write host_syncs, data_loader or straggler:RANK")
     rank = int(match[1])
     return Change(
         "without", text, f"nobody waiting for rank {rank}", lambda changed: _no_straggler(changed, rank)
@@ -68,13 +81,14 @@ def single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[Change]:
     """Return every single change worth trying on a run, whether it applies or not."""
     texts = [
         "forward_prefetch=1", "forward_prefetch=2", "backward_prefetch=2", "reshard=never", "reshard=default",
-        "reshard=always", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes", "bandwidth=2x",
-        "compute=1.2x",
+        "reshard=always", "sync=last", "reduce_dtype=bfloat16", "separate_reduce_scatter_group=yes",
+        "bandwidth=2x", "compute=1.2x",
     ]  # fmt: skip
     ranks = [rank for rank in stragglers if len(job) > 1]
     return [
         *(parse_change(text) for text in texts),
         parse_without("host_syncs"),
+        parse_without("data_loader"),
         *(parse_without(f"straggler:{rank}") for rank in ranks),
     ]
 
@@ -229,6 +243,13 @@ def _no_host_syncs(changed: Changed) -> Changed:
     return replace(changed, job=job)
 
 
+def _no_data_loader(changed: Changed) -> Changed:
+    job = [batches_at_hand(program) for program in changed.job]
+    if all(after is before for after, before in zip(job, changed.job, strict=True)):
+        raise NotApplicableError("no step of this run gets a batch from a DataLoader")
+    return replace(changed, job=job)
+
+
 def _no_straggler(changed: Changed, rank: int) -> Changed:
     ranks = {program.rank for program in changed.job}
     if rank not in ranks:
@@ -350,3 +371,29 @@ def _kept_bytes(found: Sequence[Gather]) -> int:
     by_layer = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn not in again}
     resharded_ones = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn in again}
     return sum(by_layer.values()) + sum(sorted(resharded_ones.values(), reverse=True)[:2])
+
+
+# What is reduced when.
+
+
+def _sync(value: str) -> Change:
+    if value != "last":
+        raise UsageError(f"--set sync={value}: write last")
+
+    def apply(changed: Changed) -> Changed:
+        made = [reduced_once(program) for program in changed.job]
+        if not any(sizes for _, sizes in made):
+            raise NotApplicableError("no layer's gradients are reduced more than once between two updates")
+        sizes = max((list(sizes.values()) for _, sizes in made), key=sum)
+        known = changed.memory_bytes is not None and all(size >= 0 for size in sizes)
+        return replace(
+            changed,
+            job=[program for program, _ in made],
+            memory_bytes=(changed.memory_bytes or 0) + sum(sizes) if known else None,
+            assumptions=(
+                *changed.assumptions,
+                "adding up a layer's full gradients takes as long as copying them into their reduction did",
+            ),
+        )
+
+    return Change("sync", value, "reducing gradients in the last micro-batch only", apply)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fsdp2prof.analyzers.trace.data_loader import NEXT_BATCH
 from fsdp2prof.estimators.replay.program import Activity, Point, RankProgram
 from fsdp2prof.labels import is_root, parse_label
 
-__all__ = ["Gather", "gathers", "prefetched", "resharded", "without_gathers"]
+__all__ = [
+    "Gather",
+    "batches_at_hand",
+    "gathers",
+    "prefetched",
+    "reduced_once",
+    "resharded",
+    "without_gathers",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,71 @@ def gathers(program: RankProgram) -> list[Gather]:
 
 def without_gathers(program: RankProgram, dropped: list[Gather]) -> RankProgram:
     """Leave all-gathers out, with their copies and with what the host does for them."""
-    parts = [part for one in dropped for part in (one.issue, one.copy_out)]
+    return _without(program, [part for one in dropped for part in (one.issue, one.copy_out)])
+
+
+def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
+    """Reduce each group's gradients in the last backward before the optimizer's step only.
+
+    As FSDP2 does with ``set_requires_gradient_sync`` false in the others. Their copies into the collective
+    stay, for the addition of gradients that comes in their place. Returned beside it: label -> payload bytes
+    of one reduction that is left out, -1 where not known.
+    """
+    backwards = _backwards(program)
+    last: dict[tuple[str, int, int], int] = {}
+    reductions = []
+    for name, begin, end in _label_ranges(program.points):
+        label = parse_label(name)
+        if label is None or label.kind != "post_backward_reduce":
+            continue
+        launched = [at for at in range(begin, end) if _sends(program.points[at])]
+        if launched:
+            backward, update = backwards[begin]
+            one = program.points[launched[0]].launches
+            assert one is not None
+            key = name, one.step, update
+            last[key] = max(last.get(key, 0), backward)
+            reductions.append((key, backward, range(launched[0], end), one.payload_bytes))
+    dropped = [entry for entry in reductions if entry[1] < last[entry[0]]]
+    sizes = {name: size for (name, _, _), _, _, size in dropped}
+    return _without(program, [part for _, _, part, _ in dropped]), sizes
+
+
+def batches_at_hand(program: RankProgram) -> RankProgram:
+    """Take no host time to get a batch: what is launched meanwhile stays."""
+    inside = {
+        position
+        for name, begin, end in _label_ranges(program.points)
+        if name.startswith(NEXT_BATCH)
+        for position in range(begin + 1, end + 1)
+    }
+    if not inside:
+        return program
+    points = [
+        replace(point, work_ns=0, compute_ns=0, update_ns=0) if at in inside else point
+        for at, point in enumerate(program.points)
+    ]
+    return replace(program, points=points)
+
+
+def _backwards(program: RankProgram) -> list[tuple[int, int]]:
+    """Of each point, how many backwards ended before it, and how many times parameters were updated."""
+    counts, backwards, updates = [], 0, 0
+    for point in program.points:
+        counts.append((backwards, updates))
+        label = parse_label(point.label) if point.label else None
+        if label is not None and point.opens:
+            updates += label.kind == "optimizer"
+        elif label is not None:
+            backwards += label.kind == "root_post_backward_callback"
+    return counts
+
+
+def _sends(point: Point) -> bool:
+    return point.launches is not None and point.launches.kind == "collective"
+
+
+def _without(program: RankProgram, parts: list[range]) -> RankProgram:
     gone = {position for part in parts for position in part}
     left = [(program.points[part[0]].begin, program.points[part[-1]].end) for part in parts if part]
     kept = _with_points(program, [p for at, p in enumerate(program.points) if at not in gone])

@@ -196,8 +196,11 @@ class PolicySpec:
         "model returns them (own), or the fp32 copy that the loss is computed of.",
         memory_only=True,
     )
-    loss_parallel: bool = option(
-        True, Flag(), "Under tensor parallelism keep the logits sharded over the vocabulary."
+    loss_parallel: bool | None = option(
+        None,
+        Flag(unset=True),
+        "Under tensor parallelism keep the logits sharded over the vocabulary; not given, built-in models do "
+        "and Hugging Face's own plans gather them.",
     )
     forward_prefetch: Prefetch | ByUnit = option(
         0, PerUnit(Prefetched(MOST_LAYERS), 0), "Blocks prefetched explicitly in forward, or units by name."

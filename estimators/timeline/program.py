@@ -75,7 +75,7 @@ def capture_step(
             optimizer=build_optimizer(model, policy),
             host=host,
             device=stand_in_device(),
-            loss_is_parallel=mesh.tp > 1 and policy.loss_parallel,
+            loss_is_parallel=model.divides_logits(mesh.tp, policy.loss_parallel),
             stage=PipelineStage(model, mesh, policy) if mesh.pp > 1 else None,
         )
         with naming_the_culprit(spec):

@@ -95,9 +95,13 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         )
     if policy.async_tp and not plan.is_analysed:
         raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")
-    divided = plan.divides_sequence and policy.loss in ("fused", "logprobs", "dpo")
-    if divided or policy.loss == "fused":
-        raise ModelError(f"loss={policy.loss} over logits that tensor parallelism divides is not modelled")
+    if policy.loss == "fused":
+        raise ModelError("loss=fused with a head that tensor parallelism divides is not modelled")
+    if policy.loss in ("logprobs", "dpo") and plan.divides_logits(policy.loss_parallel):
+        raise ModelError(
+            f"loss={policy.loss} over logits that tensor parallelism divides is not modelled: "
+            "gather them (loss_parallel=false)"
+        )
     if any(isinstance(value, int) for value in values_of(policy.reshard)):
         raise ModelError("reshard to a number of ranks is not supported by FSDP2 with tensor parallelism")
 

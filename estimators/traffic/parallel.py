@@ -45,11 +45,12 @@ def add_parallel_traffic(
     notes: list[str] = []
     if mesh.tp > 1 and config is not None and not executed:
         _add_tensor_parallel(ledger, config, list(blocks.values()), mesh, policy)
-        _add_ends(ledger, config, owner_of, mesh, policy)
+        in_parallel = model.divides_logits(mesh.tp, policy.loss_parallel)
+        _add_ends(ledger, config, owner_of, mesh, policy, in_parallel=in_parallel)
         _add_replicated_gradients(ledger, groups, Axis(size=mesh.tp, mesh_dim="tp"), policy)
         notes.append(
             "tensor parallelism as analysed: sequence-parallel norms and residuals, vocabulary-sharded "
-            f"embedding and head, loss {'parallel' if policy.loss_parallel else 'over gathered logits'}"
+            f"embedding and head, loss {'parallel' if in_parallel else 'over gathered logits'}"
         )
     if mesh.ep > 1:
         if config is not None and not executed:
@@ -116,6 +117,8 @@ def _add_ends(
     owner_of: Mapping[str, str],
     mesh: MeshSpec,
     policy: PolicySpec,
+    *,
+    in_parallel: bool,
 ) -> None:
     """The embedding scatters its partial sums; the head gathers the sequence; the loss joins the logits."""
     add = _activation_adder(ledger, mesh, policy)
@@ -129,7 +132,7 @@ def _add_ends(
         head = owner_of.get("output", "")
         add(head, "forward", "all_gather", 1, tokens * config.dim)
         add(head, "backward", "reduce_scatter", 1, tokens * config.dim)
-        if policy.loss_parallel:
+        if in_parallel:
             add("", "forward", "all_reduce", 3, tokens, "float32")
         else:
             add(head, "forward", "all_gather", 1, tokens * config.vocab_size)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.messages import say
-from fsdp2prof.manifest import recording_folder
+from fsdp2prof.run_directory import recording_folder
 
 __all__ = ["trigger"]
 

@@ -22,15 +22,15 @@ __all__ = ["whatif"]
     "settings",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A change; several are made together: reshard=never|default|always, forward_prefetch=N, "
-    "backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, bandwidth=2x, "
-    "compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
+    help="A change; several are made together: reshard=never|default|always, sync=last, "
+    "forward_prefetch=N, backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, "
+    "bandwidth=2x, compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
 )
 @click.option(
     "--without",
     multiple=True,
     metavar="WHAT",
-    help="Something to leave out: host_syncs, straggler:RANK.",
+    help="Something to leave out: host_syncs, data_loader, straggler:RANK.",
 )
 @click.option(
     "--hardware",

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 
 from fsdp2prof.files import replacing
-from fsdp2prof.manifest import FLIGHT_RECORDER_FILE, FLIGHT_RECORDER_FOLDER, STACKS_FILE
+from fsdp2prof.run_directory import FLIGHT_RECORDER_FILE, FLIGHT_RECORDER_FOLDER, STACKS_FILE
 
 __all__ = ["HangWatch", "buffer_variables", "keep_state"]
 

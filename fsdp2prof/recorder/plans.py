@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import RECORDING_FILE, RecordingInfo, recording_folder, recording_number
+from fsdp2prof.manifest import RecordingInfo
+from fsdp2prof.run_directory import RECORDING_FILE, recording_folder, recording_number
 
 __all__ = ["announce", "bytes_taken", "newest", "read_plan"]
 

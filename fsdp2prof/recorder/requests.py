@@ -9,9 +9,10 @@ import msgspec
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import TRIGGER_FILE, RecordingInfo
+from fsdp2prof.manifest import RecordingInfo
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.plans import newest, read_plan
+from fsdp2prof.run_directory import TRIGGER_FILE
 
 __all__ = ["ask_and_wait", "request_recording", "take_request"]
 

@@ -29,6 +29,8 @@ class WhatIfChange:
     """More memory at the peak of one rank; null is not known."""
     reason: str | None
     """Why it does not apply; null where it does."""
+    other_hardware: bool = False
+    """Whether it takes faster devices or links: no setting of a training makes it."""
     assumptions: list[str] = field(default_factory=list)
     """What it rests on beyond the replay itself."""
 

@@ -15,7 +15,6 @@ from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.errors import InputError, SnapshotError, UsageError
 from fsdp2prof.files import replacing
-from fsdp2prof.manifest import COMMUNICATION_FILE
 from fsdp2prof.results import (
     Baseline,
     CommEstimate,
@@ -29,6 +28,7 @@ from fsdp2prof.results import (
     StepEstimate,
     TraceAnalysis,
 )
+from fsdp2prof.run_directory import COMMUNICATION_FILE
 from fsdp2prof.units import format_ns
 from fsdp2prof.workflows.analyze import analyze_any
 from fsdp2prof.workflows.job.job_files import JobFiles, open_job

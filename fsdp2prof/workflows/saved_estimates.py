@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import (
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo
+from fsdp2prof.recorder.memory.recording_file import write_recording
+from fsdp2prof.results import CommEstimate
+from fsdp2prof.run_directory import (
     COMMUNICATION_FILE,
     MANIFEST_FILE,
     RUN_FILE,
     STORAGE_COUNT_FILE,
     TRACE_FILE,
-    RankManifest,
-    RecordOptions,
-    RunInfo,
     rank_folder,
 )
-from fsdp2prof.recorder.memory.recording_file import write_recording
-from fsdp2prof.results import CommEstimate
 from fsdp2prof.workflows.ranks.trace_file import write_trace
 
 if TYPE_CHECKING:

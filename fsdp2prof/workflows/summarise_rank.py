@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fsdp2prof.errors import Fsdp2ProfError, RunDirectoryError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE
 from fsdp2prof.readers.run.directory import open_rank
+from fsdp2prof.run_directory import SNAPSHOT_FILE, STORAGE_COUNT_FILE, SUMMARY_FILE, TRACE_FILE
 from fsdp2prof.workflows.analyze import analyze_run
 from fsdp2prof.workflows.job.job_files import JobFiles
 

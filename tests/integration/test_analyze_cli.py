@@ -23,7 +23,8 @@ import pytest
 from support.cli import call
 from synthetic import Schedule, record, transformer, write_run
 
-from fsdp2prof.manifest import MANIFEST_FILE, RUN_FILE, TRACE_FILE, RankManifest, RunInfo, rank_folder
+from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.run_directory import MANIFEST_FILE, RUN_FILE, TRACE_FILE, rank_folder
 
 BREAKDOWN = [
     "compute",

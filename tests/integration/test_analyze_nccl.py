@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from support.nccl_files import inspector_lines
 
-from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.run_directory import MANIFEST_FILE, rank_folder
 from fsdp2prof.workflows.analyze import read_tables
 from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.nccl import analyze_nccl

@@ -90,7 +90,10 @@ def executed(config, mesh, policy):
         model.module.to_empty(device="cpu")
         for _ in range(2):
             mode.counts.clear()
-            with mode, loss_parallel() if mesh.tp > 1 and policy.loss_parallel else nullcontext():
+            with (
+                mode,
+                loss_parallel() if mesh.tp > 1 and policy.loss_parallel is not False else nullcontext(),
+            ):
                 train_step(model, policy, mode)
     return mode.counts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from support.interception import summed
 from support.tiny_families import SEES, TEXT, values_of
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.expert_parallel import clip_gradients
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.training import build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
@@ -60,19 +63,23 @@ def families() -> list[Any]:
     ]
 
 
-def trained(spec: ModelSpec, policy: PolicySpec) -> MemoryRecording:
+def trained(spec: ModelSpec, policy: PolicySpec, mesh: MeshSpec = MESH) -> MemoryRecording:
     """Storages of two steps over a fake process group, on real tensors."""
     torch.manual_seed(0)
-    with fake_process_group(MESH) as device_mesh, attention_kernel(policy):
-        model = part_of(build_model(spec, seq_len=policy.seq_len), MESH, policy)
-        root: Any = shard(model, policy, fsdp_mesh(device_mesh), None)
+    with ExitStack() as stack:
+        device_mesh = stack.enter_context(fake_process_group(mesh))
+        stack.enter_context(attention_kernel(policy))
+        if policy.loss_parallel:
+            stack.enter_context(loss_parallel())
+        model = part_of(build_model(spec, seq_len=policy.seq_len), mesh, policy)
+        root: Any = shard(model, policy, fsdp_mesh(device_mesh), tensor_parallel_mesh(device_mesh))
         tracker = StorageTracker(stacks=False)
         with tracker:
             tracker.mark_step(0)
             root.to_empty(device="cpu")
             with torch.no_grad():
                 for tensor in [*root.parameters(), *root.buffers()]:
-                    tensor.fill_(0.01)
+                    (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(0.01)
             optimizer = build_optimizer(model, policy)
             assert optimizer is not None
             for step in (1, 2):
@@ -108,6 +115,19 @@ def test_the_memory_of_a_family(family: str, tmp_path: Path) -> None:
     foreseen, counted = execute(spec, MESH, policy).recording, trained(spec, policy)
     assert family in COPIES_MORE or sizes(foreseen) == sizes(counted)
     assert peak(foreseen) == peak(counted) + 4  # the number by which the host's stream is known
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+@pytest.mark.parametrize("in_parallel", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_the_memory_under_tensor_parallelism(family: str, in_parallel: bool, tmp_path: Path) -> None:
+    """With logits gathered, and with logits that stay divided by vocabulary."""
+    spec, policy = spec_of(family, tmp_path), PolicySpec(seq_len=32, batch_size=2, loss_parallel=in_parallel)
+    mesh = MeshSpec(dp_shard=2, tp=2)
+    foreseen, counted = execute(spec, mesh, policy).recording, trained(spec, policy, mesh)
+    assert sizes(foreseen) == sizes(counted)
+    assert peak(foreseen) == peak(counted) + 4
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import pytest
 from support.cli import call
 from synthetic import Schedule, record, transformer, write
 
-from fsdp2prof.manifest import STORAGE_COUNT_FILE, rank_folder
+from fsdp2prof.run_directory import STORAGE_COUNT_FILE, rank_folder
 
 SECONDS = 120
 MEMORY_BYTES = 4 << 30

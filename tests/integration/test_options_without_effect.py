@@ -12,15 +12,8 @@ from support.cli import call
 from support.snapshots import SnapshotBuilder
 from synthetic import Schedule, record, transformer, write_run
 
-from fsdp2prof.manifest import (
-    RUN_FILE,
-    MeshInfo,
-    ParameterInfo,
-    ParamGroupInfo,
-    RankManifest,
-    RunInfo,
-    rank_folder,
-)
+from fsdp2prof.manifest import MeshInfo, ParameterInfo, ParamGroupInfo, RankManifest, RunInfo
+from fsdp2prof.run_directory import RUN_FILE, rank_folder
 
 Capture = pytest.CaptureFixture[str]
 

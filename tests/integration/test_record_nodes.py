@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp2prof.manifest import RunDirectory
 from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.workflows.analyze import analyze_run
 from fsdp2prof.workflows.job.job_files import open_job
 

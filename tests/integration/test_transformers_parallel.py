@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.interception import Interception, summed
+from torch.distributed.tensor.parallel import loss_parallel
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
@@ -49,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},  # packed projections, gathered
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
+    "cohere2": {"tie_word_embeddings": True},
 }
 
 
@@ -81,7 +86,7 @@ def executed(spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Any:
                 tensor.zero_()
         for _ in range(2):
             mode.counts.clear()
-            with mode:
+            with mode, loss_parallel() if policy.loss_parallel else nullcontext():
                 for micro_batch in range(policy.grad_accum):
                     root.set_requires_gradient_sync(micro_batch == policy.grad_accum - 1)
                     mode.phase = "forward"
@@ -114,12 +119,36 @@ def test_collectives_and_shards_of_a_family(family, tmp_path):
 
 
 POLICIES: dict[str, Any] = {"ac": "full", "grad_accum": 2, "loss": "chunked:2"}
+IN_PARALLEL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"loss": "chunked:2"},
+    "gemma2": {"ac": "full"},  # capped
+    "cohere2": {},  # tied, scaled
+}
 
 
 @pytest.mark.parametrize("option", cases(POLICIES, ("loss",)))
 def test_policies(option, tmp_path):
     spec, policy = config_of(tmp_path, "llama"), PolicySpec(**SIZES, **{option: POLICIES[option]})
     assert summed_rows(estimate_comm(spec, MESH, policy)) == executed(spec, MESH, policy)[0]
+
+
+@pytest.mark.parametrize("family", cases(IN_PARALLEL, ()))
+def test_logits_that_stay_divided(family, tmp_path):
+    spec = config_of(tmp_path, family)
+    policy = PolicySpec(**SIZES, **IN_PARALLEL[family], loss_parallel=True)
+    assert summed_rows(estimate_comm(spec, MESH, policy)) == executed(spec, MESH, policy)[0]
+
+
+def test_divided_logits_are_not_gathered(tmp_path):
+    """By hand: two ranks have 49 of 98 logits of 32 tokens; three numbers a token are reduced in fp32."""
+    spec, policy = config_of(tmp_path, "llama"), PolicySpec(**SIZES, clip_grad=False)
+    gathered, divided = (
+        Counter({key: size for key, (_, size) in summed_rows(estimate_comm(spec, MESH, one)).items()})
+        for one in (policy, replace(policy, loss_parallel=True))
+    )
+    assert gathered - divided == {("forward", "all_gather", "bfloat16"): 32 * 98 * 2}
+    assert divided - gathered == {("forward", "all_reduce", "float32"): 3 * 32 * 4}
 
 
 def test_what_cannot_be_divided_says_why(tmp_path):
@@ -135,11 +164,15 @@ def test_what_cannot_be_divided_says_why(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama, tied", "qwen3", "mixtral"])
-def test_a_real_run_of_four_ranks(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "in_parallel"),
+    [("llama, tied", None), ("qwen3", None), ("mixtral", None), ("qwen3", True), ("llama", True)],
+)
+def test_a_real_run_of_four_ranks(family, in_parallel, tmp_path):
     """Two by two gloo ranks: every rank's bytes and collectives."""
-    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES)
-    command = torchrun(SCRIPTS / "transformers_parallel.py", 4, spec.source, str(tmp_path))
+    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, loss_parallel=in_parallel)
+    how = ["loss_parallel"] if in_parallel else []
+    command = torchrun(SCRIPTS / "transformers_parallel.py", 4, spec.source, str(tmp_path), *how)
     subprocess.run(command, check=True, env=training_environment(), timeout=300)
     groups = parameter_groups(build_model(spec, seq_len=16), MESH, policy)
     sums = summed_rows(estimate_comm(spec, MESH, policy))

@@ -27,13 +27,13 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.step import program_of, simulate_program
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.execution_trace import program_of_trace
-from fsdp2prof.manifest import STEPS_FILE, SUMMARY_FILE, TRACE_FILE, rank_folder
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.recorder.memory.recording_file import write_recording
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.run_directory import STEPS_FILE, SUMMARY_FILE, TRACE_FILE, rank_folder
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.workflows.balance import check_balance
 from fsdp2prof.workflows.check import check_run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fsdp2prof.manifest import RankManifest, RankRecord
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.run_directory import RankRecord
 
 Value = TypeVar("Value")
 

@@ -7,16 +7,9 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.analyzers.sharding.check import check_run
-from fsdp2prof.manifest import (
-    PackedManifest,
-    ProcessGroupInfo,
-    RankManifest,
-    RankRecord,
-    RunDirectory,
-    RunInfo,
-    UnshardedInfo,
-)
+from fsdp2prof.manifest import ProcessGroupInfo, RankManifest, RunInfo, UnshardedInfo
 from fsdp2prof.results import RunCheck
+from fsdp2prof.run_directory import PackedManifest, RankRecord, RunDirectory
 from support.sharded_groups import sharded_group
 
 

@@ -19,7 +19,8 @@ from synthetic.kineto import BASE_NS, EPOCH_NS
 
 import fsdp2prof
 from fsdp2prof.errors import ClusterError
-from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
+from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.run_directory import rank_folder
 from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
 from fsdp2prof.workflows.job.job_files import open_job
 from fsdp2prof.workflows.ranks import cluster as clusters

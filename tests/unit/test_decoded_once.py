@@ -15,7 +15,8 @@ from support.snapshots import SnapshotBuilder
 from synthetic import Schedule, record, transformer, write
 from synthetic.kineto import BASE_NS, EPOCH_NS
 
-from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
+from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.run_directory import rank_folder
 from fsdp2prof.workflows import analyze
 from fsdp2prof.workflows.job import job_files
 from fsdp2prof.workflows.ranks import one_rank, trace_cache

@@ -221,6 +221,7 @@ def test_the_changes_worth_most_open_the_page_with_gain_and_cost() -> None:
         return WhatIfChange(
             change=name, what=f"with {name}", step_ns=step, gained_ns=gained, gained_frac=frac,
             memory_bytes=memory, reason=None if gained is not None else "no",
+            other_hardware=name.startswith("bandwidth"),
         )  # fmt: skip
 
     tried = [

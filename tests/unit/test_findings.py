@@ -16,7 +16,7 @@ from fsdp2prof.analyzers.findings import find as findings
 from fsdp2prof.analyzers.findings.find import FindingThresholds, find, parse_thresholds
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results import CrossRank, Finding, LateRank, LateRanks, Straggler, TraceAnalysis
+from fsdp2prof.results import CrossRank, Finding, GroupRow, LateRank, LateRanks, Straggler, TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 
@@ -108,6 +108,11 @@ FAULTS = {
         kept_root(numel=400_000_000, all_gather_ns=9 * MS),
         "",
         "Apply fully_shard to the blocks",
+    ),
+    "reduced_every_micro_batch": (
+        Schedule(roots=(healthy_layers(reduce_scatter_ns=6 * MS),), microbatches=3),
+        None,
+        "set_requires_gradient_sync(False)",
     ),
     "resharded_needlessly": (
         HEALTHY.changed(f"layers.{LAYERS - 1}", reshard=None, all_gather_ns=4 * MS),
@@ -312,6 +317,52 @@ def test_on_a_cpu_only_the_plain_truth_is_told() -> None:
     assert {rank.device_type for rank in analysis.ranks} == {"cpu"}
     found = {finding.id: finding for finding in find(replace(analysis, findings=[]))}
     assert {name: finding.severity for name, finding in found.items()} == {"cpu_collectives_in_line": "info"}
+
+
+def test_what_the_script_hands_to_fsdp_is_told_on_a_cpu_too() -> None:
+    """8 of 10 MB in one all-gather; then everything: nothing is there that could hide it."""
+
+    def row(fqn: str, op: str, phase: str, megabytes: int, count: int = 1) -> GroupRow:
+        return replace(
+            analysis.groups[0], rank=0, step=4, fqn=fqn, op=op, phase=phase, count=count,
+            payload_bytes=megabytes * 10**6 * count, exposed_ns=4 * MS,
+        )  # fmt: skip
+
+    analysis = replace(trace_analysis(), findings=[])
+    gathers = [row(fqn, "all_gather", "forward", size) for fqn, size in (("a", 1), ("wide", 8), ("b", 1))]
+    reductions = [row(str(one.fqn), "reduce_scatter", "backward", 8) for one in gathers]
+    found = named(replace(analysis, findings=find(replace(analysis, groups=[*gathers, *reductions]))))
+    assert number(found["wrapping_too_coarse"], "share_frac") == 0.8
+    assert "modules inside `wide` first" in found["wrapping_too_coarse"].change
+    assert "reduced_every_micro_batch" not in found
+    alone = [row("", "all_gather", "forward", 8), row("", "reduce_scatter", "backward", 8)]
+    (coarse,) = [f for f in find(replace(analysis, groups=alone)) if f.id == "wrapping_too_coarse"]
+    assert "All parameters (7.63 MiB) are in one group" in coarse.message
+    windows = sum(len(rank.steps) for rank in analysis.ranks)
+    assert number(coarse, "cost_ns_per_step") == (4 + 4) * MS // windows  # the gather's and the reduction's
+
+
+def test_micro_batches_are_the_runs_own_word_where_it_has_one() -> None:
+    """Three reductions a step of every layer: two thirds of their time go where one is enough."""
+    analysis = replace(trace_analysis(), findings=[])
+    one = replace(
+        analysis.groups[0], rank=0, step=4, op="reduce_scatter", phase="backward", count=3,
+        payload_bytes=6 << 20, exposed_ns=9 * MS,
+    )  # fmt: skip
+    analysis = replace(analysis, groups=[replace(one, fqn="a"), replace(one, fqn="b", count=6)])
+
+    def told(*manifests: RankManifest) -> list[Finding]:
+        return [f for f in find(analysis, manifests) if f.id == "reduced_every_micro_batch"]
+
+    windows = sum(len(rank.steps) for rank in analysis.ranks)
+    (foreign,) = told()
+    assert number(foreign, "cost_ns_per_step") == 18 * MS * 2 // 3 // windows
+    assert number(foreign, "memory_bytes") == (2 << 20) + (1 << 20)  # of one reduction of each layer
+    assert foreign.change.startswith("If these are micro-batches of one update: call set_requires")
+    group = sharded_group("a", [8, 64], ranks=4, rows=2)
+    (own,) = told(RankManifest(param_groups=[group], micro_batches=3, gradient_syncs=3))
+    assert own.change.startswith("Call set_requires_gradient_sync(False) in all micro-batches but the last")
+    assert told(RankManifest(param_groups=[group], micro_batches=3, gradient_syncs=1)) == []
 
 
 def test_collectives_that_are_not_fsdps_are_told_apart() -> None:

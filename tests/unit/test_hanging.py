@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp2prof.manifest import STACKS_FILE, RecordOptions
+from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.job.stacks import read_stacks
 from fsdp2prof.recorder.hanging import HangWatch, buffer_variables, keep_state
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
+from fsdp2prof.run_directory import STACKS_FILE
 
 
 def test_a_buffer_that_the_user_has_sized_stays_so() -> None:

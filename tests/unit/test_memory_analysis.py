@@ -406,6 +406,23 @@ def test_a_root_that_stays_unsharded_is_found_among_several(tmp_path: Path, monk
     assert (found.fqn, found.evidence["bytes"]) == ("root1:", 1000)
 
 
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_a_model_in_one_group_is_gathered_whole(tmp_path: Path, blocks: int):
+    """1,000 of 1,500 B at the peak are the one group's parameters; with a second group that is no finding."""
+    t = Training()
+    for name in ["", " (a)"][: 1 + blocks]:
+        t.label("START", f"FSDP::pre_forward{name}")
+        t.within(f"FSDP::all_gather_copy_out{name}", ("get", f"parameter{name}", 1000))
+        t.label("END", f"FSDP::pre_forward{name}")
+    t.get("activation", 300)
+    t.event("free_requested", 77, 200).event("free_completed", 77, 200)  # held since before the recording
+    t.within("FSDP::post_forward")
+    shard = TensorInfo(category="sharded_parameter", fqn="", address=77, nbytes=200)
+    analysis = analyze_memory([(0, t.read(tmp_path), RankManifest(tensors=[shard]))])
+    found = [one for one in analysis.findings if one.id == "all_in_one_group"]
+    assert [(one.fqn, one.evidence["bytes"]) for one in found] == ([] if blocks else [("", 1000)])
+
+
 def test_findings_of_a_recording(tmp_path: Path):
     t = Training()
     t.get("waits", 900).event("free_requested", t._at["waits"][0], 900)

@@ -10,8 +10,9 @@ import pytest
 
 import fsdp2prof
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, RecordOptions, node_file, rank_folder
+from fsdp2prof.manifest import RankManifest, RecordOptions
 from fsdp2prof.recorder.run_folder import is_alone, prepare_run, records_of_node
+from fsdp2prof.run_directory import MANIFEST_FILE, node_file, rank_folder
 
 
 def prepare(run, node=0, *, force=False):

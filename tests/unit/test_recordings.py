@@ -8,14 +8,7 @@ import pytest
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import (
-    RankManifest,
-    RecordOptions,
-    RunInfo,
-    StepInfo,
-    recording_folder,
-    recording_number,
-)
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, StepInfo
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model.roots import Roots
@@ -25,6 +18,7 @@ from fsdp2prof.recorder.rank.recordings import Recordings
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
 from fsdp2prof.recorder.requests import ask_and_wait, request_recording, take_request
 from fsdp2prof.recorder.settings import Settings, leader, validate
+from fsdp2prof.run_directory import recording_folder, recording_number
 
 SECOND = 10**9
 

@@ -13,7 +13,8 @@ import pytest
 from support.cli import call
 from synthetic import Schedule, record, transformer, write
 
-from fsdp2prof.manifest import RankManifest, RunInfo, rank_folder
+from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.run_directory import rank_folder
 from fsdp2prof.workflows.job.urls import hide_secrets, is_url, local_path
 
 fsspec = pytest.importorskip("fsspec", reason="the extra remote is not installed")

@@ -7,8 +7,9 @@ import pytest
 from support.present import present
 
 from fsdp2prof.errors import RunDirectoryError
-from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, node_file, rank_folder
+from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo
 from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
+from fsdp2prof.run_directory import node_file, rank_folder
 
 
 def write(path, document):

@@ -8,8 +8,6 @@ import msgspec
 
 from fsdp2prof.analyzers.run_summary import summarize_run
 from fsdp2prof.manifest import (
-    MANIFEST_FILE,
-    RUN_FILE,
     DeviceInfo,
     MeshInfo,
     OptimizerInfo,
@@ -18,10 +16,10 @@ from fsdp2prof.manifest import (
     RankManifest,
     RunInfo,
     StepInfo,
-    rank_folder,
 )
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.results import RunSummary
+from fsdp2prof.run_directory import MANIFEST_FILE, RUN_FILE, rank_folder
 
 
 def parameter(rows: int, local: int, padded: int, dtype: str = "float32") -> ParameterInfo:

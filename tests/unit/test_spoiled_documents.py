@@ -29,10 +29,10 @@ from fsdp2prof.manifest import (
     RunInfo,
     StepInfo,
     TensorInfo,
-    rank_folder,
 )
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.run_directory import rank_folder
 from fsdp2prof.workflows.analyze import analyze_memory, analyze_run, analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 

@@ -17,7 +17,8 @@ from fsdp2prof.analyzers.trace.analysis import analyze_trace as analyze_trace_of
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import InputError, TraceError, UsageError
 from fsdp2prof.estimators.replay.changes import latencies, parse_change, parse_without
-from fsdp2prof.estimators.replay.program import Activity
+from fsdp2prof.estimators.replay.edits import reduced_once
+from fsdp2prof.estimators.replay.program import Activity, Point, RankProgram
 from fsdp2prof.estimators.replay.run import run
 from fsdp2prof.estimators.replay.warp import replayed_trace
 from fsdp2prof.estimators.spec.cluster import Cluster
@@ -99,6 +100,51 @@ def test_a_change_gives_what_a_run_that_has_it_gives(kind: str, tmp_path: Path) 
         assert sum(result.breakdown_after_ns.values()) == pytest.approx(result.tried[0].step_ns)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_reducing_in_the_last_micro_batch_gives_what_a_run_that_does_so_gives(
+    replicas: int, tmp_path: Path
+) -> None:
+    often = replace(schedule(transformer(4, **SLOW_LINKS)), microbatches=3, shard=2, replicas=replicas)
+    once = replace(often, sync_every_microbatch=False)
+    result = tried(traces(tmp_path / "often", often), "sync=last")
+    recorded = analyze_trace(open_job(traces(tmp_path / "once", once)))
+    assert result.tried[0].step_ns == pytest.approx(recorded.totals.step_ns, rel=0.003)
+    assert result.tried[0].memory_bytes == (6_000_000 + 4 * 4_000_000) * 4  # every full gradient in float32
+    counts = {(row.fqn, row.op, row.phase): row.count for row in recorded.by_layer}
+    assert {(row.fqn, row.op, row.phase): row.count_after for row in result.by_layer} == counts
+
+
+def test_gradients_of_two_updates_are_two_reductions() -> None:
+    """Two backwards with an update between them, as of two optimizers in turns, are no accumulation."""
+
+    def program(*labels: str) -> RankProgram:
+        points: list[Point] = []
+        activities: dict[int, Activity] = {}
+        for name in labels:
+            points.append(Point(number=len(points), begin=0, end=0, work_ns=0, label=name, opens=True))
+            if "reduce" in name:
+                one = Activity(
+                    index=len(activities), start=0, end=5, stream=1, kind="collective", step=1,
+                    op="reduce_scatter", payload_bytes=64,
+                )  # fmt: skip
+                activities[one.index] = one
+                points.append(Point(number=len(points), begin=0, end=0, work_ns=0, launches=one))
+            points.append(Point(number=len(points), begin=0, end=0, work_ns=0, label=name))
+        return RankProgram(0, True, 0, 0, points, activities)
+
+    reduce, done, update = (
+        "FSDP::post_backward_reduce (layers.0)",
+        "FSDP::root_post_backward_callback",
+        "Optimizer.step#AdamW.step",
+    )
+    assert reduced_once(program(reduce, done, update, reduce, done, update))[1] == {}
+    once, sizes = reduced_once(program(reduce, done, reduce, done, reduce, done, update))
+    assert list(once.activities) == [2]
+    assert sizes == {reduce: 64}
+    # one module that runs twice in a backward accumulates nothing
+    assert reduced_once(program(reduce, reduce, done, update))[1] == {}
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(each=st.lists(schedules(), min_size=1, max_size=1))
 def test_a_run_replayed_unchanged_gives_back_every_nanosecond(each: list[Schedule], tmp_path: Path) -> None:
@@ -152,6 +198,24 @@ def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path:
     assert sentence(replace(row, gained_ns=0.0)) == "nobody waiting for rank 1: no time gained"
 
 
+def test_without_the_data_loader_ranks_step_as_if_batches_were_there(tmp_path: Path) -> None:
+    """One rank takes 30 ms for a batch, the other one 40 us, and waits for it."""
+    layers = transformer(3)
+    slow, quick, at_once = (
+        replace(schedule(layers, steps=4), loading_ns=time) for time in (30_000_003, 40_003, 1)
+    )
+    run = traces(tmp_path / "base", slow, quick)
+    recorded = analyze_trace(open_job(traces(tmp_path / "at once", at_once, at_once)))
+    result = tried(run, without=("data_loader",))
+    assert result.tried[0].step_ns == pytest.approx(recorded.totals.step_ns, rel=0.003)
+    (found,) = [one for one in analyze_trace(open_job(run)).findings if one.id == "data_loader"]
+    assert found.evidence["rank"] == 0
+    gained = result.tried[0].gained_ns or 0.0
+    assert 0.5 * gained < found.evidence["cost_ns_per_step"] <= gained + 40_003  # type: ignore[operator]
+    with pytest.raises(InputError, match="no step of this run gets a batch"):
+        tried(traces(tmp_path / "none", schedule(layers)), without=("data_loader",))
+
+
 def test_only_ranks_that_are_known_to_be_slow_are_tried_away(tmp_path: Path) -> None:
     """Two steps are too few to tell a slow rank of two from chance; five are not."""
     quick, slow = transformer(3), transformer(3, late_ns=3_000_003)
@@ -182,6 +246,21 @@ def test_every_single_change_is_ranked_by_what_it_gains_and_the_others_say_why_n
     refused = {row.change: row.reason for row in result.tried if row.reason}
     assert refused["reshard=default"] == "the run does so already"
     assert "no call of this run stops the host" in refused["without host_syncs"]
+
+
+def test_the_verdict_is_about_what_a_script_can_change(tmp_path: Path) -> None:
+    """Faster devices gain more than any setting here, and are told only where no setting helps."""
+    layers = transformer(2, all_gather_ns=20_003, reduce_scatter_ns=20_011, forward_ns=90_000_017)
+    result = tried(traces(tmp_path / "base", schedule(layers)))
+    most = result.tried[0]
+    assert (most.change, most.other_hardware) == ("compute=1.2x", True)
+    assert result.shown == "compute=1.2x"
+    assert result.verdict[0] == "No setting that was tried makes a step faster."
+    slow = tried(traces(tmp_path / "slow", schedule(transformer(4, **SLOW_LINKS))))
+    shown = next(row for row in slow.tried if row.change == slow.shown)
+    own = [row for row in slow.tried if row.gained_ns is not None and not row.other_hardware]
+    assert (shown, slow.tried[0].other_hardware) == (own[0], True)
+    assert slow.verdict[0].lower().startswith(shown.what)
 
 
 def test_findings_say_what_their_change_gained_on_the_recording(tmp_path: Path) -> None:
@@ -226,7 +305,7 @@ def test_a_change_that_is_not_one_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["straggler", "straggler:x", "sleep"])
 def test_what_cannot_be_left_out_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="host_syncs, or straggler:RANK"):
+    with pytest.raises(UsageError, match="host_syncs, data_loader or straggler:RANK"):
         parse_without(text)
 
 

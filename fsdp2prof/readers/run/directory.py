@@ -10,25 +10,12 @@ from pathlib import Path
 
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import (
-    MANIFEST_FILE,
     MANIFEST_SCHEMA,
     RANK_LIMIT,
-    RECORDING_FILE,
     RECORDING_SCHEMA,
-    RUN_FILE,
-    SNAPSHOT_FILE,
-    STORAGE_COUNT_FILE,
-    SUMMARY_FILE,
-    TRACE_FILE,
-    PackedManifest,
     RankManifest,
-    RankRecord,
     RecordingInfo,
-    RunDirectory,
     RunInfo,
-    rank_folder,
-    recording_folder,
-    recording_number,
 )
 from fsdp2prof.readers.run.documents import (
     UnreadableError,
@@ -38,6 +25,21 @@ from fsdp2prof.readers.run.documents import (
 )
 from fsdp2prof.readers.run.nodes import node_ranks, read_run_info
 from fsdp2prof.readers.run.unrecorded_ranks import say_unrecorded
+from fsdp2prof.run_directory import (
+    MANIFEST_FILE,
+    RECORDING_FILE,
+    RUN_FILE,
+    SNAPSHOT_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    PackedManifest,
+    RankRecord,
+    RunDirectory,
+    rank_folder,
+    recording_folder,
+    recording_number,
+)
 
 __all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
 

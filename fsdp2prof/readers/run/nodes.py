@@ -9,8 +9,9 @@ import re
 from datetime import datetime
 from pathlib import Path
 
-from fsdp2prof.manifest import NODE_FILES, RUN_FILE, RUN_SCHEMA, RunInfo, State
+from fsdp2prof.manifest import RUN_SCHEMA, RunInfo, State
 from fsdp2prof.readers.run.documents import read_document
+from fsdp2prof.run_directory import NODE_FILES, RUN_FILE
 
 __all__ = ["merge_nodes", "node_ranks", "read_run_info"]
 

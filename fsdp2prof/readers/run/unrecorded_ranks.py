@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from fsdp2prof.manifest import RankManifest, RankRecord
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.run_directory import RankRecord
 
 __all__ = ["say_unrecorded"]
 

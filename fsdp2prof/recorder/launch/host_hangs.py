@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from fsdp2prof.files import replacing
-from fsdp2prof.manifest import MANIFEST_FILE, STACKS_FILE
+from fsdp2prof.run_directory import MANIFEST_FILE, STACKS_FILE
 
 __all__ = ["HangReport"]
 

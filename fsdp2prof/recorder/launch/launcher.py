@@ -19,24 +19,14 @@ from pathlib import Path
 
 from fsdp2prof.errors import InputError, RunDirectoryError
 from fsdp2prof.files import temporaries, write_json
-from fsdp2prof.manifest import (
-    FLIGHT_RECORDER_FOLDER,
-    MANIFEST_FILE,
-    STACKS_FILE,
-    RankManifest,
-    RankRecord,
-    RecordOptions,
-    Rehearsal,
-    RunInfo,
-    State,
-    node_file,
-)
+from fsdp2prof.manifest import RankManifest, RecordOptions, Rehearsal, RunInfo, State
 from fsdp2prof.recorder.hanging import buffer_variables
 from fsdp2prof.recorder.launch.host_hangs import HangReport
 from fsdp2prof.recorder.launch.host_processes import RankProcesses, end_orphans
 from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings
+from fsdp2prof.run_directory import FLIGHT_RECORDER_FOLDER, MANIFEST_FILE, STACKS_FILE, RankRecord, node_file
 
 __all__ = ["Outcome", "launch"]
 

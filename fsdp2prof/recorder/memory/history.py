@@ -12,10 +12,10 @@ import torch
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.files import replacing
-from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
 from fsdp2prof.recorder.memory import without_data
 from fsdp2prof.recorder.model import compiling
 from fsdp2prof.recorder.model.roots import Root
+from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
 
 __all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture", "why_not"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from fsdp2prof.manifest import TRACE_FILE, RecordOptions
+from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.memory.history import MemoryCapture, memory_capture, why_not
 from fsdp2prof.recorder.model.describe import add_forward_order
@@ -15,6 +15,7 @@ from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.schedule import Schedule, StepKind
 from fsdp2prof.recorder.rank.tracing import TraceCapture, adopt_trace
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
+from fsdp2prof.run_directory import TRACE_FILE
 
 __all__ = ["Captures"]
 

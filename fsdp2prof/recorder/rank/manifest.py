@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fsdp2prof.files import write_json
-from fsdp2prof.manifest import MANIFEST_FILE, RankManifest, rank_folder
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import Identity
@@ -19,6 +19,7 @@ from fsdp2prof.recorder.model import compiling, describe, ownership
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
 from fsdp2prof.recorder.settings import Settings, is_selected
+from fsdp2prof.run_directory import MANIFEST_FILE, rank_folder
 
 __all__ = ["ManifestFile"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fsdp2prof.manifest import RecordingInfo, RecordOptions, StepInfo, recording_folder
+from fsdp2prof.manifest import RecordingInfo, RecordOptions, StepInfo
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.plans import announce, bytes_taken, newest, read_plan
@@ -27,6 +27,7 @@ from fsdp2prof.recorder.rank.stepping import OptimizerWatch
 from fsdp2prof.recorder.rank.summaries import Summaries
 from fsdp2prof.recorder.requests import request_recording, take_request
 from fsdp2prof.recorder.settings import Settings, leader
+from fsdp2prof.run_directory import recording_folder
 from fsdp2prof.units import parse_bytes
 
 __all__ = ["Recordings"]

@@ -13,18 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2prof.manifest import (
-    FLIGHT_RECORDER_FILE,
-    FLIGHT_RECORDER_FOLDER,
-    SNAPSHOT_FILE,
-    STACKS_FILE,
-    STEPS_FILE,
-    STORAGE_COUNT_FILE,
-    SUMMARY_FILE,
-    TRACE_FILE,
-    RecordOptions,
-    StepInfo,
-)
+from fsdp2prof.manifest import RecordOptions, StepInfo
 from fsdp2prof.recorder.hanging import HangWatch, keep_state
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory.history import OomDump
@@ -37,6 +26,16 @@ from fsdp2prof.recorder.rank.summaries import Summaries
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
 from fsdp2prof.recorder.rank.watching import StepLines
 from fsdp2prof.recorder.settings import Settings, records_again
+from fsdp2prof.run_directory import (
+    FLIGHT_RECORDER_FILE,
+    FLIGHT_RECORDER_FOLDER,
+    SNAPSHOT_FILE,
+    STACKS_FILE,
+    STEPS_FILE,
+    STORAGE_COUNT_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+)
 
 __all__ = ["RankSession"]
 

@@ -22,7 +22,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from fsdp2prof.manifest import STEPS_FILE, StepInfo, WatchedStep
+from fsdp2prof.manifest import StepInfo, WatchedStep
+from fsdp2prof.run_directory import STEPS_FILE
 
 __all__ = ["StepLines"]
 

@@ -11,8 +11,6 @@ from fsdp2prof.units import format_bytes, format_frac, format_ns
 __all__ = ["changes_worth_most", "findings_section"]
 
 _WORTH_MOST = 3
-_BOUGHT = ("bandwidth=", "compute=")
-"""Changes that nobody makes in a script."""
 
 
 def findings_section(findings: Sequence[Finding], advice: Sequence[str]) -> list[Section]:
@@ -28,7 +26,7 @@ def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
     ``tried`` is ordered by what is gained, the most first.
     """
     gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
-    return [_gain(row) for row in gains if not row.change.startswith(_BOUGHT)][:_WORTH_MOST]
+    return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
 
 
 def _gain(row: WhatIfChange) -> str:

@@ -46,17 +46,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 blocks=[
                     _category_table(estimate),
                     *([_by_layer(figure, estimate.peak.layers[0])] if figure else []),
-                    *(
-                        [
-                            Chart(
-                                name="memory_map",
-                                title=largest_cell(estimate.peak.layers_folded),
-                                figure=cells,
-                            )
-                        ]
-                        if cells
-                        else []
-                    ),
+                    *([_by_cell(cells, estimate.peak.layers_folded)] if cells else []),
                     layer_memory_table(estimate.peak),
                     _stream_table(estimate),
                 ],

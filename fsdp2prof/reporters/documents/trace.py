@@ -32,8 +32,8 @@ _STATES_NAMED = 4
 _NO_COLLECTIVE = "No collective ran in the analysed window."
 _WAITING = "of the compute stream for collectives; mean per step"
 _NO_SHAPES = (
-    "The trace has no shapes of its operators: record with record_shapes=True (fsdp2prof record does) to see "
-    "what products and attention achieve."
+    "No matrix product or attention has its shape in the trace, which would tell what it achieves: record "
+    "with record_shapes=True (fsdp2prof record does). Convolutions are not among them."
 )
 _NO_STEP = "No step is in these traces; the warnings say why."
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.manifest import OOM_SNAPSHOT_FILE, PackedManifest, RankManifest, RunDirectory
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
+from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, PackedManifest, RunDirectory
 from fsdp2prof.workflows.job.at_hand import located, seen_from_anywhere
 from fsdp2prof.workflows.job.choices import listed, require
 from fsdp2prof.workflows.job.file_names import read_name

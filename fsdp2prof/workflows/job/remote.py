@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fsdp2prof.errors import Fsdp2ProfError, InputError
-from fsdp2prof.manifest import (
+from fsdp2prof.run_directory import (
     MANIFEST_FILE,
     OOM_SNAPSHOT_FILE,
     RUN_FILE,

@@ -21,10 +21,11 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
 from fsdp2prof.estimators.replay.program import RankProgram
 from fsdp2prof.estimators.whatif import program_of
-from fsdp2prof.manifest import PackedManifest, RankManifest
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results import AtPeak
+from fsdp2prof.run_directory import PackedManifest
 from fsdp2prof.tables import MemoryRecording, Trace
 from fsdp2prof.workflows.job.at_hand import at_hand
 from fsdp2prof.workflows.job.folders import is_trace_name

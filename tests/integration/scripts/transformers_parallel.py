@@ -1,6 +1,7 @@
 """Train a model that transformers divides by its own plan, and count what every rank holds and sends.
 
-Run: torchrun --nproc-per-node 4 transformers_parallel.py CONFIG FOLDER. The mesh: dp_shard 2 x tp 2.
+Run: torchrun --nproc-per-node 4 transformers_parallel.py CONFIG FOLDER [loss_parallel]. The mesh: dp_shard 2
+x tp 2. With loss_parallel torch divides the head, whose logits stay divided by vocabulary.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.interception import Interception
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -27,6 +30,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.initialization import no_tie_weights
 
 BATCH, LENGTH = 2, 16
+IN_PARALLEL = sys.argv[3:] == ["loss_parallel"]
 
 
 def clip(model: Any) -> None:
@@ -48,6 +52,10 @@ def distributed(config: Any) -> Any:
     with torch.device("meta"), no_tie_weights():
         model = made(config)
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2, fsdp_size=2))
+    if IN_PARALLEL:
+        plan = {name: style for name, style in plan.items() if not name.startswith("lm_head")}
+        head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, mesh["tp"], {"lm_head": head})
     apply_tensor_parallelism(model, mesh["tp"], plan)
     model.tie_weights()
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -71,7 +79,7 @@ def main() -> None:
     for _ in range(2):
         mode.counts.clear()
         tokens = torch.randint(90, (BATCH, LENGTH))
-        with mode:
+        with mode, loss_parallel() if IN_PARALLEL else nullcontext():
             mode.phase = "forward"
             logits = model(tokens).logits
             loss: Any = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
