@@ -14,12 +14,14 @@ from fsdp2prof.labels import parse_label
 from fsdp2prof.results import RankTrace
 from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
 
-__all__ = ["Window", "host_steps", "step_windows", "trained_steps", "window_count"]
+__all__ = ["STEP_LABEL", "Window", "host_steps", "step_windows", "trained_steps", "window_count"]
 
 Window: TypeAlias = Literal["steps", "trace"]
 """What is analysed: every labelled step, or everything from the first to the last activity as one step."""
 
-_STEP = re.compile(r"ProfilerStep#(\d{1,18})")
+STEP_LABEL = "ProfilerStep#"
+"""Prefix of the range that the profiler puts around a step."""
+_STEP = re.compile(STEP_LABEL + r"(\d{1,18})")
 
 
 def host_steps(labels: LabelTable) -> StepTable:

@@ -54,6 +54,7 @@ _TRIED_FOR = {
     "host_sync": ("without host_syncs",),
     "slow_transfer": ("bandwidth",),
     "straggler": ("without straggler",),
+    "data_loader": ("without data_loader",),
 }
 """Finding -> names of the changes that answer it."""
 

@@ -198,6 +198,7 @@ DOING = {
 
 IDLE_CAUSES = {
     "host_bound": Word("nothing launched in time"),
+    "data_loader": Word("waiting for the data loader"),
     "device_sync": Word("the host waited for the device"),
     "memcpy": Word("the host waited for a copy"),
     "communication": Word("blocked on communication"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from fsdp2prof.analyzers.findings.evidence import Evidence, finding
 from fsdp2prof.analyzers.unrecorded import added_ns
@@ -13,10 +14,14 @@ from fsdp2prof.units import format_frac, format_ns
 
 __all__ = ["find"]
 
+_UNEVEN = 2
+"""How many times as long as any other one rank waits for its data, from which on that rank is named."""
+
 
 def find(evidence: Evidence) -> list[Finding]:
     """Return the findings about hosts and shards."""
-    return [*_padding(evidence), *(_host_time(evidence) if evidence.on_device else [])]
+    host = _host_time(evidence) if evidence.on_device else []
+    return [*_padding(evidence), *_data_loader(evidence), *host]
 
 
 def _host_time(evidence: Evidence) -> list[Finding]:
@@ -90,6 +95,47 @@ def _host_syncs(evidence: Evidence, idle: float, cost: float) -> list[Finding]:
         operator=worst.operator,
         call=worst.call,
         phase=worst.phase,
+    )
+
+
+def _data_loader(evidence: Evidence) -> list[Finding]:
+    """What a step lost for want of its next batch; where ranks wait for one another, the slowest loader's."""
+    ranks = evidence.analysis.ranks
+    lost = {rank.rank: sum(step.idle_ns.get("data_loader", 0) for step in rank.steps) for rank in ranks}
+    steps: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        for step in rank.steps:
+            steps[step.step].append(step.idle_ns.get("data_loader", 0))
+    together = bool(evidence.analysis.cross_rank.matched)
+    cost = sum(max(times) * len(times) if together else sum(times) for times in steps.values())
+    slowest = max(lost, key=lambda rank: lost[rank])
+    means = {rank.rank: lost[rank.rank] / max(1, len(rank.steps)) for rank in ranks}
+    others = [mean for rank, mean in means.items() if rank != slowest]
+    told = format_ns(means[slowest])
+    uneven = bool(others) and means[slowest] > _UNEVEN * max(others)
+    if uneven:
+        usual = f"{'the other' if len(others) == 1 else 'each other'} at most {format_ns(max(others))}"
+        problem = (
+            f"Rank {slowest} waits {told} a step for its data loader, {usual}: as far as the others wait for "
+            f"it, that is {evidence.per_step(cost)} of every rank."
+        )
+        change = (
+            f"Look at what the loader of rank {slowest} reads and from where; give it more workers "
+            "(num_workers) and prefetch_factor."
+        )
+    else:
+        problem = f"Nothing runs for {evidence.per_step(cost)} because the data loader has no batch ready."
+        change = (
+            "Load in workers (num_workers, prefetch_factor, persistent_workers), and do less work a sample."
+        )
+    return evidence.finding(
+        "data_loader",
+        None,
+        cost,
+        problem,
+        change,
+        rank=slowest if uneven else None,
+        longest_ns_per_step=int(means[slowest]),
     )
 
 

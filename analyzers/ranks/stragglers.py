@@ -71,6 +71,7 @@ class _Excess:
 LATE_FROM_THE_START = "it was late when the recording began"
 """Cause of what nothing in the recording can explain: no fault of the rank, as far as is known."""
 _HOST = "its host launched nothing for a while"
+_LOADER = "it waited longer for its data loader"
 _UNSEEN = "nothing in the trace took longer than on its peers"
 
 
@@ -206,8 +207,11 @@ def _excesses(
         for fqn, duration, _, _ in _layers(summary, peer_row):
             durations[fqn].append(duration)
     gap = int(own.gap_ns[row]) - _median([int(s.gap_ns[r]) for s, r in peers])
-    host = _Cause(own.gap_fqn[row], "host", _HOST)
-    found = [_Excess(host, gap, int(own.gap_end_ns[row]))]
+    loaded = int(own.gap_loading_ns[row]) - _median([int(s.gap_loading_ns[r]) for s, r in peers])
+    loaded = max(0, min(gap, loaded))
+    host, loader = _Cause(own.gap_fqn[row], "host", _HOST), _Cause(None, "data_loader", _LOADER)
+    end_ns = int(own.gap_end_ns[row])
+    found = [_Excess(host, gap - loaded, end_ns), _Excess(loader, loaded, end_ns)]
     for fqn, duration, end, kernel in _layers(own, row):
         usual = _median([*durations[fqn], *[0] * (len(peers) - len(durations[fqn]))])
         cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel_name(kernel or 'of unknown name')}")

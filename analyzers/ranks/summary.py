@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Strings, Table
 
 __all__ = ["DeviceWork", "RankSummary", "SegmentWork", "summarise"]
@@ -68,6 +69,8 @@ class RankSummary:
     """Per collective: when the longest such gap ended; -1 without one."""
     gap_fqn: Strings
     """Per collective: layer whose work ended the longest such gap."""
+    gap_loading_ns: IntArray
+    """Per collective: part of ``gap_ns`` in which the training got its next batch."""
 
 
 def summarise(
@@ -79,10 +82,14 @@ def summarise(
     base_ns: int = 0,
     world_size: int | None = None,
     group_ranks: Mapping[str, str] | None = None,
+    loading: Intervals | None = None,
 ) -> RankSummary:
-    """Reduce one rank's tables to a summary. ``clock`` is its host's name where known."""
+    """Reduce one rank's tables to a summary. ``clock`` is its host's name where known.
+
+    ``loading`` is when the training got its batches.
+    """
     work_launch_ns = np.where(device.is_comm, -1, device.launch_ns)
-    gap_ns, gap_end_ns, gap_fqn = _gaps(collectives, device)
+    gaps = _gaps(collectives, device, loading)
     return RankSummary(
         rank=rank,
         clock=f"rank {rank}" if clock is None else clock,
@@ -91,9 +98,10 @@ def summarise(
         world_size=world_size,
         group_ranks=group_ranks or {},
         work=_work(device, _segments(collectives, work_launch_ns)),
-        gap_ns=gap_ns,
-        gap_end_ns=gap_end_ns,
-        gap_fqn=gap_fqn,
+        gap_ns=gaps.length_ns,
+        gap_end_ns=gaps.end_ns,
+        gap_fqn=gaps.fqn,
+        gap_loading_ns=gaps.loading_ns,
     )
 
 
@@ -130,8 +138,17 @@ def _longest(length: IntArray, first: IntArray) -> IntArray:
     return among[np.searchsorted(among, first + sizes) - 1]
 
 
-def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, IntArray, Strings]:
-    """Return per segment: time with an empty queue, end of its longest gap, and the layer that ended it."""
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Per segment: time with an empty queue, end of its longest gap, the layer that ended it, and loading."""
+
+    length_ns: IntArray
+    end_ns: IntArray
+    fqn: Strings
+    loading_ns: IntArray
+
+
+def _gaps(collectives: CollectiveTable, device: DeviceWork, loading: Intervals | None) -> _Gaps:
     busy = intervals.union(device.start_ns, device.end_ns)
     by_start = np.argsort(device.start_ns, kind="stable")
     start, end = busy.end[:-1], busy.start[1:]
@@ -144,6 +161,11 @@ def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, I
     longest = rows[_longest(empty[rows], np.flatnonzero(np.diff(segment[rows], prepend=-1)))]
     gap_ns = np.zeros(len(collectives), dtype=np.int64)
     np.add.at(gap_ns, segment[rows], empty[rows])
+    loading_ns = np.zeros(len(collectives), dtype=np.int64)
+    if loading is not None:
+        np.add.at(
+            loading_ns, segment[rows], intervals.covered(loading, start[rows], start[rows] + empty[rows])
+        )
     ended = np.full(len(collectives), -1, dtype=np.int64)
     ended[segment[longest]] = end[longest]
     layers = collectives.fqn.to_list()
@@ -151,4 +173,4 @@ def _gaps(collectives: CollectiveTable, device: DeviceWork) -> tuple[IntArray, I
         segment[longest].tolist(), device.fqn.take(following[longest]).to_list(), strict=True
     ):
         layers[row] = collectives.fqn[row] if fqn is None else fqn
-    return gap_ns, ended, Strings.intern(layers)
+    return _Gaps(gap_ns, ended, Strings.intern(layers), loading_ns)

@@ -22,6 +22,7 @@ from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace import overlap
 from fsdp2prof.analyzers.trace.accounting import breakdown
 from fsdp2prof.analyzers.trace.bandwidth import bandwidth_rows
+from fsdp2prof.analyzers.trace.data_loader import loading
 from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
@@ -328,6 +329,7 @@ def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSumma
         base_ns=tables.trace.base_time_ns,
         world_size=world_size,
         group_ranks=_group_ranks(tables),
+        loading=loading(tables.trace, tables.phases),
     )
 
 

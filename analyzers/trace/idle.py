@@ -11,6 +11,7 @@ from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import runtime_calls
+from fsdp2prof.analyzers.trace.data_loader import loading
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.tables import IntArray
 
@@ -24,14 +25,17 @@ def idle_causes(tables: RankTables) -> list[dict[str, int]]:
     ``queued`` (launch latency, or an order that a stream enforces). Before it, nothing was left to run:
     ``profiler`` while the profiler itself was at work or between two steps; else, if the host stood in a call
     when the device ran dry, or has not been ahead of the compute since such a call drained the device,
-    ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else ``host_bound``. If the launch
-    is not in the file, ``unknown``.
+    ``device_sync`` (a synchronisation) or ``memcpy`` (a copy that blocks); else ``data_loader`` while the
+    training got its next batch, and ``host_bound``. If the launch is not in the file, ``unknown``.
 
     On a host-only trace, time in which a caller was blocked by a collective whose transfer did not run is
-    ``communication``, the rest ``host_bound``: dispatch, Python, the data loader.
+    ``communication``, the rest ``data_loader`` or ``host_bound``: dispatch, Python.
     """
     windows, idle = tables.windows, tables.parts.idle
     parts = _device_parts(tables, idle) if len(tables.device) else _host_parts(tables, idle)
+    batches = loading(tables.trace, tables.phases)
+    parts["data_loader"] = intervals.intersect(parts["host_bound"], batches)
+    parts["host_bound"] = intervals.subtract(parts["host_bound"], batches)
     per_window = {
         cause: intervals.covered(part, windows.start_ns, windows.end_ns) for cause, part in parts.items()
     }

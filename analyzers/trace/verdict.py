@@ -153,6 +153,7 @@ def _bounds(analysis: TraceAnalysis) -> list[_Bound]:
             if on_cpu
             else " in which nothing is launched in time",
         ),
+        _Bound("the data loader", idle.get("data_loader", 0), " in which the next batch is not there"),
         _Bound("compute", parts["compute"]),
         _Bound(
             "communication",

@@ -17,7 +17,14 @@ from statistics import median
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.replay.change import Change, Changed, NotApplicableError
-from fsdp2prof.estimators.replay.edits import Gather, gathers, prefetched, reduced_once, resharded
+from fsdp2prof.estimators.replay.edits import (
+    Gather,
+    batches_at_hand,
+    gathers,
+    prefetched,
+    reduced_once,
+    resharded,
+)
 from fsdp2prof.estimators.replay.mesh_change import mesh_change
 from fsdp2prof.estimators.replay.program import Activity, Job, Point
 from fsdp2prof.estimators.spec.cluster import Cluster
@@ -56,12 +63,14 @@ def parse_change(text: str, cluster: Cluster | None = None) -> Change:
 
 
 def parse_without(text: str) -> Change:
-    """Parse ``host_syncs`` or ``straggler:RANK``. Raises ``UsageError``."""
+    """Parse ``host_syncs``, ``data_loader`` or ``straggler:RANK``. Raises ``UsageError``."""
     if text == "host_syncs":
         return Change("without", text, "a host that never stops for the device", _no_host_syncs)
+    if text == "data_loader":
+        return Change("without", text, "batches that are there when they are needed", _no_data_loader)
     match = re.fullmatch(r"straggler:(\d+)", text)
     if match is None:
-        raise UsageError(f"--without {text}: write host_syncs, or straggler:RANK")
+        raise UsageError(f"--without {text}: write host_syncs, data_loader or straggler:RANK")
     rank = int(match[1])
     return Change(
         "without", text, f"nobody waiting for rank {rank}", lambda changed: _no_straggler(changed, rank)
@@ -79,6 +88,7 @@ def single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[Change]:
     return [
         *(parse_change(text) for text in texts),
         parse_without("host_syncs"),
+        parse_without("data_loader"),
         *(parse_without(f"straggler:{rank}") for rank in ranks),
     ]
 
@@ -230,6 +240,13 @@ def _no_host_syncs(changed: Changed) -> Changed:
         )
         for program in changed.job
     ]
+    return replace(changed, job=job)
+
+
+def _no_data_loader(changed: Changed) -> Changed:
+    job = [batches_at_hand(program) for program in changed.job]
+    if all(after is before for after, before in zip(job, changed.job, strict=True)):
+        raise NotApplicableError("no step of this run gets a batch from a DataLoader")
     return replace(changed, job=job)
 
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fsdp2prof.analyzers.trace.data_loader import NEXT_BATCH
 from fsdp2prof.estimators.replay.program import Activity, Point, RankProgram
 from fsdp2prof.labels import is_root, parse_label
 
-__all__ = ["Gather", "gathers", "prefetched", "reduced_once", "resharded", "without_gathers"]
+__all__ = [
+    "Gather",
+    "batches_at_hand",
+    "gathers",
+    "prefetched",
+    "reduced_once",
+    "resharded",
+    "without_gathers",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,23 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
     dropped = [entry for entry in reductions if entry[1] < last[entry[0]]]
     sizes = {name: size for (name, _, _), _, _, size in dropped}
     return _without(program, [part for _, _, part, _ in dropped]), sizes
+
+
+def batches_at_hand(program: RankProgram) -> RankProgram:
+    """Take no host time to get a batch: what is launched meanwhile stays."""
+    inside = {
+        position
+        for name, begin, end in _label_ranges(program.points)
+        if name.startswith(NEXT_BATCH)
+        for position in range(begin + 1, end + 1)
+    }
+    if not inside:
+        return program
+    points = [
+        replace(point, work_ns=0, compute_ns=0, update_ns=0) if at in inside else point
+        for at, point in enumerate(program.points)
+    ]
+    return replace(program, points=points)
 
 
 def _backwards(program: RankProgram) -> list[tuple[int, int]]:

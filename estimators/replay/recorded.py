@@ -14,6 +14,7 @@ from fsdp2prof.analyzers.phases import transfer_rows
 from fsdp2prof.analyzers.ranks.comparison import match
 from fsdp2prof.analyzers.ranks.matching import match_collectives
 from fsdp2prof.analyzers.ranks.summary import RankSummary
+from fsdp2prof.analyzers.trace.data_loader import loading_rows
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.waits import compute_stream
 from fsdp2prof.estimators.replay.program import Activity, Job, Point, RankProgram, Role
@@ -134,7 +135,7 @@ def _label_marks(tables: RankTables) -> list[_Mark]:
     ours = [name.startswith(_STEP) or parse_label(name) is not None for name in labels.name.values]
     rows = np.flatnonzero(np.array([*ours, False])[labels.name.codes] & ~transfer_rows(labels))
     marks = []
-    for row in rows.tolist():
+    for row in np.union1d(rows, loading_rows(tables.trace, tables.phases)).tolist():
         name = labels.name[row] or ""
         label = parse_label(name)
         joins = label is not None and name.startswith("FSDP::root_pre_forward")

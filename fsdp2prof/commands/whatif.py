@@ -30,7 +30,7 @@ __all__ = ["whatif"]
     "--without",
     multiple=True,
     metavar="WHAT",
-    help="Something to leave out: host_syncs, straggler:RANK.",
+    help="Something to leave out: host_syncs, data_loader, straggler:RANK.",
 )
 @click.option(
     "--hardware",

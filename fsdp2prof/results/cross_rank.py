@@ -19,7 +19,8 @@ class Straggler:
     cause: str | None = None
     """The work, in words."""
     kind: str | None = None
-    """``kernel``, ``host`` (nothing launched in time), ``communication`` (another one), or ``unknown``."""
+    """``kernel``, ``host`` (nothing launched in time), ``data_loader`` (its next batch was not
+    there), ``communication`` (another one), or ``unknown``."""
     collectives: int = 0
     """Collectives it came last to, for this reason."""
 

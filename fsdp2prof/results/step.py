@@ -33,9 +33,10 @@ class StepBreakdown:
     """On the trace's own clock."""
     idle_ns: dict[str, int] = field(default_factory=dict)
     """Why nothing ran: cause -> time; sums to ``breakdown_ns.idle``. ``host_bound`` (nothing was launched in
-    time), ``device_sync`` and ``memcpy`` (the host had been waiting for the device, or for a copy),
-    ``communication`` (the caller was blocked while no transfer ran), ``queued`` (launched, not yet started),
-    ``profiler``, ``unknown`` (its launch is not in the file)."""
+    time), ``data_loader`` (the same, while the training got its next batch), ``device_sync`` and ``memcpy``
+    (the host had been waiting for the device, or for a copy), ``communication`` (the caller was blocked while
+    no transfer ran), ``queued`` (launched, not yet started), ``profiler``, ``unknown`` (its launch is not in
+    the file)."""
     flops: int | None = None
     """Floating-point operations of matrix products and attention, recomputation included; null without
     recorded shapes, or with operators whose shapes do not tell (convolutions)."""

@@ -78,6 +78,8 @@ class Schedule:
     """Inputs are copied on a stream of their own, which nothing holds back: steps overlap on the device."""
     optimizer_ns: int = 800_003
     input_ns: int = 40_009
+    loading_ns: int = 0
+    """Host time in which a ``DataLoader`` makes the step's batch; 0 is a script without one."""
     slow_transfer: frozenset[tuple[str, str]] = frozenset()
     """(op, fqn) whose transfer takes four times as long."""
 

@@ -58,6 +58,9 @@ class Trainer(Launcher):
 
     def _step(self, roots: list[list[Group]]) -> Program:
         self.phase = "other"
+        if self.s.loading_ns:
+            with self.t.range("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"):
+                self.t.now += self.s.loading_ns
         with self.t.range("aten::to", "cpu_op"), self.t.range("aten::copy_", "cpu_op"):
             stream = INPUT if self.s.input_stream else COMPUTE
             self.t.launch(stream, self.s.input_ns, "Memcpy HtoD (Pinned -> Device)", "memcpy")

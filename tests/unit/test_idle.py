@@ -81,6 +81,19 @@ def test_on_cpu_a_blocked_caller_waits_for_communication() -> None:
     assert causes(trace) == [{"communication": (20 - 12) + (45 - 40), "host_bound": 5 + 2 + 50}]
 
 
+def test_a_batch_that_is_not_there_is_the_data_loaders() -> None:
+    """Getting a batch took 25 to 45 on the thread that trains; another thread's loader is ahead of need."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#1", 0, 60)
+    trace.host("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 25, 45, "user_annotation")
+    trace.host(
+        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 60, "user_annotation", WORKER
+    )
+    trace.device("gemm", 10, 20, launch=5)
+    trace.device("gemm", 50, 60, launch=48)
+    assert causes(trace) == [{"host_bound": (25 - 20) + (48 - 45), "data_loader": 20, "queued": 2}]
+
+
 ACTIVITY = st.tuples(st.integers(0, 80), st.integers(0, 20), st.integers(0, 2), st.integers(-1, 100))
 CALL = st.tuples(st.sampled_from(["cudaDeviceSynchronize", "cudaMemcpyAsync"]), st.integers(0, 90))
 

@@ -198,6 +198,24 @@ def test_without_a_straggler_the_others_step_as_if_it_were_one_of_them(tmp_path:
     assert sentence(replace(row, gained_ns=0.0)) == "nobody waiting for rank 1: no time gained"
 
 
+def test_without_the_data_loader_ranks_step_as_if_batches_were_there(tmp_path: Path) -> None:
+    """One rank takes 30 ms for a batch, the other one 40 us, and waits for it."""
+    layers = transformer(3)
+    slow, quick, at_once = (
+        replace(schedule(layers, steps=4), loading_ns=time) for time in (30_000_003, 40_003, 1)
+    )
+    run = traces(tmp_path / "base", slow, quick)
+    recorded = analyze_trace(open_job(traces(tmp_path / "at once", at_once, at_once)))
+    result = tried(run, without=("data_loader",))
+    assert result.tried[0].step_ns == pytest.approx(recorded.totals.step_ns, rel=0.003)
+    (found,) = [one for one in analyze_trace(open_job(run)).findings if one.id == "data_loader"]
+    assert found.evidence["rank"] == 0
+    gained = result.tried[0].gained_ns or 0.0
+    assert 0.5 * gained < found.evidence["cost_ns_per_step"] <= gained + 40_003  # type: ignore[operator]
+    with pytest.raises(InputError, match="no step of this run gets a batch"):
+        tried(traces(tmp_path / "none", schedule(layers)), without=("data_loader",))
+
+
 def test_only_ranks_that_are_known_to_be_slow_are_tried_away(tmp_path: Path) -> None:
     """Two steps are too few to tell a slow rank of two from chance; five are not."""
     quick, slow = transformer(3), transformer(3, late_ns=3_000_003)
@@ -287,7 +305,7 @@ def test_a_change_that_is_not_one_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["straggler", "straggler:x", "sleep"])
 def test_what_cannot_be_left_out_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="host_syncs, or straggler:RANK"):
+    with pytest.raises(UsageError, match="host_syncs, data_loader or straggler:RANK"):
         parse_without(text)
 
 
