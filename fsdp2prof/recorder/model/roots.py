@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
+from fsdp2prof.recorder.model.step_counts import StepCounts
 
 __all__ = ["Root", "Roots", "param_groups"]
 
@@ -24,14 +25,11 @@ class Root:
         self.index = index
         self.ranges: list[record_function] = []
         """Open ranges around its running forwards, outermost first."""
-        self.forwards = 0
-        """Forwards with gradients enabled in the running step."""
-        self.backwards = 0
-        """Backwards of the running step, whatever forwards each follows; counted while roots are marked."""
-        self.gradient_syncs = 0
-        """Backwards of the running step that reduced gradients; counted while roots are marked."""
+        self.counts = StepCounts()
+        """What it did in the running step; of backwards what was while roots are marked."""
         self.forward_order: tuple[int, ...] = ()
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
+        self._forwards_in_order = 0
         self._only_trained = False
         self._module = ref(module)
 
@@ -46,10 +44,26 @@ class Root:
         numbers = {id(group): n for n, group in enumerate(g for state in states for g in param_groups(state))}
         if self._only_trained and order:
             self.forward_order = tuple(numbers[id(group)] for group in order if id(group) in numbers)
+            self._forwards_in_order = self.counts.forwards
         self._only_trained = bool(states) and states[0]._state_ctx.is_last_backward
+
+    def end_step(self) -> StepCounts:
+        """Return what it did since the last call, and start over.
+
+        Where forwards of several micro-batches went ahead of the first backward, as in a pipeline, FSDP's
+        order holds them all: it is cut to those of one.
+        """
+        counts, self.counts = self.counts, StepCounts()
+        seen, order = self._forwards_in_order, self.forward_order
+        if counts.backwards and seen and counts.forwards % counts.backwards == 0:
+            length = len(order) * (counts.forwards // counts.backwards) // seen
+            if 0 < length < len(order) and order == order[:length] * (len(order) // length):
+                self.forward_order, self._forwards_in_order = order[:length], 0
+        return counts
 
     def evaluated(self) -> None:
         """A forward without gradients begins."""
+        self.counts.evaluations += 1
         self._only_trained = False
 
     def close_range(self) -> None:
@@ -100,15 +114,9 @@ class Roots:
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
 
-    def micro_batches(self) -> set[tuple[int, int]]:
-        """Return (micro-batches, gradient syncs) of the roots that ran since the last call, and start over.
-
-        A micro-batch is a backward; of a root that runs without one, a forward.
-        """
-        counts = {(root.backwards or root.forwards, root.gradient_syncs) for root in self if root.forwards}
-        for root in self:
-            root.forwards = root.backwards = root.gradient_syncs = 0
-        return counts
+    def end_step(self) -> dict[int, StepCounts]:
+        """Return what each root did since the last call, by its index, and start over."""
+        return {root.index: root.end_step() for root in self}
 
     def mark(self, on: bool) -> None:
         """Begin or end marking: a range around each root's forward, a count of its backwards.
@@ -153,19 +161,25 @@ class Roots:
             root = self._roots[module] = Root(self._count, module)
             self._count += 1
             if self._marking:
-                self._close_after_forward(root)
+                self._close_after_forward(root, is_first=True)
         if torch.is_grad_enabled():
-            root.forwards += 1
+            root.counts.forwards += 1
         else:
             root.evaluated()
         if self._marking:
             root.ranges.append(record_function(root.label))
             root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def _close_after_forward(self, root: Root) -> None:
+    def _close_after_forward(self, root: Root, *, is_first: bool = False) -> None:
+        """Close its range behind each forward; a new root's hooks are there to be wrapped after its first."""
+
         @_disable_dynamo
         def close(*_: Any) -> None:
+            nonlocal is_first
             root.close_range()
+            if is_first and self._marking:
+                self._wrap_backward(root, ranges=len(self._roots) > 1)
+            is_first = False
 
         if (module := root.module) is not None:
             self._after_hooks.append(module.register_forward_hook(close, always_call=True))
@@ -182,9 +196,7 @@ class Roots:
         def counted(method: Callable[[], None]) -> Callable[[], None]:
             @wraps(method)
             def finish() -> None:
-                root.backwards += 1
-                if any(group.reduce_grads for state in root.states for group in param_groups(state)):
-                    root.gradient_syncs += 1
+                root.counts.note_backward([group for state in root.states for group in param_groups(state)])
                 root.note_forward_order()
                 method()
 
