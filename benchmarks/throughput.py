@@ -73,6 +73,11 @@ NETWORKS = {
 }
 """A word of the row's interconnect -> the network's name here."""
 
+INTERLEAVED = "interleaved:2"
+"""Two stages a rank where torchtitan is told no split, and as many micro-batches as ranks
+(``torchtitan/parallelisms/pipelining_utils.py`` at 9dec370). Its table 5 is of runs with asynchronous tensor
+parallelism, by its heading."""
+
 OWN_OPTIONS = "-"
 """Stack of a row whose options say all."""
 
@@ -96,8 +101,6 @@ class Row:
 
 def read(row: dict[str, str]) -> Row:
     """Understand a row. Raises ``ModelError`` with the reason why it cannot be predicted."""
-    if "interleaved" in row["mesh"]:
-        raise ModelError("how many stages a rank has under its interleaved schedule is not published")
     if "ep=" in row["mesh"] and "ep=1" not in row["mesh"]:
         raise ModelError("expert parallelism is not modelled")
     if row["ac"] in UNSAID or not row["batch_per_gpu"].isdecimal():
@@ -123,17 +126,19 @@ def read(row: dict[str, str]) -> Row:
         name for start, name in STACKS.items() if row["source"].startswith(start)
     )
     policy = {
-        "batch_size": 1 if mesh.pp > 1 else batch,
-        "grad_accum": batch if mesh.pp > 1 else 1,
+        "batch_size": batch // mesh.pp,
+        "grad_accum": mesh.pp,
         "seq_len": int(row["seq_len"]),
         "ac": row["ac"],
         "reshard": "torchtitan" if reshard == "default" else reshard,
         "reshard_root": False,
         "compile": compiled,
-        "async_tp": "asyncTP" in row["mesh"],
+        "async_tp": "asyncTP" in row["mesh"] or "(table 5)" in row["source"],
         "float8": None if float8 == "no" else float8,
         "fp8_all_gather": float8 == "tensorwise",
     }
+    if "interleaved" in row["mesh"]:
+        policy["pp_schedule"] = INTERLEAVED
     if part in CUDNN_FIRST:
         policy["attention"] = "cudnn"
     policy |= _options(row.get("options") or "")

@@ -26,10 +26,11 @@ from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tenso
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
-from fsdp2prof.estimators.timeline.compiled import compiled, in_float8
+from fsdp2prof.estimators.timeline.compiled import compiled
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.float8_gathers import with_float8_gathers
+from fsdp2prof.estimators.timeline.float8_products import in_float8
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,
@@ -110,7 +111,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
         program = with_context_parallel(program, mesh.cp, elements)
     if policy.float8 is not None:
         fused = policy.compile and program.guessed_fusion is None
-        program = in_float8(program, built.blocks, fused=fused)
+        narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
+        program = in_float8(program, built.blocks, fused=fused, casts_before_gathers=narrow)
     if policy.fp8_all_gather:
         program = with_float8_gathers(program, parameter_groups(built, mesh, policy))
     if policy.compile:
@@ -208,10 +210,7 @@ def _figures(
     bubble = bubble_ns_of(program, timeline, mesh, policy, whole)
     return StepFigures(
         step_ns=step.duration_ns + bubble,
-        exposed_ns=parts.exposed_all_gather
-        + parts.exposed_reduce_scatter
-        + parts.exposed_all_reduce
-        + parts.exposed_other_comm,
+        exposed_ns=_exposed_ns(parts),
         bubble_ns=bubble,
         idle_ns=parts.idle,
         model_flops=program.model_flops,
@@ -316,10 +315,10 @@ def _verdict(estimate: StepEstimate) -> list[str]:
         f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s on each GPU{mfu}."
     ]
     parts = estimate.breakdown_ns
-    exposed = parts.exposed_all_gather + parts.exposed_reduce_scatter + parts.exposed_all_reduce
+    bounds = f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it"
+    exposed = format_frac(_exposed_ns(parts) / estimate.step_ns)
     lines.append(
-        f"{_BOUNDS[estimate.bound_by]} bound{'' if estimate.bound_by == 'compute' else 's'} it; "
-        f"{format_frac(exposed / estimate.step_ns)} of it is exposed communication."
+        f"{bounds}; {exposed} of it is exposed communication." if estimate.by_layer else f"{bounds}."
     )
     worst = estimate.by_layer[0] if estimate.by_layer else None
     if worst is not None and worst.exposed_ns:
@@ -328,6 +327,16 @@ def _verdict(estimate: StepEstimate) -> list[str]:
             f"{format_ns(worst.exposed_ns)} of {format_ns(worst.total_ns)}."
         )
     return lines
+
+
+def _exposed_ns(parts: BreakdownNs) -> int:
+    """Return the communication of all kinds that nothing hides."""
+    return (
+        parts.exposed_all_gather
+        + parts.exposed_reduce_scatter
+        + parts.exposed_all_reduce
+        + parts.exposed_other_comm
+    )
 
 
 def _hardware_use(mesh: MeshSpec, costs: ClusterCosts, peak: int | None) -> HardwareUse:
@@ -369,12 +378,13 @@ def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program,
         "all_gather": breakdown.exposed_all_gather,
         "reduce_scatter": breakdown.exposed_reduce_scatter,
         "all_reduce": breakdown.exposed_all_reduce,
+        "other": breakdown.exposed_other_comm,
     }
     links: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for command in program.commands:
         if isinstance(command, Collective):
             made = costs.transfer(command)
-            links[command.op][made.link] += made.ns
+            links[command.op if command.op in exposed else "other"][made.link] += made.ns
     for op, time in exposed.items():
         if links[op]:
             link = max(links[op], key=lambda name: links[op][name])

@@ -44,6 +44,14 @@ class Cluster:
     """One a GPU by default."""
     copy_engine_gathers: bool = False
     """Whether copy engines, not kernels, gather parameters within a node."""
+    behind_a_switch: bool = False
+    """Whether the GPUs of a node have a switch between them where a board of their number has none."""
+    node_frac: float = 1.0
+    """Rate of collectives inside a node over the hardware's own."""
+    small_frac: float = 1.0
+    """The same of those of less than 256 MiB."""
+    network_frac: float = 1.0
+    """Rate of collectives between nodes over the network's own."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1 or (self.nics_per_node is not None and self.nics_per_node < 1):
@@ -72,10 +80,16 @@ class Cluster:
         return "pcie" if self.hardware.link_gb_per_s is None else "nvlink"
 
     @property
-    def nvls_bytes_per_s(self) -> float | None:
-        """Bus bandwidth of an all-reduce in the switch; None without."""
+    def is_direct(self) -> bool:
+        """Whether links go from GPU to GPU, without a switch."""
+        return self.hardware.direct_gpus == self.gpus_per_node and not self.behind_a_switch
+
+    def nvls_bytes_per_s(self, ranks: int) -> float | None:
+        """Bus bandwidth of an all-reduce in the switch; None where none reduces for so few ranks."""
         rate = self.hardware.nvls_gb_per_s
-        return None if rate is None else rate * 1e9
+        if rate is None or self.is_direct or ranks < self.hardware.nvls_ranks:
+            return None
+        return rate * 1e9 * self.node_frac
 
     def placement(self, mesh: MeshSpec, dimension: str) -> Placement:
         """Where the groups of a mesh dimension are: ranks are numbered with tp innermost, then fsdp."""
@@ -117,11 +131,12 @@ class Cluster:
         """Bus bandwidth of a group's ranks on one node; infinite for one rank."""
         if placement.per_node == 1:
             return float("inf")
-        return self.hardware.node_bus_bytes_per_s(min(placement.per_node, placement.ranks))
+        ranks = min(placement.per_node, placement.ranks)
+        return self.node_frac * self.hardware.node_bus_bytes_per_s(ranks, direct=self.is_direct)
 
     def network_bytes_per_s(self, placement: Placement) -> float:
         """What one group gets of a node's network."""
         assert self.network is not None
         nics = self.nics_per_node or self.gpus_per_node
-        network = nics * self.network.gb_per_s * self.network.achieved_frac * 1e9
+        network = nics * self.network.gb_per_s * self.network.achieved_frac * self.network_frac * 1e9
         return network / placement.groups_per_node

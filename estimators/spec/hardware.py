@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from fsdp2prof.errors import ModelError, UsageError
+from fsdp2prof.estimators.spec import shares
 from fsdp2prof.estimators.spec.documents import parse_yaml, read_text
 from fsdp2prof.units import parse_bytes
 
@@ -28,41 +29,6 @@ _DTYPES = {
     "fp16": "float16",
     "fp8": "float8_e4m3fn",
 }
-
-_ACHIEVED_MATMUL = 0.77
-"""Share of the peak that large matrix products reach where nobody published it, as of the H100."""
-_ACHIEVED_MATMUL_ENDS = (0.52, 0.84)
-"""The same of an MI300X and of an A100, between which it may be."""
-_PARTS_DIFFER = 0.92
-"""Rate of the slower of two parts of one kind: 8 % of variation on average among identical GPUs of a cluster
-(Sinha et al., "Not All GPUs Are Created Equal", SC 2022, arXiv 2208.11035). A step waits for the slowest."""
-_BEST_SHAPE = 1.10
-"""Rate of the best shape and run over that of a training's shapes: 794 over 720 TFLOP/s on an H100."""
-_KERNELS_OF_COPY = (0.80, 1.06)
-"""Rate at which kernels move memory, over a copy's: not published for eager ones; the high end is that of
-large Triton kernels on an H100 of 2.4 TB/s, 92 % of the peak by torchao's ``roofline_utils.py``."""
-_ACHIEVED_MEMORY = 0.87
-"""Share of the peak that a copy reaches, as on the A100 (0.89) and the H100 (0.87)."""
-_ACHIEVED_LINK = 0.77
-"""Share of NVLink's rate that a large all-gather reaches as busbw, as on 8 H100 (345 of 450 GB/s)."""
-_ATTENTION = 0.44
-"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 766): what keeps a part's
-products below its peak keeps attention's products below it, too."""
-
-_ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (8192, 0.994), (16384, 1.0))
-"""Causal flash attention by sequence length, of its plateau: FlashAttention-3 (arXiv 2407.08608), figure 5.
-"""
-_ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
-"""The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
-
-_CLOCK_EXPONENTS = (1.0, 1 / 2, 1 / 3)
-"""Power of what a limit leaves above idling by which the clock falls: voltage stays at its floor, falls half
-as much as the clock (the estimate), falls with the clock."""
-
-_IDLE_WATTS = 88.0
-"""What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
-Multiplications on GPUs Run Faster When Given Predictable Data")."""
-
 
 _Rate: TypeAlias = Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]
 """Of GB/s, TFLOP/s, W or MiB: no part is a million times better or worse than those there are."""
@@ -88,6 +54,11 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of it that large collectives reach."""
     source: str = ""
 
+    @property
+    def range(self) -> tuple[float, float]:
+        """Slowest and fastest that collectives between nodes may be, over the estimate's rate."""
+        return shares.NETWORK_LOW, 1 / self.achieved_frac
+
     @classmethod
     def parse(cls, text: str) -> NetworkSpec:
         """Look up a name. Raises ``ModelError``."""
@@ -106,7 +77,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     link_gb_per_s: _Rate | None = None
     """Bandwidth to peers inside a node, one direction, all links of a device together."""
     bus_gb_per_s: dict[_Count, _Rate] = {}
+    direct_gpus: _Count | None = None
     nvls_gb_per_s: _Rate | None = None
+    nvls_ranks: _Count = 2
     nvlink: bool = False
     multiprocessors: _Count | None = None
     watts: _Rate | None = None
@@ -149,6 +122,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             except UsageError as error:
                 raise ModelError(f"hardware: {error}") from None
             return cls(name=text.strip(), memory_mib=size / _MIB, source="given by its memory size")
+        if text.lower() == "cpu":
+            raise ModelError(
+                "hardware 'cpu': no CPU is known by name. Measure it: `fsdp2prof bench -o cpu.json -- "
+                "torchrun --nproc-per-node N`, then --hardware cpu.json (a memory size alone: 64GiB)"
+            )
         return _named(text, known_hardware(), "hardware", " (or give a memory size: 80GiB, or a file)")
 
     @property
@@ -181,7 +159,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Bandwidth that a large copy reaches, read and written bytes counted. Raises ``ModelError``."""
         if self.achieved_memory_gb_per_s is not None:
             return self.achieved_memory_gb_per_s * _GIGA
-        return self._stated("memory_gb_per_s", self.memory_gb_per_s) * _ACHIEVED_MEMORY * _GIGA
+        return self._stated("memory_gb_per_s", self.memory_gb_per_s) * shares.ACHIEVED_MEMORY * _GIGA
 
     def achieved_flops(self, dtype: str) -> float:
         """Operations per second of large matrix products of a torch dtype. Raises ``ModelError``."""
@@ -192,8 +170,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if name in self.achieved_tflops:
                 return self.achieved_tflops[name] * _TERA * self.power_frac
             if name in self.peak_tflops:
-                return self.peak_tflops[name] * _ACHIEVED_MATMUL * _TERA
-        raise ModelError(f"hardware {self.name} states no matrix rate for {dtype}")
+                return self.peak_tflops[name] * shares.ACHIEVED_MATMUL * _TERA
+        known = ", ".join(sorted({*self.peak_tflops, *self.achieved_tflops})) or "no type"
+        raise ModelError(
+            f"hardware {self.name} states no matrix rate for {dtype}, only for {known}: choose another "
+            "--param-dtype, or describe the part in a file (--hardware FILE)"
+        )
 
     def with_attention(self, kernel: str) -> HardwareSpec:
         """Return the same part with one kernel's attention; of one that is not stated, the first one's."""
@@ -214,13 +196,13 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             products = (
                 "float16" if "fp16" in self.peak_tflops and "bf16" not in self.peak_tflops else "bfloat16"
             )
-            plateau = self.achieved_flops(products) / _TERA / self.power_frac * _ATTENTION
+            plateau = self.achieved_flops(products) / _TERA / self.power_frac * shares.ATTENTION
         if dtype == "float32":  # no tensor cores for it
             plateau = min(plateau, self.peak_tflops.get("fp32", plateau))
-        depth = _ATTENTION_DEPTH[min(_ATTENTION_DEPTH, key=lambda known: abs(known - head_dim))]
+        depth = shares.ATTENTION_DEPTH[min(shares.ATTENTION_DEPTH, key=lambda known: abs(known - head_dim))]
         direction = self.attention_backward_frac if backward else 1.0
         whole = plateau * _TERA * self.power_frac * depth * direction
-        return whole * _interpolated(_ATTENTION_CURVE, seq_len)
+        return whole * _interpolated(shares.ATTENTION_CURVE, seq_len)
 
     @property
     def power_frac(self) -> float:
@@ -236,8 +218,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _power_fracs(self) -> tuple[float, float, float]:
         if self.watts is None or self.achieved_at_watts is None:
             return 1.0, 1.0, 1.0
-        left = max(0.0, self.watts - _IDLE_WATTS) / max(1.0, self.achieved_at_watts - _IDLE_WATTS)
-        low, middle, high = (float(min(1.0, left**exponent)) for exponent in _CLOCK_EXPONENTS)
+        left = max(0.0, self.watts - shares.IDLE_WATTS) / max(1.0, self.achieved_at_watts - shares.IDLE_WATTS)
+        low, middle, high = (float(min(1.0, left**exponent)) for exponent in shares.CLOCK_EXPONENTS)
         return low, middle, high
 
     @property
@@ -246,28 +228,48 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         low, middle, high = self._power_fracs
         ends = (1.0, 1.0)
         if not self.achieved_tflops:
-            ends = (_ACHIEVED_MATMUL_ENDS[0] / _ACHIEVED_MATMUL, _ACHIEVED_MATMUL_ENDS[1] / _ACHIEVED_MATMUL)
-        slow = _PARTS_DIFFER * self.lowest_compute_frac * ends[0] * low / middle
-        return slow, _BEST_SHAPE * ends[1] * high / middle
+            ends = (
+                shares.ACHIEVED_MATMUL_ENDS[0] / shares.ACHIEVED_MATMUL,
+                shares.ACHIEVED_MATMUL_ENDS[1] / shares.ACHIEVED_MATMUL,
+            )
+        slow = shares.PARTS_DIFFER * self.lowest_compute_frac * ends[0] * low / middle
+        return slow, shares.BEST_SHAPE * ends[1] * high / middle
 
     @property
     def memory_range(self) -> tuple[float, float]:
         """Slowest and fastest that kernels may move memory, over the estimate's rate."""
-        return _KERNELS_OF_COPY
+        return shares.KERNELS_OF_COPY
 
     @property
     def units(self) -> int:
         """Multiprocessors. Raises ``ModelError``."""
         return int(self._stated("multiprocessors", self.multiprocessors))
 
-    def node_bus_bytes_per_s(self, ranks: int) -> float:
-        """Bus bandwidth of a large collective over some ranks of one node. Raises ``ModelError``."""
+    def node_bus_bytes_per_s(self, ranks: int, *, direct: bool = False) -> float:
+        """Bus bandwidth of a large collective over some ranks of one node.
+
+        ``direct``: its GPUs have no switch between them (:attr:`direct_gpus`).
+        """
+        if self.link_gb_per_s is None and not self.bus_gb_per_s:
+            return shares.ACHIEVED_PCIE * self.host_link_gb_per_s * _GIGA  # one direction, shared by the ring
+        whole = (self.link_gb_per_s or 0.0) * shares.ACHIEVED_LINK
         if self.bus_gb_per_s:
             curve = tuple(sorted((count, rate) for count, rate in self.bus_gb_per_s.items()))
-            return _interpolated(curve, ranks) * _GIGA
-        if self.link_gb_per_s is None:  # no links of their own: PCIe, one direction, shared by the ring
-            return 0.8 * self.host_link_gb_per_s * _GIGA
-        return self.link_gb_per_s * _ACHIEVED_LINK * _GIGA
+            whole = _interpolated(curve, ranks)
+        if direct and self.direct_gpus is not None and self.link_gb_per_s is not None:
+            used = (ranks - 1) / (self.direct_gpus - 1)
+            whole = min(whole, self.link_gb_per_s * shares.ACHIEVED_LINK * used)
+        return whole * _GIGA
+
+    @property
+    def link_range(self) -> tuple[float, float]:
+        """Slowest and fastest that a node's collectives may be, over the estimate's rate."""
+        return shares.PCIE_ENDS if self.link_gb_per_s is None else shares.LINK_ENDS
+
+    @property
+    def small_link_range(self) -> tuple[float, float]:
+        """The same of small collectives."""
+        return shares.PCIE_ENDS if self.link_gb_per_s is None else shares.SMALL_LINK_ENDS
 
     def measured_ns(self, op: str, ranks: int, payload_bytes: int) -> int | None:
         """Time of a collective in one node by what was measured; None where it was not.
@@ -287,16 +289,25 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Sentences about what is a stated share of a peak and not a published measurement."""
         notes = []
         if not self.achieved_tflops:
-            notes.append(f"large matrix products reach {_ACHIEVED_MATMUL:.0%} of the peak of {self.name}")
+            notes.append(
+                f"large matrix products reach {shares.ACHIEVED_MATMUL:.0%} of the peak of {self.name}"
+            )
         if self.achieved_memory_gb_per_s is None:
-            notes.append(f"memory traffic reaches {_ACHIEVED_MEMORY:.0%} of the bandwidth of {self.name}")
+            notes.append(
+                f"memory traffic reaches {shares.ACHIEVED_MEMORY:.0%} of the bandwidth of {self.name}"
+            )
         if self.attention_tflops is None:
-            notes.append(f"flash attention reaches {_ATTENTION:.0%} of the rate of large matrix products")
+            notes.append(
+                f"flash attention reaches {shares.ATTENTION:.0%} of the rate of large matrix products"
+            )
         return notes
 
     def _stated(self, name: str, value: float | None) -> float:
         if value is None:
-            raise ModelError(f"hardware {self.name}: {name} is not stated, and a step's time needs it")
+            raise ModelError(
+                f"hardware {self.name}: {name} is not stated, and a step's time needs it: name an "
+                "accelerator, or state it in a file"
+            )
         return value
 
 

@@ -11,6 +11,7 @@ Async Tensor Parallelism in PyTorch" (discuss.pytorch.org/t/209487),
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
 
@@ -49,8 +50,8 @@ def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
         elif not held or _does_nothing(command) or _casts(command):
             made.append(command)
         elif _is_product(command):
-            rest, last = _cut(command, ranks)
-            made += [rest, held[0], last]
+            *rest, last = _cut(command, ranks)
+            made += [*rest, held[0], last]
             held = []
         elif len(held) == 1 and _rearranges(command):
             held.append(command)
@@ -71,8 +72,8 @@ def _behind_the_first_chunk(commands: list[Command], collective: Command, ranks:
         return
     if rearranged >= 0:
         del commands[rearranged]
-    rest, first = _cut(commands[at], ranks)
-    commands[at : at + 1] = [first, collective, rest]
+    first, *rest = _cut(commands[at], ranks)
+    commands[at : at + 1] = [first, collective, *rest]
 
 
 def _last_work(commands: list[Command], end: int) -> int:
@@ -106,18 +107,23 @@ def _is_product(command: Command) -> bool:
     return isinstance(command, Kernel) and command.work is not None and command.work.kind == "matmul"
 
 
-def _cut(command: Command, ranks: int) -> tuple[Command, Command]:
-    """Return all chunks of a product but one, and that one."""
+def _cut(command: Command, ranks: int) -> list[Command]:
+    """Return the chunks of a product, a part of its rows each, with waves of tiles of their own."""
     assert isinstance(command, Kernel)
     work = command.work
     assert work is not None
     batch, m, n, k = work.shape
-    one = max(1, m // ranks)
-    chunk = replace(work, flops=work.flops * one // m, bytes=work.bytes * one // m, shape=(batch, one, n, k))
-    rest = replace(
-        work,
-        flops=work.flops - chunk.flops,
-        bytes=work.bytes - chunk.bytes,
-        shape=(batch, max(1, m - one), n, k),
-    )
-    return replace(command, work=rest), replace(command, work=chunk)
+    cuts = [m * part // ranks for part in range(ranks + 1)]
+    return [
+        replace(
+            command,
+            work=replace(
+                work,
+                flops=work.flops * end // m - work.flops * start // m,
+                bytes=work.bytes * end // m - work.bytes * start // m,
+                shape=(batch, end - start, n, k),
+            ),
+        )
+        for start, end in pairwise(cuts)
+        if end > start
+    ]

@@ -28,6 +28,7 @@ _LL_BYTES_PER_S = 39e9
 """LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
 
 _NVLS_BASE_US = 25.0
+_SMALL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
     passes = 2 if op == "all_reduce" else 1
     moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
     link = "network" if placement.nodes > 1 else cluster.node_link
-    bandwidth = cluster.bus_bytes_per_s(placement)
+    slowed = _slowed(payload_bytes, placement, cluster)
+    bandwidth = slowed * cluster.bus_bytes_per_s(placement)
     if op == "all_to_all" and placement.nodes > 1:
         moved, bandwidth = _exchanged(payload_bytes, placement, cluster)
     steps = 1 if op in ("send_recv",) else passes * (n - 1)
@@ -66,9 +68,16 @@ def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster
         latency += across * _STEP_US["network"][protocol]
         times[protocol] = latency * 1e-6 + moved / share
     seconds = min(times.values())
-    if op == "all_reduce" and cluster.nvls_bytes_per_s and placement.nodes == 1:
-        seconds = min(seconds, _NVLS_BASE_US * 1e-6 + moved / cluster.nvls_bytes_per_s)
+    in_switch = cluster.nvls_bytes_per_s(n) if op == "all_reduce" and placement.nodes == 1 else None
+    if in_switch is not None:
+        seconds = min(seconds, _NVLS_BASE_US * 1e-6 + moved / (slowed * in_switch))
     return Transfer(round(1e9 * seconds), link, bandwidth)
+
+
+def _slowed(payload_bytes: int, placement: Placement, cluster: Cluster) -> float:
+    """Rate of a small collective inside a node over a large one's, as the cluster has them vary."""
+    small = placement.nodes == 1 and payload_bytes < _SMALL_BYTES
+    return cluster.small_frac / cluster.node_frac if small else 1.0
 
 
 def _exchanged(payload_bytes: int, placement: Placement, cluster: Cluster) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
+from fsdp2prof.estimators.timeline.model_flops import model_flops_of
 
 __all__ = ["with_context_parallel"]
 
@@ -48,14 +49,5 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Progra
         longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, *depths))
         made += [ring, replace(command, work=longer), Wait(command.stream, events)]
         events += 1
-    return replace(program, commands=made, model_flops=program.model_flops + _added(program, cp))
-
-
-def _added(program: Program, cp: int) -> int:
-    """Operations that the other ranks' keys add to forward and backward."""
-    forward = sum(
-        c.work.flops
-        for c in program.commands
-        if isinstance(c, Kernel) and c.work is not None and c.work.kind == "attention" and not c.work.backward
-    )
-    return 3 * (cp - 1) * forward
+    added = model_flops_of(made) - model_flops_of(program.commands)
+    return replace(program, commands=made, model_flops=program.model_flops + added)

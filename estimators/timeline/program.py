@@ -13,7 +13,7 @@ from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_
 from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
-from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
+from fsdp2prof.estimators.execution.second_models import naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.models.model import Model, elements_of
@@ -22,11 +22,11 @@ from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.timeline.capture import Capture
-from fsdp2prof.estimators.timeline.commands import Command, Enter, Kernel, Leave, Program
+from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.deepen import deepened
+from fsdp2prof.estimators.timeline.model_flops import model_flops_of
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.fake_tensors import fake_tensors
-from fsdp2prof.labels import AUTOGRAD_NODE
 
 __all__ = ["capture_step", "capture_stitched", "execute_and_capture"]
 
@@ -112,13 +112,12 @@ def execute_and_capture(
 
 
 def _program(capture: Capture, parameters: int, policy: PolicySpec) -> Program:
-    forward, alone = _forward_flops(capture.commands)
     return Program(
         commands=capture.commands,
         streams=capture.streams,
         parameters=parameters,
         tokens=policy.sequences * policy.seq_len * policy.grad_accum,
-        model_flops=3 * forward + alone,
+        model_flops=model_flops_of(capture.commands),
     )
 
 
@@ -133,19 +132,3 @@ def _mesh_dims(*meshes: DeviceMesh | None) -> dict[str, str]:
             assert mesh.mesh_dim_names is not None
             names = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names} | names
     return names
-
-
-def _forward_flops(commands: list[Command]) -> tuple[int, int]:
-    """Operations outside of backward: of trained forwards, each of whose products has two of its size in
-    backward, and of forwards without gradients."""
-    flops, outside = {True: 0, False: 0}, 0
-    labels: list[str] = []
-    for command in commands:
-        if isinstance(command, Enter):
-            labels.append(command.name)
-            outside += command.name.startswith(AUTOGRAD_NODE)
-        elif isinstance(command, Leave):
-            outside -= labels.pop().startswith(AUTOGRAD_NODE)
-        elif isinstance(command, Kernel) and command.work is not None and not outside:
-            flops[WITHOUT_GRADIENTS in labels] += command.work.flops
-    return flops[False], flops[True]

@@ -102,12 +102,14 @@ def _add_tensor_parallel(
     """Each block gathers the sequence before attention and feed-forward and scatters it after."""
     add = _activation_adder(ledger, mesh, policy)
     hidden = _tokens(mesh, policy) * config.dim
+    # torchao's parallel layers cast before they gather, with tensorwise scaling only
+    gathered = "float8_e4m3fn" if policy.float8 == "tensorwise" else policy.compute_dtype
     for block, fqn in enumerate(owners):
-        add(fqn, "forward", "all_gather", 2, hidden)
+        add(fqn, "forward", "all_gather", 2, hidden, gathered)
         add(fqn, "forward", "reduce_scatter", 2, hidden)
         # Recomputing stops once the last saved tensor is back, before the feed-forward's reduce-scatter.
         gathers, scatters = (2, 1) if _recomputed(policy, block) else (2 if policy.ac == "op" else 0, 0)
-        add(fqn, "backward", "all_gather", 2 + gathers, hidden)
+        add(fqn, "backward", "all_gather", 2 + gathers, hidden, gathered)
         add(fqn, "backward", "reduce_scatter", 2 + scatters, hidden)
 
 

@@ -73,6 +73,11 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
             f"matrix rates at {hardware.power_frac:.0%} of those measured at "
             f"{hardware.achieved_at_watts:g} W: the part is limited to {hardware.watts:g} W"
         )
+    if costs.cluster.is_direct and mesh.world_size > 1:
+        notes.append(
+            f"{costs.cluster.gpus_per_node} GPUs a node: links go from each to each other without a switch, "
+            "as on NVIDIA's boards of four; for some GPUs of a node of eight say --gpus-per-node 8"
+        )
     if costs.cluster.copy_engine_gathers:
         notes.append(
             "copy engines gather parameters: as fast as kernels do, and products beside them are not slowed"

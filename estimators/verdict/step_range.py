@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fsdp2prof.estimators.spec.hardware import HardwareSpec
+from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
@@ -31,6 +31,14 @@ class _End:
     operator_ns: int
     compute_frac: float
     memory_frac: float
+    node_frac: float
+    """Of collectives inside a node."""
+    small_frac: float
+    """Of small ones."""
+    network_frac: float
+    """Of collectives between nodes."""
+    behind_a_switch: bool
+    """Whether a node whose GPUs may have a switch between them, or none, has one."""
 
 
 def range_of(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) -> StepRange:
@@ -49,24 +57,28 @@ def range_of(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int
     hardware = costs.cluster.hardware
     if hardware.on_host:
         return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
-    kind, harsh = _ends(hardware)
+    kind, harsh = _ends(costs.cluster)
     low, high = _step_ns(program, costs, kind), _step_ns(program, costs, harsh)
     return StepRange(
         low_ns=min(low, step_ns) + bubble_ns,
         high_ns=max(high, step_ns) + bubble_ns,
-        unknown=_in_words(hardware, kind, harsh),
+        unknown=_in_words(costs, kind, harsh),
     )
 
 
-def _ends(hardware: HardwareSpec) -> tuple[_End, _End]:
+def _ends(cluster: Cluster) -> tuple[_End, _End]:
     """Kindest and harshest; what was measured on the part itself stays as it is."""
+    hardware = cluster.hardware
     slow, fast = hardware.compute_range
     slow_memory, fast_memory = hardware.memory_range
+    slow_link, fast_link = hardware.link_range
+    slow_small, fast_small = hardware.small_link_range
+    slow_network, fast_network = (1.0, 1.0) if cluster.network is None else cluster.network.range
     contention = _known(CONTENTION[::2], hardware.overlap_slowdown_frac)
     host = _known(HOST_NS[::2], hardware.host_operator_ns)
     return (
-        _End(contention[0], host[0], fast, fast_memory),
-        _End(contention[1], host[1], slow, slow_memory),
+        _End(contention[0], host[0], fast, fast_memory, fast_link, fast_small, fast_network, True),
+        _End(contention[1], host[1], slow, slow_memory, slow_link, slow_small, slow_network, False),
     )
 
 
@@ -74,7 +86,8 @@ def _known(ends: tuple[_Value, ...], measured: _Value | None) -> tuple[_Value, _
     return (ends[0], ends[1]) if measured is None else (measured, measured)
 
 
-def _in_words(hardware: HardwareSpec, kind: _End, harsh: _End) -> list[str]:
+def _in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
+    hardware = costs.cluster.hardware
     lines = []
     if kind.contention_frac != harsh.contention_frac:
         lines.append(
@@ -91,6 +104,25 @@ def _in_words(hardware: HardwareSpec, kind: _End, harsh: _End) -> list[str]:
         f"products and attention run at {harsh.compute_frac:.0%} to {kind.compute_frac:.0%} of the rates in "
         f"the estimate{limited}; other kernels at {harsh.memory_frac:.0%} to {kind.memory_frac:.0%}"
     )
+    return [*lines, *_links_in_words(costs, kind, harsh)]
+
+
+def _links_in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
+    """Say what is varied of collectives, as far as the mesh has them."""
+    cluster, mesh = costs.cluster, costs.mesh
+    lines = []
+    if mesh.world_size > 1 and cluster.gpus_per_node > 1 and not cluster.hardware.collectives:
+        lines.append(
+            f"collectives inside a node reach {harsh.node_frac:.0%} to {kind.node_frac:.0%} of the rate in "
+            f"the estimate, those below 256 MiB from {harsh.small_frac:.0%} on"
+        )
+    if mesh.world_size > cluster.gpus_per_node:
+        lines.append(f"between nodes {harsh.network_frac:.0%} to {kind.network_frac:.0%}")
+    if cluster.is_direct and mesh.world_size > 1:
+        lines.append(
+            f"the {cluster.gpus_per_node} GPUs of a node may have a switch between them (none in the "
+            "estimate)"
+        )
     return lines
 
 
@@ -98,6 +130,13 @@ def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
     """Return how long the device is at work for a step."""
     varied = replace(
         costs,
+        cluster=replace(
+            costs.cluster,
+            node_frac=end.node_frac,
+            small_frac=end.small_frac,
+            network_frac=end.network_frac,
+            behind_a_switch=end.behind_a_switch,
+        ),
         contention_frac=end.contention_frac,
         host=HostPace(operator_ns=end.operator_ns),
         compute_frac=end.compute_frac,

@@ -148,6 +148,8 @@ def test_context_parallelism_keeps_a_ranks_share_of_the_work() -> None:
     two = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512))
     attention = 3 * 4 * 32 * 128 * 256 * 256 // 2
     assert two.model_flops - one.model_flops == 3 * attention
+    recomputed = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512, ac="full"))
+    assert recomputed.model_flops == two.model_flops
     made = estimate_step(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512), H100)
     assert made.tokens_per_step == 4 * 512
 
@@ -270,6 +272,16 @@ def test_the_estimate_lies_in_its_range_and_measured_figures_are_not_varied(prog
     assert narrow.step_ns == wide.step_ns
     assert wide.range.low_ns <= narrow.range.low_ns < narrow.range.high_ns < wide.range.high_ns
     assert len(narrow.range.unknown) == len(wide.range.unknown) - 2
+
+
+def test_the_range_has_collectives_as_slow_as_they_were_seen(program: Program) -> None:
+    """Half the network at the harsh end: a step that its network bounds takes about twice as long there."""
+    mesh = MeshSpec(dp_shard=8)
+    slow = Cluster(hardware=H100.hardware, gpus_per_node=1, network=NetworkSpec.parse("100gb-eth"))
+    made = simulate_program(program, MODEL, mesh, POLICY, slow).estimate
+    assert made.bound_by == "network"
+    assert made.range.high_ns / made.step_ns == pytest.approx(1 / 0.53, rel=0.1)
+    assert any("between nodes 53%" in line for line in made.range.unknown)
 
 
 def test_compiled_blocks_move_what_their_own_graphs_do() -> None:

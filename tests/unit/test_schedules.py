@@ -9,6 +9,7 @@ import pytest
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.spec.cluster import Cluster
@@ -308,3 +309,33 @@ def test_asynchronous_tensor_parallelism_hides_transfers_and_does_the_same_work(
     # two of each a block and pass; in backward not where gradients of several products add up first
     assert _products(after) - _products(program) >= 0.6 * len(sent) > 0
     assert hidden.hfu == pytest.approx(plain.hfu * plain.step_ns / hidden.step_ns, rel=1e-6)  # type: ignore[operator]
+
+
+def test_tensor_parallelism_gathers_what_is_cast_to_float8_already() -> None:
+    """Tensorwise: half the bytes of each gather in a block, and one cast less for what was gathered."""
+    mesh, policy = MeshSpec(dp_shard=1, tp=8), PolicySpec(seq_len=2048, float8="tensorwise")
+    narrow, wide = (
+        program_of(MODEL, mesh, replace(policy, float8=recipe)) for recipe in ("tensorwise", "rowwise")
+    )
+
+    def gathers(program: Program) -> list[tuple[str, int, int]]:
+        sent = [c for c in program.commands if isinstance(c, Collective) and c.mesh_dim == "tp"]
+        return [(c.dtype, c.nelems_out, c.payload_bytes) for c in sent if c.op == "all_gather"]
+
+    inside, outside = gathers(narrow), gathers(wide)
+    assert [elements for _, elements, _ in inside] == [elements for _, elements, _ in outside]
+    assert {size / elements for dtype, elements, size in inside if dtype == "float8_e4m3fn"} == {1.0}
+    assert {dtype for dtype, _, _ in outside} == {"bfloat16"}
+    assert sum(dtype == "float8_e4m3fn" for dtype, _, _ in inside) == 2 * 2 * 2  # blocks, passes, halves
+    assert _products(narrow) == _products(wide)
+    casts = [
+        sum(c.work.bytes for c in p.commands if isinstance(c, Kernel) and c.op == "float8_cast" and c.work)
+        for p in (narrow, wide)
+    ]
+    assert 0 < casts[0] < casts[1]
+    counted = sum(
+        row.payload_bytes
+        for row in estimate_comm(MODEL, mesh, policy).groups
+        if row.mesh_dim == "tp" and row.op == "all_gather"
+    )
+    assert counted == sum(size for _, _, size in inside)

@@ -1,0 +1,72 @@
+"""What accelerators and networks reach of their peaks where nobody measured it, and how far off it may be."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ACHIEVED_LINK",
+    "ACHIEVED_MATMUL",
+    "ACHIEVED_MATMUL_ENDS",
+    "ACHIEVED_MEMORY",
+    "ACHIEVED_PCIE",
+    "ATTENTION",
+    "ATTENTION_CURVE",
+    "ATTENTION_DEPTH",
+    "BEST_SHAPE",
+    "CLOCK_EXPONENTS",
+    "IDLE_WATTS",
+    "KERNELS_OF_COPY",
+    "LINK_ENDS",
+    "NETWORK_LOW",
+    "PARTS_DIFFER",
+    "PCIE_ENDS",
+    "SMALL_LINK_ENDS",
+]
+
+ACHIEVED_MATMUL = 0.77
+"""Share of the peak that large matrix products reach where nobody published it, as of the H100."""
+ACHIEVED_MATMUL_ENDS = (0.52, 0.84)
+"""The same of an MI300X and of an A100, between which it may be."""
+PARTS_DIFFER = 0.82
+"""Rate of the slowest of many parts of one kind, for which a step waits: identical GPUs of a cluster differ
+by 8 % on average over clusters and programs and by 22 % at the most (Sinha et al., "Not All GPUs Are Created
+Equal", SC 2022, arXiv 2208.11035)."""
+BEST_SHAPE = 1.10
+"""Rate of the best shape and run over that of a training's shapes: 794 over 720 TFLOP/s on an H100."""
+KERNELS_OF_COPY = (0.80, 1.06)
+"""Rate at which kernels move memory, over a copy's: not published for eager ones; the high end is that of
+large Triton kernels on an H100 of 2.4 TB/s, 92 % of the peak by torchao's ``roofline_utils.py``."""
+ACHIEVED_MEMORY = 0.87
+"""Share of the peak that a copy reaches, as on the A100 (0.89) and the H100 (0.87)."""
+ACHIEVED_LINK = 0.77
+"""Share of NVLink's rate that a large all-gather reaches as busbw, as on 8 H100 (345 of 450 GB/s)."""
+LINK_ENDS = (0.93, 1.07)
+"""Of collectives inside a node over the estimate's: 361 to 367 GB/s are published of rings over 8 H200s
+(stas00/ml-engineering), 345 over 8 H100s, which the estimate has; the low end is as far below."""
+SMALL_LINK_ENDS = (0.58, 1.07)
+"""The same of payloads below 256 MiB, of which NCCL's model of latency and protocols says too little: of it
+all-reduces of 2 MiB to 128 MiB over 8 H200s and 8 A100s reach 0.57 to 0.88 (stas00/ml-engineering)."""
+NETWORK_LOW = 0.53
+"""Rate of collectives between nodes over the estimate's, at the least: 200 GB/s of 376 on 32 nodes of 8 H100s
+(NVIDIA/nccl#1218), where others reach 345 on 8 nodes and 260 on 128 (NVIDIA/nccl#1229)."""
+ACHIEVED_PCIE = 0.8
+"""Share of a pinned copy's rate that a ring over PCIe reaches where GPUs write to each other."""
+PCIE_ENDS = (0.17, 1.25)
+"""Over the estimate's: 3.3 GB/s between two GPUs through the memory of a host of PCIe 3
+(forum.level1techs.com/t/185531), and all of a pinned copy's rate."""
+ATTENTION = 0.44
+"""Flash attention's rate over that of large matrix products, as on the H100 (335 of 766): what keeps a part's
+products below its peak keeps attention's products below it, too."""
+
+ATTENTION_CURVE = ((512, 0.57), (1024, 0.776), (2048, 0.89), (4096, 0.952), (8192, 0.994), (16384, 1.0))
+"""Causal flash attention by sequence length, of its plateau: FlashAttention-3 (arXiv 2407.08608), figure 5.
+"""
+ATTENTION_DEPTH = {64: 0.876, 128: 1.0, 256: 0.805}
+"""The same by head dimension: figure 5, FlashAttention-2's plateaus of 324, 370 and 298."""
+
+CLOCK_EXPONENTS = (1.0, 1 / 2, 1 / 3)
+"""Power of what a limit leaves above idling by which the clock falls: voltage stays at its floor, falls half
+as much as the clock (the estimate), falls with the clock."""
+
+IDLE_WATTS = 88.0
+"""What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
+Multiplications on GPUs Run Faster When Given Predictable Data")."""
