@@ -33,7 +33,8 @@ _SAME_SHARE = 0.01
 _REMEDY = {
     "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
     "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
-    "host": "Look at the data loader, CPU affinity and other processes on the host of rank {rank}.",
+    "host": "Look at CPU affinity, other processes and garbage collection on the host of rank {rank}, and at "
+    "how its batches come if not by torch's DataLoader.",
     "data_loader": "Give the data loader of rank {rank} more workers and prefetch, and look at its storage.",
     "communication": "Look at the rank that rank {rank} waits for there, and at the links between them.",
     "unknown": "Record more steps to see what rank {rank} does before.",

@@ -153,9 +153,9 @@ def _bandwidth(value: str) -> Change:
 
         known = any(floor.values())
         note = (
-            "of a collective's transfer, what its smallest ones take at no size stays: it is latency"
+            "a collective's latency stays: what it would take for no bytes, by a line through two sizes"
             if known
-            else "all of a collective's transfer is bandwidth: the run has too few sizes to tell latency"
+            else "all of a transfer gets faster: the run's sizes do not tell latency from it"
         )
         unmet = sum(one.meeting < 0 for one in sent)
         notes = [note]

@@ -148,7 +148,11 @@ def _parts(result: WhatIf) -> Table:
             ms_column("after_ns", "after", before.values()),
             number_column(change.name, change.label, signed(change.show)),
         ],
-        rows=[[part, time, after[part], after[part] - time] for part, time in before.items()],
+        rows=[
+            [part, time, after[part], after[part] - time]
+            for part, time in before.items()
+            if time or after[part]
+        ],
     )
 
 
