@@ -61,7 +61,14 @@ def test_stages_share_the_model(tmp_path: Path) -> None:
     assert parts[1].experts == ("model.layers.3.mlp.experts", "model.layers.4.mlp.experts")
 
 
-@pytest.mark.parametrize("mesh", [MESH, MeshSpec(pp=2, dp_shard=2, tp=2), MeshSpec(pp=2, dp_shard=2, ep=2)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MESH,
+        pytest.param(MeshSpec(pp=2, dp_shard=2, tp=2), marks=pytest.mark.slow),
+        pytest.param(MeshSpec(pp=2, dp_shard=2, ep=2), marks=pytest.mark.slow),
+    ],
+)
 def test_stages_send_hidden_states(mesh: MeshSpec, tmp_path: Path) -> None:
     """By hand: 32 x 64 in bf16 for each of three micro-batches, whole on every tensor-parallel rank."""
     if mesh.tp > 1:

@@ -61,8 +61,9 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     index = mesh["pp"].get_local_rank()
     config = AutoConfig.for_model(**json.loads(args.config.read_text()), use_cache=False)
+    made: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        part = Stage(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), index).train()
+        part = Stage(made.from_config(config, attn_implementation="sdpa"), index).train()
     how: Any = {
         "mesh": mesh["dp_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
