@@ -131,9 +131,9 @@ def _batch_and_length(tables: RankTables, manifest: RankManifest) -> tuple[int, 
             if isinstance(shape, list) and len(shape) == 4:
                 return int(shape[0]), int(shape[2])
         elif name == "aten::embedding" and dims:
-            _, indices, *_ = [*json.loads(dims), [], []]
-            if isinstance(indices, list) and len(indices) == 2:
-                looked_up.append((int(indices[0]), int(indices[1])))
+            match json.loads(dims):
+                case [_, [int(batch), int(length)], *_]:
+                    looked_up.append((batch, length))
     if looked_up:
         return max(looked_up, key=lambda size: size[0] * size[1])
     raise ModelError(
