@@ -269,6 +269,23 @@ class ParamGroupInfo(_Record):
     """Places at which its forwards ended among those of its root before one backward; empty: not seen."""
 
 
+class RootInfo(_Record):
+    """What a root module did in each captured step; a number is null where it was not always the same."""
+
+    root: Index
+    """As in :class:`ParamGroupInfo`."""
+    micro_batches: Index | None = None
+    """Backwards; of a root without any its forwards."""
+    gradient_syncs: Index | None = None
+    """Times gradients were reduced (``set_requires_gradient_sync``)."""
+    all_reduces: Index | None = None
+    """Those of them that went on over the replicas (``set_requires_all_reduce``)."""
+    reshards: Index | None = None
+    """Times parameters were resharded behind a backward (``set_reshard_after_backward``)."""
+    method_forwards: Index | None = None
+    """Forwards with gradients by methods (``register_fsdp_forward_method``)."""
+
+
 class OptimizerInfo(_Record):
     """One optimizer and the bytes of its state on this rank."""
 
@@ -382,6 +399,8 @@ class RankManifest(_Record):
     unknown or not always the same."""
     gradient_syncs: Index | None = None
     """Those of them that reduced gradients (``set_requires_gradient_sync``)."""
+    roots: list[RootInfo] = []
+    """What each root did in the captured steps; empty unknown."""
     traced_steps: list[Index] = []
     memory_steps: list[Index] = []
     recordings: list[Index] = []

@@ -56,6 +56,8 @@ class Batch:
     """Log-probabilities (B, S) of the targets by a reference model, for the losses that use them."""
     keeps_logits: KeptLogits | None = None
     """Whether the caller keeps the logits that the loss was computed of, and in which dtype."""
+    beside: tuple[Tensor, ...] = ()
+    """What lives as long and is no argument of the model: a block mask."""
     kept: list[Tensor] = field(default_factory=list)
     """Where a loss leaves them, in the place of those of the batch before."""
 

@@ -7,7 +7,7 @@ from math import prod
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.of_run.policy import micro_batches_of_run
+from fsdp2prof.estimators.of_run.steps import step_of_root
 from fsdp2prof.estimators.spec.choices import Sync
 from fsdp2prof.estimators.spec.policy import dtype_bytes
 from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
@@ -27,20 +27,26 @@ def estimate_comm_of_run(
     """
     if not manifest.param_groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
-    micro_batches, synced = micro_batches_of_run(manifest, grad_accum, sync)
     dims = {group.name: group.mesh_dim or _described_dim(group) for group in manifest.process_groups}
     sizes = {group.name: len(group.ranks) for group in manifest.process_groups}
     ledger = Ledger()
-    for root in sorted({group.root for group in manifest.param_groups}):
+    steps = {
+        root: step_of_root(manifest, root, grad_accum, sync)
+        for root in sorted({group.root for group in manifest.param_groups})
+    }
+    for root, step in steps.items():
         infos = [group for group in manifest.param_groups if group.root == root]
         walk_step(
             _root_traffic(infos, dims, sizes),
             ledger,
-            micro_batches=micro_batches,
-            sync=synced,
+            micro_batches=step.micro_batches,
+            sync=step.sync,
+            all_reduce=step.all_reduce,
+            keep_between=step.keep_between,
             trains=any(group.requires_grad for group in infos),
         )
     first = manifest.param_groups[0]
+    first_step = steps[first.root]
     return summarise(
         ledger.to_rows(),
         model=EstimatedModel(
@@ -54,15 +60,16 @@ def estimate_comm_of_run(
         ),
         mesh=_mesh(first, manifest.world_size),
         policy=EstimatedPolicy(
-            grad_accum=micro_batches,
-            sync=synced,
+            grad_accum=first_step.micro_batches,
+            sync=first_step.sync,
             param_dtype=first.param_dtype,
             reduce_dtype=first.reduce_dtype,
         ),
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
             _order_told(manifest.param_groups),
-            "gradient clipping and collectives outside FSDP are not in a manifest and not counted",
+            "gradient clipping, unshard() called by the training and collectives outside FSDP are not in a "
+            "manifest and not counted",
             "a root without trainable parameters runs forward only, without gradients",
         ],
     )

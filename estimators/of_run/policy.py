@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.of_run.steps import RootStep, step_of_root
 from fsdp2prof.estimators.spec.choices import Norm, Sync
 from fsdp2prof.estimators.spec.option import ByUnit
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
 
-__all__ = ["micro_batches_of_run", "norm_of_run", "values_of_run"]
+__all__ = ["norm_of_run", "values_of_run"]
 
 _FUSED_NORMS = (
     "apex.",
@@ -33,7 +34,9 @@ _COMPOSED_NORMS = ("fsdp2prof.", "torchtitan.models.norms.RMSNorm", "transformer
 _NORM_OF_TORCH = "torch.nn.modules.normalization.RMSNorm"
 
 
-def values_of_run(manifest: RankManifest) -> dict[str, Any]:
+def values_of_run(
+    manifest: RankManifest, *, grad_accum: int | None = None, sync: Sync | None = None
+) -> dict[str, Any]:
     """What a recorded rank says of its mesh, policy and software, as the values of ``make_spec``.
 
     The model itself is not in a manifest, nor the batch or activation checkpointing. Raises ``ModelError``
@@ -42,12 +45,12 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
     groups = manifest.param_groups
     if not groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
-    refusal = next(_refusals(manifest), None)
+    refusal = next(_refusals(manifest, grad_accum, sync), None)
     if refusal is not None:
         raise ModelError(f"the run {refusal}: an estimate cannot say this yet")
     first = groups[0]
     inner = [group for group in groups if group.fqn]
-    micro_batches, sync = micro_batches_of_run(manifest)
+    step = step_of_root(manifest, groups[0].root, grad_accum, sync)
     policy: dict[str, Any] = {
         "wrap": tuple(_unit(group.fqn) for group in inner) or ("root",),
         "reshard": _by_unit(inner or groups, lambda group: _reshard(group.reshard_after_forward)),
@@ -62,8 +65,8 @@ def values_of_run(manifest: RankManifest) -> dict[str, Any]:
         "unshard_in_backward": _by_unit(groups, lambda group: group.unshard_in_backward),
         "separate_reduce_scatter_group": first.reduce_scatter_group != first.shard_group,
         "reduce_scatter_buffers": max(group.reduce_scatter_max_input_buffers or 1 for group in groups),
-        "grad_accum": micro_batches,
-        "sync": sync,
+        "grad_accum": step.micro_batches,
+        "sync": step.sync,
         **_software(manifest),
     }
     policy |= _root_reshard(next((group for group in groups if not group.fqn), None), policy["reshard"])
@@ -97,25 +100,7 @@ def norm_of_run(manifest: RankManifest) -> Norm | None:
     return found.pop() if len(found) == 1 else None
 
 
-def micro_batches_of_run(
-    manifest: RankManifest, grad_accum: int | None = None, sync: Sync | None = None
-) -> tuple[int, Sync]:
-    """Micro-batches per step and when gradients are reduced, as recorded unless given.
-
-    Raises ``ModelError`` if the recording reduces some but neither all nor only the last.
-    """
-    count = grad_accum if grad_accum is not None else manifest.micro_batches or 1
-    if sync is not None or manifest.gradient_syncs is None or manifest.gradient_syncs in (1, 0):
-        return count, sync or "last"
-    if manifest.gradient_syncs == count:
-        return count, "each"
-    raise ModelError(
-        f"the run reduced gradients after {manifest.gradient_syncs} of {count} micro-batches: "
-        "only the last or each is modelled; say which with --sync"
-    )
-
-
-def _refusals(manifest: RankManifest) -> Iterator[str]:
+def _refusals(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> Iterator[str]:
     """What the run does and a policy cannot say, named by its call."""
     groups = manifest.param_groups
     if manifest.root_count > 1:
@@ -142,6 +127,7 @@ def _refusals(manifest: RankManifest) -> Iterator[str]:
         for comm in (group.all_gather_comm, group.reduce_scatter_comm):
             if comm is not None:
                 yield f"allocates the communication buffers of {where} by {comm}"
+    yield from _step_refusals(manifest, step_of_root(manifest, groups[0].root, grad_accum, sync))
     for name in ("shard_world_size", "replicate_world_size", "offload"):
         if len({getattr(group, name) for group in groups}) > 1:
             yield f"has groups that differ in {name}"
@@ -151,6 +137,14 @@ def _refusals(manifest: RankManifest) -> Iterator[str]:
         yield "steps an optimizer of its own for each parameter (in backward, or on the host)"
     if len({optimizer.class_name for optimizer in manifest.optimizers}) > 1:
         yield "has optimizers of several classes"
+
+
+def _step_refusals(manifest: RankManifest, step: RootStep) -> Iterator[str]:
+    """What a root does from one micro-batch to the next that no option says."""
+    if step.keep_between:
+        yield "keeps parameters gathered between micro-batches (set_reshard_after_backward, a pipeline stage)"
+    if step.all_reduce != "each" and manifest.param_groups[0].replicate_world_size > 1:
+        yield "does not all-reduce every reduced gradient over the replicas (set_requires_all_reduce)"
 
 
 def _unit(fqn: str) -> str:

@@ -49,6 +49,8 @@ class Score:
     bubble_ns: int
     model_flops: int
     """Of all micro-batches of this rank, what cp and tp share counted once."""
+    moved_ns: int = 0
+    """Of the compute: what only moves parameters and gradients: FSDP's copies, adding up, the update."""
 
     @property
     def total_bytes(self) -> int:
@@ -60,6 +62,13 @@ class Score:
         """Communication that nothing hides."""
         return self.exposed_fsdp_ns + self.exposed_parallel_ns
 
+    @property
+    def least_ns(self) -> float:
+        """What no other precision of shards and gradients makes the step shorter than."""
+        saved = self.exposed_fsdp_ns + self.moved_ns
+        rest = self.step_ns - self.bubble_ns - saved
+        return rest * (1 + self.bubble_ns / max(1, self.step_ns - self.bubble_ns))
+
 
 @dataclass(slots=True)
 class _Sums:
@@ -69,7 +78,15 @@ class _Sums:
     recompute: float = 0.0
     exposed: float = 0.0
     sent: float = 0.0
-    host: float = 0.0
+    issued: float = 0.0
+    """The host needs to issue all of it."""
+    moved: float = 0.0
+    """Of the compute: what only moves parameters and gradients."""
+
+    @property
+    def host(self) -> float:
+        """Waiting for the host: it runs ahead of the device where it can, and into the next step."""
+        return max(0.0, self.issued - self.compute - self.exposed - self.sent)
 
     @property
     def worked(self) -> float:
@@ -103,6 +120,7 @@ class FastModel:
         self._width = 0 if model.config is None else model.config.dim
         self._costs = FastCosts(request.cluster.with_attention(request.policy.attention), profiles)
         self._traffic = lru_cache(maxsize=1 << 14)(self._traffic_of)
+        self._split = lru_cache(maxsize=None)(self._split_of)
         self._sizes = lru_cache(maxsize=1 << 14)(self._sizes_of)
 
     def score(self, candidate: Candidate) -> Score:
@@ -110,12 +128,14 @@ class FastModel:
         mesh, policy = candidate.mesh, candidate.policy
         plain = self._profiles[mesh.tp, mesh.ep, "none"]
         mix = self._mix(mesh, policy)
-        sizes = self._sizes(mesh, _dim(mesh, policy, plain), len(policy.wrap) > 1)
+        both_ends = _has_both_ends(mesh, policy)
+        sizes = self._sizes(mesh, _dim(mesh, policy, plain), len(policy.wrap) > 1, both_ends)
         sums = _Sums()
         for share, mode in mix:
             self._add_blocks(sums, mesh, policy, share, mode)
         update = self._add_ends(sums, mesh, policy, plain, sizes)
-        bubble = bubble_ns(mesh, policy, (sums.worked - update) / policy.grad_accum, self._split(mesh, mix))
+        each = (sums.worked - update) / policy.grad_accum
+        bubble = bubble_ns(mesh, policy, each, self._split(mesh.tp, mesh.ep, mix[0][1]))
         layers = self._blocks // mesh.pp
         flops = sum(kind.count * kind.model_flops for kind in plain.kinds) / self._blocks * layers
         flops += plain.model_flops_ends / mesh.pp
@@ -123,7 +143,7 @@ class FastModel:
         profiles = [(share, self._profiles[mesh.tp, mesh.ep, mode]) for share, mode in mix]
         return Score(
             reserved_bytes=round(reserved_bytes(mesh, policy, plain, profiles, sizes, self._width)),
-            outside_bytes=outside_bytes(mesh, policy),
+            outside_bytes=outside_bytes(mesh),
             step_ns=round(sums.worked + bubble),
             compute_ns=round(sums.compute),
             recompute_ns=round(sums.recompute),
@@ -132,6 +152,7 @@ class FastModel:
             host_ns=round(sums.host),
             bubble_ns=round(bubble),
             model_flops=round(flops * tokens * policy.grad_accum / mesh.cp),
+            moved_ns=round(sums.moved),
         )
 
     def _mix(self, mesh: MeshSpec, policy: PolicySpec) -> list[tuple[float, str]]:
@@ -158,11 +179,14 @@ class FastModel:
                 bare = max(busy + _HIDDEN_COST * min(sent, busy), sent)
                 weight = count * times
                 sums.compute += weight * (own + copy)
+                sums.moved += weight * copy
                 sums.exposed += weight * max(0.0, bare - busy)
                 sums.sent += weight * exchanged
-                sums.host += weight * (max(bare, host_ns) - bare)
+                sums.issued += weight * host_ns
             if policy.sync == "last":
-                sums.compute += count * (policy.grad_accum - 1) * traffic.accumulated
+                added = count * (policy.grad_accum - 1) * traffic.accumulated
+                sums.compute += added
+                sums.moved += added
             sums.recompute += count * policy.grad_accum * max(0, cost.backward - base.backward)
 
     def _add_ends(
@@ -171,14 +195,19 @@ class FastModel:
         """Add what is outside of the blocks, and the update, which is returned."""
         shape = (policy.batch_size, policy.seq_len // mesh.cp, mesh.cp)
         ends, exchanged, host = self._costs.ends((mesh.tp, mesh.ep, "none"), shape)
-        stages = 1 if all(has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)) else mesh.pp
+        stages = 1 if _has_both_ends(mesh, policy) else mesh.pp
         if mesh.fsdp_size * mesh.dp_replicate > 1:
             sums.exposed += self._edges(mesh, policy, plain, sizes)
+            copied = self._copied_at_ends(mesh, policy, sizes)
+            sums.compute += copied
+            sums.moved += copied
         sums.compute += ends * policy.grad_accum / stages
         sums.sent += exchanged * policy.grad_accum / stages
-        sums.host += max(0, host - ends) * policy.grad_accum
-        update = self._costs.moved(round(plain.update_bytes * sizes.shard / plain.shard_numel))
+        sums.issued += host * policy.grad_accum + plain.update_host_ns
+        own = dtype_bytes(policy.orig_dtype) / plain.element_bytes[0]
+        update = self._costs.moved(round(plain.update_bytes * own * sizes.shard / plain.shard_numel))
         sums.compute += update
+        sums.moved += update
         return update
 
     def _edges(self, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes) -> float:
@@ -199,10 +228,20 @@ class FastModel:
         times = policy.grad_accum if policy.sync == "each" else 1
         return times * (sent + first.scatter) + first.gather
 
-    def _split(self, mesh: MeshSpec, mix: list[tuple[float, str]]) -> tuple[float, float]:
+    def _copied_at_ends(self, mesh: MeshSpec, policy: PolicySpec, sizes: Sizes) -> float:
+        """FSDP's own kernels for what is outside of the blocks, as :class:`_Traffic` has them for a block."""
+        gathered, reduced = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
+        reductions = policy.grad_accum if policy.sync == "each" else 1
+        moved, root = self._costs.moved, sizes.root
+        copied = (policy.grad_accum - reductions) * moved(root * (gathered + 2 * reduced))
+        if mesh.fsdp_size > 1:
+            copied += moved(3 * root * gathered) + reductions * moved(root * (gathered + reduced))
+        return copied
+
+    def _split_of(self, tp: int, ep: int, mode: str) -> tuple[float, float]:
         """Shares of a block's forward and backward: the forward, and of the backward the weights' part."""
         forward = backward = weights = 0
-        for kind in self._profiles[mesh.tp, mesh.ep, mix[0][1]].kinds:
+        for kind in self._profiles[tp, ep, mode].kinds:
             forward += kind.count * sum(work.flops for work in kind.forward.works)
             backward += kind.count * sum(work.flops for work in kind.backward.works)
             weights += kind.count * _weight_flops(kind)
@@ -244,15 +283,16 @@ class FastModel:
             accumulated=moved(numel * (gathered + 2 * reduced)),
         )
 
-    def _sizes_of(self, mesh: MeshSpec, dim: int, ends: bool) -> Sizes:
+    def _sizes_of(self, mesh: MeshSpec, dim: int, ends: bool, both_ends: bool) -> Sizes:
         plain = self._profiles[mesh.tp, mesh.ep, "none"]
         layers = self._blocks // mesh.pp
         share = layers / self._blocks
         groups = [(kind.count, _groups(kind, mesh, dim)) for kind in plain.kinds]
         of_rank = {"fsdp": mesh.fsdp_size, "efsdp": mesh.expert_fsdp_size}
-        stages = min(mesh.pp, 2)
-        root = padded_numel(plain.root, mesh.fsdp_size) // stages
-        tail = padded_numel(plain.tail, mesh.fsdp_size) // stages
+        root = padded_numel(plain.root, mesh.fsdp_size)
+        tail = padded_numel(plain.tail, mesh.fsdp_size)
+        if not both_ends:  # the first stage has what is before the blocks, also where the last shares it
+            root -= tail
         shards = [sum(numel / of_rank[name] for numel, name in parts) for _, parts in groups]
         gathered = [sum(numel for numel, _ in parts) for _, parts in groups]
         counts = [count for count, _ in groups]
@@ -267,6 +307,11 @@ class FastModel:
         )
 
 
+def _has_both_ends(mesh: MeshSpec, policy: PolicySpec) -> bool:
+    """Whether a rank has what is before the blocks and what is after them."""
+    return mesh.pp == 1 or all(has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage))
+
+
 def _passes(
     cost: BlockCost, traffic: _Traffic, policy: PolicySpec
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
@@ -274,13 +319,15 @@ def _passes(
     micro_batches = policy.grad_accum
     reductions = micro_batches if policy.sync == "each" else 1
     gathers = 1 if policy.reshard == "never" else micro_batches
-    ahead = cost.forward, cost.sent_forward, cost.host_forward
-    back = cost.backward, cost.sent_backward, cost.host_backward
-    for times, (own, exchanged, host), gathered, scattered in (
-        (gathers, ahead, traffic.gather, 0),
-        (micro_batches - gathers, ahead, 0, 0),
-        (reductions, back, traffic.again, traffic.scatter),
-        (micro_batches - reductions, back, traffic.again, 0),
+    ahead = cost.forward, cost.sent_forward
+    back = cost.backward, cost.sent_backward
+    kept = cost.host_forward - cost.host_gather
+    last = cost.host_backward - (cost.host_gather_again if policy.reshard == "never" else 0)
+    for times, (own, exchanged), host, gathered, scattered in (
+        (gathers, ahead, cost.host_forward, traffic.gather, 0),
+        (micro_batches - gathers, ahead, kept, 0, 0),
+        (reductions, back, last, traffic.again, traffic.scatter),
+        (micro_batches - reductions, back, last - cost.host_reduce, traffic.again, 0),
     ):
         sent = gathered + scattered
         copy = (traffic.copies if sent else 0) + (traffic.reduced if scattered else 0)

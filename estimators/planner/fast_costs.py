@@ -37,6 +37,12 @@ class BlockCost:
     sent_backward: int
     host_forward: int
     host_backward: int
+    host_gather: int
+    """Of the host's time for a forward, that for FSDP's all-gather."""
+    host_gather_again: int
+    """Of that for a backward."""
+    host_reduce: int
+    """And for the reduction of its gradients."""
 
 
 def padded_numel(shapes: Shapes, shards: int, *, dim: int = 0) -> int:
@@ -68,6 +74,9 @@ class FastCosts:
                 sent_backward=self._sent(profile, kind.backward, shape),
                 host_forward=kind.forward.host_ns,
                 host_backward=kind.backward.host_ns,
+                host_gather=kind.forward.gather_host_ns,
+                host_gather_again=kind.backward.gather_host_ns,
+                host_reduce=kind.backward.reduce_host_ns,
             )
             for kind in profile.kinds
         )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_under_way
-from fsdp2prof.estimators.planner.profile import BlockProfile
+from fsdp2prof.estimators.planner.profile import BlockProfile, element_bytes
 from fsdp2prof.estimators.spec.mesh import MeshSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.spec.pipeline import PipelineSchedule
+from fsdp2prof.estimators.spec.policy import PolicySpec
 from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 from fsdp2prof.estimators.verdict.memory_notes import outside_allocator_bytes
 
@@ -49,11 +51,9 @@ def reserved_bytes(
 ) -> float:
     """Return the peak; ``mix`` says which share of blocks is checkpointed how, ``width`` is the model's."""
     tokens = policy.batch_size * policy.seq_len / mesh.cp / (plain.batch_size * plain.seq_len)
-    own, gathered, reduced = (
-        dtype_bytes(name) for name in (policy.orig_dtype, policy.compute_dtype, policy.gradient_dtype)
-    )
+    own, gathered, reduced = element_bytes(policy)
     states = 3 * own * sizes.shard
-    gradients = float(max(own, reduced) * sizes.shard)
+    gradients = float(own * sizes.shard)
     if policy.offload:
         gradients = states = max(own, reduced) * sizes.widest_shard
     buffers = 0.0
@@ -68,23 +68,42 @@ def reserved_bytes(
         gradients += max(own, reduced) * sizes.widest_shard
     flying = 1
     if mesh.pp > 1:  # a buffer of its own for what each micro-batch receives
-        flying = micro_batches_under_way(mesh, policy).alive
+        flying = _alive(mesh.pp, policy.pp_schedule, policy.pp_stage, policy.grad_accum)
         received = policy.batch_size * policy.seq_len // mesh.cp // mesh.tp * width * gathered
-        kept = sum(neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage))
+        kept = _neighbours(mesh.pp, policy.pp_schedule, policy.pp_stage)
         buffers += policy.grad_accum * kept * received
     saved = tokens * flying * sum(share * _saved(profile) for share, profile in mix) * sizes.layers
     ends = max(profile.ends_bytes for _, profile in mix) * tokens
-    working = (2 * gathered + gathered + reduced) * sizes.widest
-    blocks_own = max(kind.peak_bytes for _, profile in mix for kind in profile.kinds) - working
+    working = (3 * gathered + reduced) * sizes.widest
+    _, probe_gathered, probe_reduced = plain.element_bytes
+    blocks_own = max(kind.peak_bytes for _, profile in mix for kind in profile.kinds)
+    blocks_own -= (3 * probe_gathered + probe_reduced) * sizes.widest
     in_block = working + max(0.0, blocks_own) * tokens
     at_loss = states + buffers + saved + gathered * sizes.kept_root + max(ends, in_block)
     at_update = states + own * sizes.shard + gathered * sizes.root * (policy.reshard == "never")
-    return max(at_loss, at_update) + plain.pool_bytes + gradients
+    # the last reduction: gathered parameters, their gradients, and both in the dtype that is reduced
+    ending = sizes.root - sizes.kept_root * (len(policy.wrap) > 1)
+    at_end = states + (2 * gathered + reduced) * ending + reduced * (sizes.widest + ending / mesh.fsdp_size)
+    return max(at_loss, at_update, at_end) + plain.pool_bytes + gradients
 
 
-def outside_bytes(mesh: MeshSpec, policy: PolicySpec) -> int:
+@lru_cache(maxsize=1 << 12)
+def outside_bytes(mesh: MeshSpec) -> int:
     """What no allocator counts, at the high end of its range."""
-    return outside_allocator_bytes(mesh, policy).high
+    return outside_allocator_bytes(mesh, PolicySpec()).high
+
+
+@lru_cache(maxsize=1 << 12)
+def _alive(ranks: int, schedule: PipelineSchedule, stage: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a pipeline's rank holds at most."""
+    policy = PolicySpec(pp_schedule=schedule, pp_stage=stage, grad_accum=micro_batches)
+    return micro_batches_under_way(MeshSpec(pp=ranks), policy).alive
+
+
+@lru_cache(maxsize=1 << 10)
+def _neighbours(ranks: int, schedule: PipelineSchedule, stage: int) -> int:
+    """Ranks that a pipeline's rank receives from, for all of its stages."""
+    return sum(neighbours_of(schedule, ranks, stage))
 
 
 def _saved(profile: BlockProfile) -> float:

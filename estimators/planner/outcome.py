@@ -8,19 +8,28 @@ from dataclasses import replace
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.budget import budget, room
-from fsdp2prof.estimators.planner.reasons import why_it_lost
+from fsdp2prof.estimators.planner.precision import OtherPrecision
+from fsdp2prof.estimators.planner.reasons import what_it_wins, why_it_lost
 from fsdp2prof.estimators.planner.recipes import recipes
 from fsdp2prof.estimators.planner.refine import REFINED
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, pareto_front
 from fsdp2prof.estimators.step import is_extended
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence
-from fsdp2prof.results.plan import FastPathError, Plan, PlanFamily, PlanGiven, PlanPoint, PlanSearch
+from fsdp2prof.results.plan import (
+    FastPathError,
+    Plan,
+    PlanFamily,
+    PlanGiven,
+    PlanPoint,
+    PlanPrecision,
+    PlanSearch,
+)
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 __all__ = ["fast_path_error", "name_of", "outcome"]
 
-_CHANGES = ("ac", "batch_size", "sync", "reshard", "pp_schedule", "expert_shards", *REFINED)
+_CHANGES = ("ac", "batch_size", "sync", "reshard", "pp_schedule", "expert_shards", "orig_dtype", *REFINED)
 _DIMS = ("tp", "cp", "pp", "ep", "dp_replicate")
 
 
@@ -29,10 +38,12 @@ def outcome(
     model: Model,
     found: Sequence[Scored],
     shown: Sequence[Scored],
+    precisions: Sequence[OtherPrecision],
     winner: Scored | None,
     search: PlanSearch,
 ) -> Plan:
-    """Return the result of a search: ``found`` is ranked, ``shown`` are changes that cannot win."""
+    """Return the result of a search: ``found`` is ranked, ``shown`` are changes that cannot win, nor can
+    ``precisions``."""
     fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     point = None if winner is None else _point(winner, request)
@@ -43,6 +54,7 @@ def outcome(
         winner=point,
         families=_families(found, winner, request),
         changes=[] if winner is None else _changes([*found, *shown], winner, request),
+        precisions=[_precision(one, winner, request) for one in precisions],
         pareto=[_point(one, request) for one in pareto_front(fitting)],
         answer=budget(point, request),
         recipes=[] if winner is None else recipes(request, winner.candidate),
@@ -76,6 +88,11 @@ def name_of(candidate: Candidate) -> str:
         parts.append(f"reshard={policy.reshard}")
     if policy.expert_shards == "hidden":
         parts.append("expert_shards=hidden")
+    parts += [
+        f"{name}={getattr(policy, name)}"
+        for name in ("reduce_dtype", "orig_dtype")
+        if getattr(policy, name) != "float32"
+    ]
     prefetched = [name for name in ("forward_prefetch", "backward_prefetch") if getattr(policy, name)]
     parts += [f"{name}={getattr(policy, name)}" for name in prefetched]
     if policy.pp_schedule != "1f1b":
@@ -132,6 +149,17 @@ def _family(name: str, members: Sequence[Scored], winner: Scored | None, request
         configurations=len(members),
         fitting=sum(one.total_bytes <= request.limit_bytes for one in members),
         why=why_it_lost(best, winner, request),
+    )
+
+
+def _precision(one: OtherPrecision, winner: Scored | None, request: PlanRequest) -> PlanPrecision:
+    return PlanPrecision(
+        option=one.option,
+        value=one.value,
+        best=_point(one.best, request),
+        configurations=one.configurations,
+        why=what_it_wins(one.best, winner, request),
+        take=f"--fix {one.option}={one.value}",
     )
 
 
@@ -193,7 +221,13 @@ def _verdict(plan: Plan, winner: Scored | None, best: Scored, request: PlanReque
         over = format_bytes(best.total_bytes - request.limit_bytes)
         return [
             f"Nothing fits: of {plan.search.configurations:,} configurations the smallest, "
-            f"{name_of(best.candidate)}, is {over} over."
+            f"{name_of(best.candidate)}, is {over} over.",
+            *(
+                f"It would with {one.option}={one.value}, which changes the training's numbers ({one.take}): "
+                f"{one.best.name}."
+                for one in plan.precisions
+                if one.best.fit == "fits"
+            ),
         ]
     mfu = "" if point.mfu is None else f", MFU {format_frac(point.mfu)}"
     lines = [

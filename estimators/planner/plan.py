@@ -13,6 +13,11 @@ from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step
 from fsdp2prof.estimators.planner.engine import Call, Engine, in_this_process
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.outcome import fast_path_error, name_of, outcome
+from fsdp2prof.estimators.planner.precision import (
+    OtherPrecision,
+    in_other_precisions,
+    other_precisions,
+)
 from fsdp2prof.estimators.planner.profile import measure, probes
 from fsdp2prof.estimators.planner.refine import variants
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
@@ -42,12 +47,14 @@ class Planning:
     dropped: set[Candidate] = field(default_factory=set)
     refined: list[tuple[Scored, bool]] = field(default_factory=list)
     """Variants of the best that the engine ran, and whether they are only shown."""
+    precisions: list[OtherPrecision] = field(default_factory=list)
 
     def run(self, *, refine: bool = False) -> None:
         """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""
         self.profile()
         self.find()
         self.confirm()
+        self.other_precisions()
         if refine:
             self.refine()
         self.complete = True
@@ -119,6 +126,12 @@ class Planning:
             self.progress(f"confirming {name_of(best.candidate)}")
             self._confirm(best)
 
+    def other_precisions(self) -> None:
+        """Find the best of the search in each precision that changes the training's numbers."""
+        assert self.search is not None
+        self.progress("other precisions")
+        self.precisions = other_precisions(self.request, self.search, frozenset(self.dropped))
+
     def winner(self, found: Sequence[Scored]) -> Scored | None:
         """Return the first of a ranking that surely fits."""
         return self._first(found, lambda one: one.total_bytes)
@@ -157,12 +170,17 @@ class Planning:
         if not found:
             raise ModelError("plan: interrupted before the first configuration was scored")
         limit = self.request.limit_bytes
+        best = self.chosen(found)
+        shown = [scored for scored, only_shown in self.refined if only_shown]
+        if self.precisions and self.search is not None and best is not None:
+            shown += in_other_precisions(self.request, self.search, best.candidate)
         return outcome(
             self.request,
             self.model(),
             found,
-            [scored for scored, only_shown in self.refined if only_shown],
-            self.chosen(found),
+            shown,
+            self.precisions,
+            best,
             PlanSearch(
                 configurations=len(found),
                 fitting=sum(one.total_bytes <= limit for one in found),

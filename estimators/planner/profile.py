@@ -23,7 +23,7 @@ from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_gro
 from fsdp2prof.estimators.spec.choices import CheckpointingMode
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
-from fsdp2prof.estimators.spec.policy import PolicySpec
+from fsdp2prof.estimators.spec.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
@@ -37,6 +37,7 @@ __all__ = [
     "Probe",
     "Shapes",
     "Stretch",
+    "element_bytes",
     "measure",
     "probes",
     "repeated_kinds",
@@ -70,6 +71,10 @@ class Stretch:
     """Collectives (op, payload bytes, mesh dimension) that the compute stream waits for."""
     host_ns: int
     """The host needs to issue all of it."""
+    gather_host_ns: int
+    """Of that, FSDP's all-gathers."""
+    reduce_host_ns: int
+    """And its reductions of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +115,8 @@ class BlockProfile:
     """Those of them that may form a group after the last block; none where they cannot."""
     update_bytes: int
     """That clipping and the optimizer move, of all parameters of the probe."""
+    update_host_ns: int
+    """The host needs to issue them."""
     shard_numel: int
     """Elements of the probe's shard."""
     model_flops_ends: int
@@ -117,6 +124,8 @@ class BlockProfile:
     """Alive at the loss beside what the blocks saved, at the probe's tokens."""
     pool_bytes: int
     """The all-gather's own pool, when the root is gathered."""
+    element_bytes: tuple[int, int, int]
+    """Of a shard, of a gathered parameter and of a gradient that is reduced, in the probe."""
 
 
 def probes(request: PlanRequest, sizes: Sequence[tuple[int, int]], model: Model) -> list[Probe]:
@@ -150,7 +159,7 @@ def measure(probe: Probe) -> BlockProfile:
     execution, program = at_once or (None, program_of(spec, mesh, policy))
     sharded = _Sharded(built, mesh, policy)
     try:
-        parts = parts_of(program, built.blocks[0].removesuffix("0"), shallow)
+        parts = _head_apart(parts_of(program, built.blocks[0].removesuffix("0"), shallow), built.blocks[-1])
     except CannotCutError:
         raise ModelError(f"plan: the blocks of {built.name} do not run one after the other") from None
     prediction = predict_memory(spec, mesh, policy, executed=execution)
@@ -173,11 +182,21 @@ def measure(probe: Probe) -> BlockProfile:
         root=sharded.root,
         tail=sharded.tail,
         update_bytes=sum(c.work.bytes for c in update if isinstance(c, Kernel) and c.work),
+        update_host_ns=_host_ns(update),
         shard_numel=sharded.shard_numel,
         model_flops_ends=program.model_flops - 3 * flops,
         ends_bytes=max(0, alive.at_loss() - saved),
         pool_bytes=prediction.estimate.peak.streams.get("all_gather_copy_in", 0),
+        element_bytes=element_bytes(policy),
     )
+
+
+def element_bytes(policy: PolicySpec) -> tuple[int, int, int]:
+    """Bytes of an element of a shard, of a gathered parameter, and of a gradient that is reduced."""
+    own, gathered, reduced = map(
+        dtype_bytes, (policy.orig_dtype, policy.compute_dtype, policy.gradient_dtype)
+    )
+    return own, gathered, reduced
 
 
 def repeated_kinds(model: Model) -> dict[int, int]:
@@ -250,6 +269,21 @@ def _batch(request: PlanRequest, model: Model) -> int:
     return next(batch for batch in (1, 3, 5, 7) if batch * request.policy.seq_len not in sizes or batch == 7)
 
 
+def _head_apart(parts: Sequence[Part], last: str) -> list[Part]:
+    """Part head and loss from the last block's forward: its gather for backward comes after them."""
+    found: list[Part] = []
+    label = f"FSDP::post_forward ({last})"
+    for part in parts:
+        names = [command.name if isinstance(command, Enter) else "" for command in part.commands]
+        if part.ladder != 0 or label not in names:
+            found.append(part)
+            continue
+        end = len(names) - names[::-1].index(label)
+        end += next(i for i, command in enumerate(part.commands[end:]) if isinstance(command, Leave)) + 1
+        found += [replace(part, commands=part.commands[:end]), Part(part.commands[end:])]
+    return found
+
+
 def _split(outside: Sequence[list[Command]]) -> tuple[list[Command], list[Command]]:
     """Part what lies outside of blocks into the model's own work and the update of the parameters."""
     ends = [command for part in outside[:-1] for command in part]
@@ -274,19 +308,34 @@ def _inside_fsdp(before: Sequence[Command]) -> bool:
 def _stretch(commands: Sequence[Command]) -> Stretch:
     works: list[Work] = []
     passed: list[tuple[str, int, str]] = []
-    labels: list[bool] = []
+    labels: list[str] = []
+    under: dict[str, list[Command]] = {"FSDP::all_gather": [], "FSDP::post_backward_reduce": []}
     for command in commands:
+        for prefix, inside in under.items():
+            if any(label.startswith(prefix) for label in labels):
+                inside.append(command)
         if isinstance(command, Enter):
-            labels.append(command.name.startswith("FSDP::"))
+            labels.append(command.name)
         elif isinstance(command, Leave):
             if labels:
                 labels.pop()
         elif isinstance(command, Collective):
             if command.mesh_dim in ("tp", "ep"):
                 passed.append((command.op, command.payload_bytes, command.mesh_dim))
-        elif isinstance(command, Kernel) and command.work is not None and not any(labels):
+        elif isinstance(command, Kernel) and command.work is not None and not _of_fsdp(labels):
             works.append(command.work)
-    return Stretch(works=tuple(works), exchanges=tuple(passed), host_ns=_host_ns(commands))
+    gathers, reductions = map(_host_ns, under.values())
+    return Stretch(
+        works=tuple(works),
+        exchanges=tuple(passed),
+        host_ns=_host_ns(commands),
+        gather_host_ns=gathers,
+        reduce_host_ns=reductions,
+    )
+
+
+def _of_fsdp(labels: Iterable[str]) -> bool:
+    return any(label.startswith("FSDP::") for label in labels)
 
 
 def _host_ns(commands: Iterable[Command]) -> int:

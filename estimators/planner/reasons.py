@@ -6,7 +6,7 @@ from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.planner.search import Scored
 from fsdp2prof.units import format_bytes, format_frac
 
-__all__ = ["time_parts", "why_it_lost"]
+__all__ = ["time_parts", "what_it_wins", "why_it_lost"]
 
 _ALIKE = 0.005
 """Steps that differ by less are called equally fast."""
@@ -28,14 +28,39 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest) -> str
     if request.objective == "memory":
         return f"{format_bytes(one.total_bytes - winner.total_bytes)} more memory"
     slower = one.step_ns / winner.step_ns - 1
-    if slower < -_ALIKE and one.confirmed:
+    if slower < -_ALIKE and (one.confirmed or _numbers_of(one) != _numbers_of(winner)):
         return f"{format_frac(-slower)} less time, with other numbers or code: --fix it to take it"
     if slower < -_ALIKE:
         return f"{format_frac(-slower)} less time by the search, which the engine did not confirm"
     if slower <= _ALIKE:
-        more = one.total_bytes - winner.total_bytes
-        return f"as fast within {_ALIKE:.1%}, with {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+        return _as_fast(one, winner)
     return f"{format_frac(slower)} slower: {_spent(one, winner, request)}"
+
+
+def _numbers_of(one: Scored) -> tuple[object, ...]:
+    """What a training's numbers depend on, of what a plan may change."""
+    policy = one.candidate.policy
+    return policy.reduce_dtype, policy.orig_dtype, policy.float8
+
+
+def what_it_wins(one: Scored, winner: Scored | None, request: PlanRequest) -> str:
+    """Say what the best configuration in another precision takes less than the winner."""
+    over = one.total_bytes - request.limit_bytes
+    if over > 0:
+        return f"{format_bytes(over)} over"
+    if winner is None:
+        return "fits"
+    if request.objective == "memory":
+        return f"{format_bytes(winner.total_bytes - one.total_bytes)} less memory"
+    less = 1 - one.step_ns / winner.step_ns
+    if abs(less) <= _ALIKE:
+        return _as_fast(one, winner)
+    return f"{format_frac(abs(less))} {'less' if less > 0 else 'more'} time: {_spent(one, winner, request)}"
+
+
+def _as_fast(one: Scored, winner: Scored) -> str:
+    more = one.total_bytes - winner.total_bytes
+    return f"as fast within {_ALIKE:.1%}, with {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
 
 
 def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:

@@ -136,6 +136,7 @@ def _titan_sections(request: PlanRequest, one: Candidate) -> dict[str, dict[str,
             "seq_len": policy.seq_len,
             "mixed_precision_param": policy.compute_dtype,
             "mixed_precision_reduce": "float32",
+            **({"dtype": policy.orig_dtype} if policy.orig_dtype != "float32" else {}),
             **({"enable_cpu_offload": True} if policy.offload else {}),
         },
         "parallelism": {
@@ -200,6 +201,13 @@ def _accelerate_note(one: Candidate) -> str:
     policy = one.policy
     accumulated = f", gradient_accumulation_steps={policy.grad_accum}" if policy.grad_accum > 1 else ""
     notes = [f"in the script: a batch of {policy.batch_size}, {policy.seq_len} tokens{accumulated}"]
+    if policy.gradient_dtype != policy.compute_dtype:
+        notes.append(
+            f"accelerate reduces gradients in {policy.compute_dtype} unless its plugin is given a "
+            f"mixed_precision_policy with reduce_dtype={policy.gradient_dtype}"
+        )
+    if policy.orig_dtype != "float32":
+        notes.append("accelerate keeps parameters in float32 under mixed precision")
     if one.policy.ac not in ("none", "full"):
         notes.append(f"ac={one.policy.ac} is no setting of accelerate's: checkpoint in the script")
     if one.mesh.pp > 1:
@@ -228,6 +236,7 @@ def _fully_shard(one: Candidate) -> str:
         *_mesh("mesh", dims),
         *_context_parallel(mesh),
         *_divided_first(one),
+        *([f"model.to(torch.{policy.orig_dtype})"] if policy.orig_dtype != "float32" else []),
         f'policy = {{"mesh": mesh[{taken!r}], "mp_policy": MixedPrecisionPolicy(',
         f"    param_dtype=torch.{policy.compute_dtype}, reduce_dtype=torch.{policy.gradient_dtype})}}",
         *(['policy["offload_policy"] = CPUOffloadPolicy()'] if policy.offload else []),

@@ -29,6 +29,7 @@ _SEARCHED = (
     "offload",
     "forward_prefetch",
     "reduce_dtype",
+    "orig_dtype",
     "backward_prefetch",
     "compile",
     "float8",

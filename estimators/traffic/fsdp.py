@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from fsdp2prof.estimators.spec.choices import Sync
 from fsdp2prof.estimators.spec.policy import dtype_bytes
 from fsdp2prof.results import CommRow
 
-__all__ = ["Axis", "GroupTraffic", "Ledger", "walk_step"]
+__all__ = ["AllReduce", "Axis", "GroupTraffic", "Ledger", "walk_step"]
+
+AllReduce = Literal["each", "last", "never"]
+"""Every reduction of a step is all-reduced, or the last one, or none (``set_requires_all_reduce``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +125,7 @@ def walk_step(
     trains: bool = True,
     keep_between: bool = False,
     forwards: int = 1,
+    all_reduce: AllReduce = "each",
 ) -> None:
     """Add one steady step's collectives of one root's groups, given in post-forward order, to ``ledger``.
 
@@ -130,6 +135,7 @@ def walk_step(
     ``trains=False`` is a model run forward only, without gradients: nothing reshards what its forward kept.
     ``keep_between`` leaves parameters gathered after every backward but the last, as pipeline stages do.
     Of several ``forwards`` a micro-batch the last one is trained, the others run without gradients.
+    ``all_reduce`` says which reductions go on over the replicas.
     """
     passes = _Passes(groups, keep_between=keep_between)
     for book in (Ledger(), ledger):  # the first step differs where parameters stay gathered for good
@@ -148,8 +154,10 @@ def walk_step(
             if not is_last and sync != "each":
                 waiting = True
                 continue
+            replicated = all_reduce == "each" or (all_reduce == "last" and is_last)
             for group in reversed(passes.distinct):
-                _reduce(group, book, times=2 if waiting and passes.reduces_early(group) else 1)
+                times = 2 if waiting and passes.reduces_early(group) else 1
+                _reduce(group, book, times=times, replicated=replicated)
             waiting = False
 
 
@@ -213,10 +221,20 @@ class _Passes:
         return self._uses[index].fqn != "" and any(use.reduce_numel for use in self._uses[:index])
 
     def _prefetched(self, index: int) -> Sequence[GroupTraffic]:
-        named = self._uses[index].backward_prefetch
-        if named is None:
+        """What the group of a use takes ahead in backward, where nothing is named: the group before it.
+
+        Of a module's several groups the second does it for all, and takes all those of the module before.
+        """
+        own = self._uses[index]
+        if own.backward_prefetch is not None:
+            return [group for group in self.distinct if group.fqn in own.backward_prefetch]
+        beside = [group for group in self.distinct if group.fqn == own.fqn]
+        if len(beside) == 1:
             return (self._uses[index - 1],) if index else ()
-        return [group for group in self.distinct if group.fqn in named]
+        if beside[1] is not own:
+            return ()
+        before = [use for use in self._uses[:index] if use.fqn != own.fqn]
+        return [use for use in before if use.fqn == before[-1].fqn]
 
     def _gather(self, group: GroupTraffic, ledger: Ledger, phase: str) -> None:
         state = self._states[id(group)]
@@ -236,7 +254,7 @@ class _Passes:
         )
 
 
-def _reduce(group: GroupTraffic, ledger: Ledger, *, times: int) -> None:
+def _reduce(group: GroupTraffic, ledger: Ledger, *, times: int, replicated: bool) -> None:
     if group.reduce_numel == 0:
         return
     payload = group.reduce_numel * dtype_bytes(group.reduce_dtype)
@@ -252,5 +270,5 @@ def _reduce(group: GroupTraffic, ledger: Ledger, *, times: int) -> None:
             axis=axis,
             dtype=group.reduce_dtype,
             payload_bytes=size,
-            count=times,
+            count=times if op == "reduce_scatter" or replicated else 0,
         )

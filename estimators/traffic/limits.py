@@ -21,6 +21,8 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
     if mesh.pp > 1 and config is None:
         raise ModelError(f"mesh: pp={mesh.pp} is modelled for built-in models, not {model.name}")
+    if mesh.cp > 1 and policy.documents is not None:
+        raise ModelError("documents: torch's ring attention takes no documents: leave cp at 1")
     if mesh.cp > 1 and not model.ring_width:
         raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
     if mesh.ep == 1 and policy.imbalance != 1:
@@ -39,8 +41,7 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
         )
-    frozen = policy.trainable is not None or policy.lora is not None
-    if frozen and mesh.tp * mesh.cp * mesh.pp > 1:
+    if policy.freezes and mesh.tp * mesh.cp * mesh.pp > 1:
         raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
     _check_pipeline(model, mesh, policy)
 
@@ -116,8 +117,6 @@ def _check_expert_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {count} experts of {model.name}")
     if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
-    if policy.trainable is not None or policy.lora is not None or policy.offload:
-        raise ModelError("expert parallelism with frozen or offloaded parameters is not modelled")
     if isinstance(policy.reshard, int):
         raise ModelError("reshard to a number of ranks with experts on a mesh of their own is not modelled")
     if refusal := expert_mesh_refusal():

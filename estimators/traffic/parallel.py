@@ -24,12 +24,15 @@ from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 __all__ = ["add_parallel_traffic", "counted_by_execution"]
 
 
-def counted_by_execution(model: Model, mesh: MeshSpec) -> bool:
-    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them."""
+def counted_by_execution(model: Model, mesh: MeshSpec, policy: PolicySpec) -> bool:
+    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them.
+
+    What is frozen decides which rows' gradients are exchanged.
+    """
     plan = model.tensor_parallel
     if mesh.tp > 1 and plan is not None and not plan.is_analysed:
         return True
-    return mesh.ep > 1 and model.config is None
+    return mesh.ep > 1 and (model.config is None or policy.freezes)
 
 
 def add_parallel_traffic(
@@ -39,7 +42,7 @@ def add_parallel_traffic(
 
     Where tensor parallelism is not known by formula, it is counted elsewhere, expert parallelism with it.
     """
-    config, executed = model.config, counted_by_execution(model, mesh)
+    config, executed = model.config, counted_by_execution(model, mesh, policy)
     owner_of = {part: group.fqn for group in groups for part in group.fqn.split(", ")}
     blocks = {block: owner_of.get(block, "") for block in model.blocks}
     notes: list[str] = []

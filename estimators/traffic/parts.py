@@ -8,6 +8,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
 from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.documents import with_documents
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
@@ -36,7 +37,7 @@ def part_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
 
     Its batches bring the policy's images. Raises ``ModelError`` for what cannot be given or put into it.
     """
-    model = with_images(model, policy)
+    model = with_documents(with_images(model, policy), policy)
     adapted = with_adapters(model, policy.lora, policy.orig_dtype, policy.compute_dtype)
     if policy.lora is not None and policy.lora.quantized is not None:
         if mesh.tp * mesh.pp > 1:

@@ -42,8 +42,8 @@ __all__ = ["plan"]
     metavar="NAME=VALUE,...",
     default="",
     help="Search nothing else for these: mesh dimensions (tp=8), batch_size, grad_accum, ac, reshard, sync, "
-    "offload, reduce_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule, allocator, "
-    "expert_shards.",
+    "offload, reduce_dtype, orig_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule, "
+    "allocator, expert_shards.",
 )
 @click.option(
     "--reserve", metavar="SHARE", default="10%", show_default=True, help="Device memory to leave free."

@@ -15,6 +15,7 @@ __all__ = [
     "PlanFamily",
     "PlanGiven",
     "PlanPoint",
+    "PlanPrecision",
     "PlanSearch",
     "Recipe",
 ]
@@ -101,6 +102,22 @@ class PlanFamily:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlanPrecision:
+    """The best configuration in another precision, which changes the training's numbers: never the winner."""
+
+    option: str
+    """``reduce_dtype`` (of gradients) or ``orig_dtype`` (of shards, gradients and optimizer state)."""
+    value: str
+    best: PlanPoint
+    configurations: int
+    """Scored in this precision: all that could be its best."""
+    why: str
+    """What it would win over the winner, with numbers."""
+    take: str
+    """The option that plans in it: ``--fix reduce_dtype=bfloat16``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FastPathError:
     """How far the search's own numbers are from the engine's, where both are known."""
 
@@ -163,6 +180,8 @@ class Plan(Shown):
     """Best first; what does not fit last, by how much is missing."""
     changes: list[PlanFamily]
     """The winner with one thing changed, and what that does."""
+    precisions: list[PlanPrecision]
+    """The best of all configurations in each other precision; empty where the precision is fixed."""
     pareto: list[PlanPoint]
     """No other configuration is both faster and smaller; the smallest first."""
     answer: PlanAnswer | None

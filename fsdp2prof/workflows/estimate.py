@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -19,7 +19,7 @@ from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
-from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.directory import read_sharded_manifests
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate, StepEstimate
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
@@ -88,14 +88,21 @@ def describe(
     manifest = None if from_run is None else _manifest(from_run)
     of_file = {} if config is None else load_config(config)
     has_model = "model" in of_file or "model" in given
-    recorded = values_of_run(manifest) if manifest is not None and has_model else {}
+    told = {**of_file.get("policy", {}), **policy}
+    recorded = values_of_run(manifest, **_micro_batches(told)) if manifest is not None and has_model else {}
     source = given.get("model") or of_file.get("model")
     if manifest is not None and source and ModelSpec(source=str(source)).kind == "builtin":
         norm = norm_of_run(manifest)
         recorded["policy"] |= {} if norm is None else {"norm": norm}
-    policies = [recorded.get("policy", {}), of_file.get("policy", {}), policy]
-    merged = {name: value for one in policies for name, value in one.items()}
+    merged = {**recorded.get("policy", {}), **told}
     return Described(values={**recorded, **of_file, **given, "policy": merged}, manifest=manifest)
+
+
+def _micro_batches(policy: Mapping[str, Any]) -> dict[str, Any]:
+    """What a policy says of a step's micro-batches, checked."""
+    given = {name: policy[name] for name in ("grad_accum", "sync") if name in policy}
+    PolicySpec.from_mapping(given)
+    return given
 
 
 def estimate_memory(
@@ -130,10 +137,7 @@ def estimate_communication(described: Described, *, weight_sync: str | None = No
     if described.manifest is not None and described.is_recorded_only:
         from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 
-        policy = described.values["policy"]
-        given = {name: policy[name] for name in ("grad_accum", "sync") if name in policy}
-        PolicySpec.from_mapping(given)  # refuses what it would with a model
-        return estimate_comm_of_run(described.manifest, **given)
+        return estimate_comm_of_run(described.manifest, **_micro_batches(described.values["policy"]))
     spec = described.spec()
     from fsdp2prof.estimators.communication import estimate_comm
 
@@ -248,8 +252,4 @@ def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple
 
 def _manifest(run: Path) -> RankManifest:
     """What the lowest rank with parameter groups says of itself."""
-    manifests = [record.manifest for record in open_run(run).ranks if record.manifest is not None]
-    described = next((manifest for manifest in manifests if manifest.param_groups), None)
-    if described is None:
-        raise RunDirectoryError(f"{run}: no rank recorded an FSDP parameter group")
-    return described
+    return next(manifest for manifest in read_sharded_manifests(run).values() if manifest.param_groups)

@@ -24,7 +24,8 @@ from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.outcome import name_of
 from fsdp2prof.estimators.planner.plan import Planning
-from fsdp2prof.estimators.planner.profile import measure
+from fsdp2prof.estimators.planner.precision import other_precisions
+from fsdp2prof.estimators.planner.profile import BlockProfile, measure, probes
 from fsdp2prof.estimators.planner.reasons import time_parts, why_it_lost
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
 from fsdp2prof.estimators.planner.search import Correction, Scored, Search, pareto_front, ranked
@@ -142,6 +143,80 @@ def test_the_search_is_near_the_engine(planning: Planning) -> None:
     for one in planning.correction.known.values():
         assert one.fast.reserved_bytes == pytest.approx(one.reserved_bytes, rel=0.35)
         assert one.fast.step_ns == pytest.approx(one.step_ns, rel=0.5)
+
+
+def profile_of(planning: Planning) -> BlockProfile:
+    """Of blocks on one tensor-parallel rank, nothing recomputed."""
+    (made,) = ENGINE([(measure, probes(SMALL, [(1, 1)], planning.model())[0])])
+    assert isinstance(made, BlockProfile)
+    return made
+
+
+def test_head_and_loss_lie_outside_of_the_blocks(planning: Planning) -> None:
+    """A head of 50,257 x 768: a product forward, and two backward; all else is the blocks' own."""
+    profile = profile_of(planning)
+    tokens = profile.batch_size * profile.seq_len
+    products = [work for work in profile.ends.works if work.kind == "matmul"]
+    assert [sorted(work.shape[1:]) for work in products] == [sorted((tokens, 768, 50_257))] * 3
+    assert profile.model_flops_ends == 3 * 2 * tokens * 768 * 50_257
+
+
+def test_a_step_without_long_kernels_takes_as_long_as_the_host(planning: Planning) -> None:
+    """Every block's launches forward and backward, those outside, and the update's: the device waits."""
+    assert planning.fast is not None
+    profile, blocks = profile_of(planning), 4
+    host = sum(stretch.host_ns for stretch in (profile.kinds[0].forward, profile.kinds[0].backward))
+    score = planning.fast.score(Candidate(MeshSpec(dp_shard=2), SMALL.policy))
+    assert score.host_ns > 0
+    assert score.step_ns == blocks * host + profile.ends.host_ns + profile.update_host_ns
+
+
+@pytest.mark.parametrize("objective", ["tokens", "memory"])
+def test_the_best_in_another_precision_is_that_of_all_configurations(
+    planning: Planning, objective: Any
+) -> None:
+    """What is not scored in it could not have been the best."""
+    assert planning.search is not None
+    request = replace(SMALL, objective=objective)
+    made = other_precisions(request, planning.search, frozenset())
+    assert [(one.option, one.value) for one in made] == [
+        ("reduce_dtype", "bfloat16"),
+        ("orig_dtype", "bfloat16"),
+    ]
+    for one in made:
+        changes: dict[str, Any] = {one.option: one.value}
+        every = [replace(c, policy=replace(c.policy, **changes)) for c in planning.search.scores]
+        scores = [planning.correction.apply(c, planning.search.fast.score(c)) for c in every]
+        best = ranked(request, scores)[0]
+        assert (one.best.step_ns, one.best.total_bytes) == (best.step_ns, best.total_bytes)
+        assert one.configurations <= len(every)
+    fixed = replace(SMALL, fixed_policy={"reduce_dtype": "bfloat16"})
+    assert [one.option for one in other_precisions(fixed, planning.search, frozenset())] == ["orig_dtype"]
+
+
+def test_another_precision_is_said_and_never_wins(plan: Plan) -> None:
+    assert plan.winner is not None
+    assert (plan.winner.policy.reduce_dtype, plan.winner.policy.orig_dtype) == ("float32", "float32")
+    by_option = {one.option: one for one in plan.precisions}
+    half = by_option["orig_dtype"]
+    assert half.best.policy.orig_dtype == "bfloat16"
+    assert half.take == "--fix orig_dtype=bfloat16"
+    assert parse_fixed(half.take.removeprefix("--fix "))[1] == {"orig_dtype": "bfloat16"}
+    assert {"reduce_dtype=bfloat16", "orig_dtype=bfloat16"} <= {change.name for change in plan.changes}
+    assert all(one.policy.orig_dtype == "float32" for one in plan.pareto)
+
+
+def test_shards_of_half_the_bytes_take_half_the_states(planning: Planning) -> None:
+    """Parameters, two states of AdamW and gradients: 4 x 2 bytes less for each of a rank's elements."""
+    assert planning.fast is not None
+    mesh = MeshSpec(dp_shard=4)
+    whole, half = (
+        planning.fast.score(Candidate(mesh, replace(SMALL.policy, orig_dtype=dtype))).reserved_bytes
+        for dtype in ("float32", "bfloat16")
+    )
+    model = planning.model().module
+    shard = sum(-(-p.shape[0] // 4) * p[0].numel() for p in model.parameters())
+    assert whole - half == pytest.approx(4 * 2 * shard, rel=0.02)
 
 
 def test_every_configuration_uses_all_gpus_and_the_whole_batch() -> None:

@@ -120,3 +120,22 @@ def test_torchtitan_takes_its_options(ac: Any) -> None:
         ]
         assert {name for name, _ in pairs} - known <= {"expert_parallel_degree"}
         tyro.cli(kind, args=[word for name, value in pairs for word in (f"--{name}", value)])
+
+
+def test_settings_say_the_precision() -> None:
+    half = replace(PLAIN, orig_dtype="bfloat16")
+    assert 'dtype = "bfloat16"' in recipe("torchtitan to 0.2", "dp_shard=8", half).splitlines()
+    assert "model.to(torch.bfloat16)" in recipe("fully_shard", "dp_shard=8", half).splitlines()
+
+
+def test_accelerate_reduces_in_the_dtype_that_its_note_says() -> None:
+    """Unless it is told another one, its plugin reduces in the dtype of mixed precision."""
+    utils = pytest.importorskip("accelerate.utils", reason="needs accelerate")
+    plugin = utils.FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16", override=True)
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    request = PlanRequest(model=ModelSpec(source="gpt2"), cluster=NODE, gpus=8, global_batch=8)
+    (made,) = [
+        one for one in recipes(request, Candidate(MeshSpec(dp_shard=8), PLAIN)) if one.tool == "accelerate"
+    ]
+    assert "accelerate reduces gradients in bfloat16 unless its plugin is given" in made.note

@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import root_label
+from fsdp2prof.recorder.model.step_counts import StepCounts
 
 __all__ = ["Root", "Roots", "param_groups"]
 
@@ -24,14 +25,13 @@ class Root:
         self.index = index
         self.ranges: list[record_function] = []
         """Open ranges around its running forwards, outermost first."""
-        self.forwards = 0
-        """Forwards with gradients enabled in the running step."""
-        self.backwards = 0
-        """Backwards of the running step, whatever forwards each follows; counted while roots are marked."""
-        self.gradient_syncs = 0
-        """Backwards of the running step that reduced gradients; counted while roots are marked."""
+        self.counts = StepCounts()
+        """What it did in the running step; of backwards what was while roots are marked."""
         self.forward_order: tuple[int, ...] = ()
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
+        self._forwards_in_order = 0
+        self.is_wrapped = False
+        """Whether the hooks of its backward are watched."""
         self._only_trained = False
         self._module = ref(module)
 
@@ -46,10 +46,26 @@ class Root:
         numbers = {id(group): n for n, group in enumerate(g for state in states for g in param_groups(state))}
         if self._only_trained and order:
             self.forward_order = tuple(numbers[id(group)] for group in order if id(group) in numbers)
+            self._forwards_in_order = self.counts.forwards
         self._only_trained = bool(states) and states[0]._state_ctx.is_last_backward
+
+    def end_step(self) -> StepCounts:
+        """Return what it did since the last call, and start over.
+
+        Where forwards of several micro-batches went ahead of the first backward, as in a pipeline, FSDP's
+        order holds them all: it is cut to those of one.
+        """
+        counts, self.counts = self.counts, StepCounts()
+        seen, order = self._forwards_in_order, self.forward_order
+        if counts.backwards and seen and counts.forwards % counts.backwards == 0:
+            length = len(order) * (counts.forwards // counts.backwards) // seen
+            if 0 < length < len(order) and order == order[:length] * (len(order) // length):
+                self.forward_order, self._forwards_in_order = order[:length], 0
+        return counts
 
     def evaluated(self) -> None:
         """A forward without gradients begins."""
+        self.counts.evaluations += 1
         self._only_trained = False
 
     def close_range(self) -> None:
@@ -91,6 +107,7 @@ class Roots:
         self._marking = False
         self._after_hooks: list[Any] = []
         self._wrapped: list[tuple[Any, str]] = []
+        self._states: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Root]:
         return iter(sorted(self._roots.values(), key=lambda root: root.index))
@@ -99,16 +116,11 @@ class Roots:
         """Watch a module that ``fully_shard`` was applied to, on its own (a root is never in a list)."""
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._watch_methods(module)
 
-    def micro_batches(self) -> set[tuple[int, int]]:
-        """Return (micro-batches, gradient syncs) of the roots that ran since the last call, and start over.
-
-        A micro-batch is a backward; of a root that runs without one, a forward.
-        """
-        counts = {(root.backwards or root.forwards, root.gradient_syncs) for root in self if root.forwards}
-        for root in self:
-            root.forwards = root.backwards = root.gradient_syncs = 0
-        return counts
+    def end_step(self) -> dict[int, StepCounts]:
+        """Return what each root did since the last call, by its index, and start over."""
+        return {root.index: root.end_step() for root in self}
 
     def mark(self, on: bool) -> None:
         """Begin or end marking: a range around each root's forward, a count of its backwards.
@@ -124,6 +136,7 @@ class Roots:
                 hook.remove()
             self._after_hooks.clear()
             for root in self:
+                root.is_wrapped = False
                 while root.ranges:
                     root.close_range()
             for owner, name in self._wrapped:
@@ -140,11 +153,40 @@ class Roots:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        for module in list(self._states):
+            self._leave_methods(module)
+
+    def _watch_methods(self, module: nn.Module) -> None:
+        """See methods of ``register_fsdp_forward_method``, too: they call the state, not module hooks."""
+        state = self._states[module] = _state(module)
+        before, after = state._pre_forward, state._post_forward
+
+        @wraps(before)
+        def pre_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._before_forward(module, None)
+            if torch.is_grad_enabled() and (root := self._roots.get(module)) is not None:
+                root.counts.method_forwards += 1
+            return before(module, *args, **kwargs)
+
+        @wraps(after)
+        def post_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = after(module, *args, **kwargs)
+            if (root := self._roots.get(module)) is not None:
+                root.close_range()
+                self._forward_ended(root)
+            return output
+
+        state._pre_forward, state._post_forward = pre_forward, post_forward
+
+    def _leave_methods(self, module: nn.Module) -> None:
+        if (state := self._states.pop(module, None)) is not None:
+            del state._pre_forward, state._post_forward
 
     @_disable_dynamo
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if _state(module)._is_root is False:
             self._hooks[module].remove()
+            self._leave_methods(module)
             return
         if torch.is_grad_enabled():
             self._on_forward()
@@ -155,7 +197,7 @@ class Roots:
             if self._marking:
                 self._close_after_forward(root)
         if torch.is_grad_enabled():
-            root.forwards += 1
+            root.counts.forwards += 1
         else:
             root.evaluated()
         if self._marking:
@@ -166,9 +208,15 @@ class Roots:
         @_disable_dynamo
         def close(*_: Any) -> None:
             root.close_range()
+            self._forward_ended(root)
 
         if (module := root.module) is not None:
             self._after_hooks.append(module.register_forward_hook(close, always_call=True))
+
+    def _forward_ended(self, root: Root) -> None:
+        """Wrap the hooks of a root that is new since marking began: it has states after its first forward."""
+        if self._marking and not root.is_wrapped and root.states:
+            self._wrap_backward(root, ranges=len(self._roots) > 1)
 
     def _wrap_backward(self, root: Root, *, ranges: bool) -> None:
         def in_range(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,14 +230,13 @@ class Roots:
         def counted(method: Callable[[], None]) -> Callable[[], None]:
             @wraps(method)
             def finish() -> None:
-                root.backwards += 1
-                if any(group.reduce_grads for state in root.states for group in param_groups(state)):
-                    root.gradient_syncs += 1
+                root.counts.note_backward([group for state in root.states for group in param_groups(state)])
                 root.note_forward_order()
                 method()
 
             return finish
 
+        root.is_wrapped = True
         for state in root.states:
             final_callback = counted(in_range(state._root_post_backward_final_callback))
             self._replace(state, "_root_post_backward_final_callback", final_callback)

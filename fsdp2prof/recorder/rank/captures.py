@@ -10,6 +10,7 @@ from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.memory.history import MemoryCapture, memory_capture, why_not
 from fsdp2prof.recorder.model.describe import add_forward_order
 from fsdp2prof.recorder.model.roots import Roots
+from fsdp2prof.recorder.model.step_counts import RootSteps
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.schedule import Schedule, StepKind
 from fsdp2prof.recorder.rank.tracing import TraceCapture, adopt_trace
@@ -41,7 +42,8 @@ class Captures:
         self._adopted = False
         self._without_memory = not options.memory or not options.memory_steps
         self._traced: list[int] = []
-        self._micro_batches: set[tuple[int, int]] = set()
+        self._root_steps = RootSteps()
+        self._micro_batches: set[tuple[int, int | None]] = set()
         self._trace: TraceCapture | None = None
         self._memory: MemoryCapture | None = None
 
@@ -106,7 +108,7 @@ class Captures:
         kind = self._schedule.kind(self._step)
         self._kind = kind
         self._roots.mark(kind in ("traced", "memory"))
-        self._roots.micro_batches()
+        self._roots.end_step()
         if kind in ("warmup", "traced"):
             self._begin_traced_step(kind)
         elif kind == "memory":
@@ -245,9 +247,14 @@ class Captures:
         self._file.write()
 
     def _count_micro_batches(self) -> None:
-        self._micro_batches |= self._roots.micro_batches()
-        counts = next(iter(self._micro_batches)) if len(self._micro_batches) == 1 else (None, None)
-        self._manifest.micro_batches, self._manifest.gradient_syncs = counts
+        counts = self._roots.end_step()
+        self._root_steps.add(counts)
+        self._manifest.roots = self._root_steps.describe()
+        self._micro_batches |= {
+            (one.micro_batches, one.gradient_syncs) for one in counts.values() if one.forwards
+        }
+        same = next(iter(self._micro_batches)) if len(self._micro_batches) == 1 else (None, None)
+        self._manifest.micro_batches, self._manifest.gradient_syncs = same
         add_forward_order(self._manifest.param_groups, self._roots)
 
 

@@ -46,6 +46,7 @@ def plan_document(plan: Plan) -> Document:
                 ],
             ),
             *([_changes(plan)] if plan.changes else []),
+            *([_precisions(plan)] if plan.precisions else []),
             Section(
                 anchor="pareto",
                 title="Memory against speed",
@@ -131,7 +132,7 @@ def _family_table(plan: Plan, families: Sequence[PlanFamily], name: str, title: 
     columns = [
         text_column(label, label),
         *numbers,
-        text_column("confirmed", "scored\nby", lambda confirmed: "engine" if confirmed else "search"),
+        text_column("confirmed", "scored\nby", _scored_by),
         count_column("fitting", "fitting"),
         count_column("configurations", "tried"),
         prose_column("configuration", "configuration"),
@@ -162,6 +163,44 @@ def _changes(plan: Plan) -> Section:
         lead="The winner with one option or one mesh dimension of another size, the rest as good as it gets.",
         blocks=[table, Sentences(title=f"What each change does ({_OF_A_STEP})", lines=lines, style="list")],
     )
+
+
+def _precisions(plan: Plan) -> Section:
+    points = [one.best for one in plan.precisions]
+    numbers = _number_columns(plan, points)
+    columns = [
+        text_column("precision", "precision"),
+        *numbers,
+        text_column("confirmed", "scored\nby", _scored_by),
+        count_column("configurations", "tried"),
+        prose_column("configuration", "configuration"),
+        prose_column("why", "why"),
+    ]
+    rows = [
+        [
+            f"{one.option}={one.value}",
+            *(getattr(one.best, column.name) for column in numbers),
+            one.best.confirmed,
+            one.configurations,
+            one.best.name,
+            one.why,
+        ]
+        for one in plan.precisions
+    ]
+    lines = [f"{one.option}={one.value} ({one.best.name}): {one.why}. {one.take}" for one in plan.precisions]
+    return Section(
+        anchor="precisions",
+        title="If the training's numbers may change",
+        lead="The best of all configurations in another precision. It wins only where it is fixed.",
+        blocks=[
+            Table(name="precisions", title="The best in another precision", columns=columns, rows=rows),
+            Sentences(title=f"What each precision does ({_OF_A_STEP})", lines=lines, style="list"),
+        ],
+    )
+
+
+def _scored_by(confirmed: bool) -> str:
+    return "engine" if confirmed else "search"
 
 
 def _point_table(plan: Plan, points: Sequence[PlanPoint], name: str, title: str) -> Table:

@@ -1,0 +1,96 @@
+"""What the root modules do in a step: forwards, backwards, and what each backward does with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp2prof.manifest import RootInfo
+
+__all__ = ["RootSteps", "StepCounts"]
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """One root in one step. A number is None once its parameter groups differed in it."""
+
+    forwards: int = 0
+    """With gradients."""
+    method_forwards: int = 0
+    """Those of them by a method of ``register_fsdp_forward_method``."""
+    evaluations: int = 0
+    """Forwards without."""
+    backwards: int = 0
+    """Whatever forwards each follows."""
+    gradient_syncs: int | None = 0
+    all_reduces: int | None = 0
+    reshards: int | None = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Its backwards; of a root without any its forwards, those with gradients if there are any."""
+        return self.backwards or self.forwards or self.evaluations
+
+    def note_backward(self, groups: Sequence[Any]) -> None:
+        """Count a backward of these ``FSDPParamGroup`` objects that ends now.
+
+        A pipeline stage reduces once behind the backwards of all its micro-batches, by a call of FSDP's last
+        hook that no backward makes: that is no further micro-batch.
+        """
+        self.backwards += torch._C._current_graph_task_id() != -1
+        trained = [
+            group for group in groups if any(one.sharded_param.requires_grad for one in group.fsdp_params)
+        ]
+        reduces = [group.reduce_grads for group in trained]
+        self.gradient_syncs = _more(self.gradient_syncs, reduces)
+        self.all_reduces = _more(
+            self.all_reduces, [group.reduce_grads and group.all_reduce_grads for group in trained]
+        )
+        self.reshards = _more(self.reshards, [group.reshard_after_backward for group in groups])
+
+
+class RootSteps:
+    """What every root did in each captured step."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._seen: dict[int, set[tuple[int | None, ...]]] = {}
+
+    def add(self, step: Mapping[int, StepCounts]) -> None:
+        """Add a captured step: the counts of the roots there are, by index."""
+        for index, counts in step.items():
+            before = {_IDLE} if self._steps else set()
+            self._seen.setdefault(index, before).add(_described(counts))
+        self._steps += 1
+
+    def describe(self) -> list[RootInfo]:
+        """Say of each root what was the same in all captured steps."""
+        return [
+            RootInfo(root=index, **dict(zip(_NAMES, map(_common, zip(*seen, strict=True)), strict=True)))
+            for index, seen in sorted(self._seen.items())
+        ]
+
+
+_NAMES = ("micro_batches", "gradient_syncs", "all_reduces", "reshards", "method_forwards")
+"""Of :class:`StepCounts` and of :class:`RootInfo`."""
+
+
+def _described(counts: StepCounts) -> tuple[int | None, ...]:
+    return tuple(getattr(counts, name) for name in _NAMES)
+
+
+_IDLE = _described(StepCounts())
+
+
+def _more(count: int | None, each: Sequence[bool]) -> int | None:
+    if count is None or len(set(each)) > 1:
+        return None
+    return count + any(each)
+
+
+def _common(values: Iterable[int | None]) -> int | None:
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
