@@ -6,6 +6,7 @@ errors, latency not below 0. Payload and wire bytes are those of nccl-tests (PER
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -178,15 +179,28 @@ def _curves(measured: Measured) -> dict[str, dict[str, list[list[int]]]]:
     return dict(found)
 
 
+def _rounded_up(value: float) -> int:
+    """Round up to two figures: a fit knows no more."""
+    whole = math.ceil(value)
+    scale = int("1" + "0" * max(0, len(str(whole)) - 2))
+    return -(-whole // scale) * scale
+
+
 def _verdict(measured: Measured, fits: Sequence[BenchFit], rates: Sequence[BenchRate]) -> list[str]:
     lines = []
     gathers = [fit for fit in fits if fit.op == "all_gather"]
     for fit in gathers[:1]:
         where = f"{fit.ranks} ranks" if len(gathers) == 1 else f"{fit.ranks} ranks of {fit.mesh_dim}"
+        largest = max(one.payload_bytes for one in measured.collectives if one.op == fit.op)
         if fit.half_payload_bytes is None:
             lines.append(f"Larger all-gathers over {where} took no longer: no bandwidth can be told.")
+        elif fit.half_payload_bytes > largest:
+            lines.append(
+                f"All-gathers here ({where}) are latency-bound up to the largest that was measured "
+                f"({format_bytes(largest)}): measure larger ones to tell how much to wrap together."
+            )
         else:
-            parameters = format_count(-(-fit.half_payload_bytes // _BYTES_A_PARAMETER))
+            parameters = format_count(_rounded_up(fit.half_payload_bytes / _BYTES_A_PARAMETER))
             lines.append(
                 f"Below {format_bytes(fit.half_payload_bytes)} an all-gather here ({where}) is "
                 f"latency-bound: wrap at least {parameters} parameters together (bf16)."

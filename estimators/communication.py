@@ -54,7 +54,7 @@ def estimate_comm(
     built = _build(model, policy)
     check_parallelism(built, mesh, policy)
     executed = None
-    if counted_by_execution(built, mesh):
+    if counted_by_execution(built, mesh, policy):
         executed = capture_stitched(model, mesh, replace(policy, seq_len=policy.seq_len // mesh.cp), built)
     return estimate_built(built, mesh, policy, sync, executed=executed)
 
@@ -207,7 +207,7 @@ def _add_step_end(
     """Add what clipping and float8 scales reduce; ``clips=False`` if clipping is counted already."""
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     parameters = [parameter for group in groups for parameter in group.parameters]
-    apart = [parameter for group in groups if group.is_expert for parameter in group.parameters]
+    apart = [p for group in groups if group.is_expert for p in group.parameters if p.requires_grad]
     reductions: list[tuple[Axis, str, int]] = []
     if clips and policy.clip_grad and policy.optimizer != "none":
         every = policy.rules.clipping_reduces_every_norm

@@ -7,6 +7,7 @@ chart, a line of a legend) is made from its row here, so that a new row appears 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fsdp2prof.labels import is_root
 
@@ -54,6 +55,15 @@ class Word:
     """Over a column of a table; may break lines."""
     colour: str = ""
     """In charts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Something that a bench measures on one device."""
+
+    label: str
+    amount: Literal["operations", "bytes", "calls"]
+    """What is counted a second."""
 
 
 PHASES = {
@@ -225,17 +235,17 @@ PATH_BOUNDS = {
 """What bounds a stretch of a critical path."""
 
 BENCH_KINDS = {
-    "matmul": "matrix product",
-    "attention": "attention",
-    "copy": "copy on the device",
-    "host_to_device_pinned": "copy to the device, pinned",
-    "host_to_device_pageable": "copy to the device, pageable",
-    "operator": "small eager operators",
-    "launch": "empty kernels",
-    "matmul_alone": "product, alone",
-    "matmul_beside_collective": "product, beside an all-gather",
+    "matmul": Measurement("matrix product", "operations"),
+    "attention": Measurement("attention", "operations"),
+    "copy": Measurement("copy on the device", "bytes"),
+    "host_to_device_pinned": Measurement("copy to the device, pinned", "bytes"),
+    "host_to_device_pageable": Measurement("copy to the device, pageable", "bytes"),
+    "operator": Measurement("small eager operators", "calls"),
+    "launch": Measurement("empty kernels", "calls"),
+    "matmul_alone": Measurement("product, alone", "operations"),
+    "matmul_beside_collective": Measurement("product, beside an all-gather", "operations"),
 }
-"""What a bench measures on one device, in words."""
+"""What a bench measures on one device."""
 
 KERNEL_BOUNDS = {
     "matmul": Word("matrix products"),

@@ -62,9 +62,11 @@ def _host_bound(evidence: Evidence, idle: float, cost: float) -> list[Finding]:
         f"{_profiled(evidence, idle, cost)}."
     )
     change = (
-        "Launch less (torch.compile, CUDA graphs, fused optimizer), give each launch more work (larger "
-        "batch), and look at the data loader."
+        "Launch less (torch.compile, CUDA graphs, fused optimizer), or give each launch more work (larger "
+        "batch)."
     )
+    if not _idle(evidence, "data_loader"):
+        change += " How batches come is not in the trace: look at that, too."
     return evidence.finding("host_bound", None, cost, problem, change)
 
 
@@ -114,7 +116,7 @@ def _data_loader(evidence: Evidence) -> list[Finding]:
     told = format_ns(means[slowest])
     uneven = bool(others) and means[slowest] > _UNEVEN * max(others)
     if uneven:
-        usual = f"{'the other' if len(others) == 1 else 'each other'} at most {format_ns(max(others))}"
+        usual = f"{'the other' if len(others) == 1 else 'the others'} at most {format_ns(max(others))}"
         problem = (
             f"Rank {slowest} waits {told} a step for its data loader, {usual}: as far as the others wait for "
             f"it, that is {evidence.per_step(cost)} of every rank."

@@ -137,7 +137,7 @@ def _reduced_every_micro_batch(evidence: Evidence) -> list[Finding]:
         for row in evidence.reduce_scatters
         if (row.rank, row.step) == first and row.count and row.payload_bytes is not None
     ]
-    memory = f", for {format_bytes(sum(sizes))} of full gradients that stay in memory" if sizes else ""
+    memory = f": full gradients ({format_bytes(sum(sizes))}) then stay in memory, not shards" if sizes else ""
     problem = (
         f"Gradients are reduced {times} times a step{', once a micro-batch' if known else ''}: the "
         f"reductions beyond the last are exposed for {evidence.per_step(cost)}."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp2prof.analyzers.trace.data_loader import loading
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.tables import BoolArray, IntArray, Strings, Table, concat_tables
@@ -170,7 +171,7 @@ def _in_collective_lane(spans: SpanTable) -> BoolArray:
 
 
 def _all_spans(tables: RankTables) -> SpanTable:
-    spans = concat_tables([_host(tables), _work(tables), _collectives(tables)])
+    spans = concat_tables([_host(tables), _batches(tables), _work(tables), _collectives(tables)])
     return spans.take(np.lexsort((spans.start_ns, spans.lane.codes)))
 
 
@@ -183,6 +184,20 @@ def _host(tables: RankTables) -> SpanTable:
         fqn=phases.fqn,
         phase=phases.phase,
         name=phases.activity,
+    )
+
+
+def _batches(tables: RankTables) -> SpanTable:
+    """The host while it gets a batch."""
+    found = loading(tables.trace, tables.phases)
+    count = len(found.start)
+    return _spans(
+        _lanes(np.full(count, _LANES.index("host"))),
+        found.start,
+        found.end,
+        fqn=Strings.full(count, None),
+        phase=Strings.full(count, "other"),
+        name=Strings.full(count, "data loader"),
     )
 
 

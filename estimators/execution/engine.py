@@ -96,7 +96,7 @@ def execute(
         raise ModelError("keep_logits: a pipeline's last stage holds its outputs as torch's schedule does")
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
-        mode = stack.enter_context(fake_tensors(follow_values=policy.images > 0))
+        mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         seconds = second_models(model, spec, mesh, policy, device_mesh)

@@ -91,12 +91,14 @@ def by_mesh(model: Model) -> list[list[nn.Parameter]]:
 
 def clip_gradients(model: Model) -> None:
     """Clip the global gradient norm to 1: one norm a mesh, that of experts reduced over their own ranks."""
-    parts = by_mesh(model)
-    if len(parts) == 1:
+    parts = [[one for one in part if one.requires_grad] for part in by_mesh(model)]
+    trains_experts = model.expert_ranks > 1 and bool(model.experts) and bool(parts[-1])
+    parts = [part for part in parts if part]
+    if len(parts) == 1 and not trains_experts:
         torch.nn.utils.clip_grad_norm_(parts[0], 1.0, foreach=True)
         return
     squares = [_norm(part).square() for part in parts]
-    if model.expert_ranks > 1 and model.experts:
+    if trains_experts:
         exchange = model.module.get_submodule(model.experts[0]).exchange
         assert isinstance(exchange, ExpertExchange)
         dist.all_reduce(squares[-1], group=exchange.group)

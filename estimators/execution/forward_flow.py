@@ -59,8 +59,9 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
     for group, parts in waiting.items():
         for part in parts:
             module.get_submodule(part).register_forward_hook(partial(ended, group, part))
-    with fake_tensors(follow_values=policy.images > 0):
+    with fake_tensors(follow_values=policy.follows_values):
         materialize_fake(module)
+        _with_every_expert(model, module)
         batch = model.make_batch(policy.sequences, policy.seq_len, torch.device("cpu"))
         if model.experts:  # their grouped products take the compute dtype alone
             batch = _cast(module, batch, getattr(torch, policy.compute_dtype))
@@ -78,6 +79,15 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
             has_backward={group: group in reached for group in leads_back},
             without_gradient=frozenset(name for name, parameter in trained if parameter.grad is None),
         )
+
+
+def _with_every_expert(model: Model, module: nn.Module) -> None:
+    """Put those of other ranks back beside this rank's: here no tokens are exchanged."""
+    for fqn in model.experts if model.expert_ranks > 1 else ():
+        part = module.get_submodule(fqn)
+        for name, local in list(part.named_parameters(recurse=False)):
+            whole = local.new_empty(model.expert_ranks * local.shape[0], *local.shape[1:])
+            setattr(part, name, nn.Parameter(whole, requires_grad=local.requires_grad))
 
 
 def _cast(module: nn.Module, batch: Batch, dtype: torch.dtype) -> Batch:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -14,12 +15,17 @@ from fsdp2prof.estimators.spec.policy import PolicySpec
 __all__ = ["attention_kernel", "choose_norm"]
 
 
-def attention_kernel(policy: PolicySpec) -> AbstractContextManager[None]:
+def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
     """Run ``scaled_dot_product_attention`` as separate operators where the policy says math.
 
-    Everything else is executed as the host's flash attention, whose results have the same sizes.
+    Everything else is executed as the host's flash attention, whose results have the same sizes; packed
+    documents one by one where the kernel keeps them apart.
     """
-    return sdpa_kernel(SDPBackend.MATH) if policy.attention == "math" else nullcontext()
+    if policy.documents is not None and policy.attention == "math":
+        raise ModelError("documents: attention=math computes all pairs: leave one of them out")
+    if policy.attention == "math":
+        return sdpa_kernel(SDPBackend.MATH)
+    return documents_apart(policy.documents)
 
 
 def choose_norm(model: Model, policy: PolicySpec) -> None:

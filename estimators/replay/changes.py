@@ -153,9 +153,9 @@ def _bandwidth(value: str) -> Change:
 
         known = any(floor.values())
         note = (
-            "of a collective's transfer, what its smallest ones take at no size stays: it is latency"
+            "a collective's latency stays: what it would take for no bytes, by a line through two sizes"
             if known
-            else "all of a collective's transfer is bandwidth: the run has too few sizes to tell latency"
+            else "all of a transfer gets faster: the run's sizes do not tell latency from it"
         )
         unmet = sum(one.meeting < 0 for one in sent)
         notes = [note]
@@ -300,7 +300,10 @@ def _separate(value: str) -> Change:
 
 def _need_device(changed: Changed) -> None:
     if not all(program.on_device for program in changed.job):
-        raise NotApplicableError("on a CPU collectives block their caller: nothing runs beside them")
+        raise NotApplicableError(
+            "on a CPU collectives block their caller, unless FSDP2 unshards asynchronously: not replayed "
+            "there"
+        )
 
 
 def _gathers(changed: Changed) -> list[list[Gather]]:
@@ -366,11 +369,12 @@ def _reshard(value: str) -> Change:
 
 
 def _kept_bytes(found: Sequence[Gather]) -> int:
-    """Gathered bytes that stay from forward to backward: of the layers that are not gathered again."""
+    """Gathered bytes that stay from forward to backward: of the layers that are not gathered again.
+
+    The loss, where memory is often fullest, holds no other; elsewhere a layer or two more are gathered.
+    """
     again = {one.fqn for one in found if one.phase == "backward"}
-    by_layer = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn not in again}
-    resharded_ones = {one.fqn: max(0, one.payload_bytes) for one in found if one.fqn in again}
-    return sum(by_layer.values()) + sum(sorted(resharded_ones.values(), reverse=True)[:2])
+    return sum({one.fqn: max(0, one.payload_bytes) for one in found if one.fqn not in again}.values())
 
 
 # What is reduced when.

@@ -78,8 +78,8 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
     """Reduce each group's gradients in the last backward before the optimizer's step only.
 
     As FSDP2 does with ``set_requires_gradient_sync`` false in the others. Their copies into the collective
-    stay, for the addition of gradients that comes in their place. Returned beside it: label -> payload bytes
-    of one reduction that is left out, -1 where not known.
+    stay, for the addition of gradients that comes in their place. Returned beside it: label -> bytes that
+    its full gradients take more than its shards of them, -1 where not known.
     """
     backwards = _backwards(program)
     last: dict[tuple[str, int, int], int] = {}
@@ -95,7 +95,9 @@ def reduced_once(program: RankProgram) -> tuple[RankProgram, dict[str, int]]:
             assert one is not None
             key = name, one.step, update
             last[key] = max(last.get(key, 0), backward)
-            reductions.append((key, backward, range(launched[0], end), one.payload_bytes))
+            known = one.payload_bytes >= 0 and one.group_size > 0
+            more = one.payload_bytes - one.payload_bytes // one.group_size if known else -1
+            reductions.append((key, backward, range(launched[0], end), more))
     dropped = [entry for entry in reductions if entry[1] < last[entry[0]]]
     sizes = {name: size for (name, _, _), _, _, size in dropped}
     return _without(program, [part for _, _, part, _ in dropped]), sizes

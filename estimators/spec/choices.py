@@ -14,17 +14,21 @@ __all__ = [
     "Attention",
     "CheckpointingMode",
     "Chunked",
+    "Documents",
     "Every",
     "ExpertShards",
+    "FlexDocuments",
     "Float8",
     "KeptLogits",
     "Loss",
     "LossMode",
+    "MaskedDocuments",
     "Norm",
     "Prefetch",
     "Reshard",
     "ReshardRule",
     "Sync",
+    "VarlenDocuments",
     "base_of",
     "values_of",
 ]
@@ -61,6 +65,28 @@ class Chunked(Counted):
     word: ClassVar[str] = "chunked"
 
 
+@dataclass(frozen=True, slots=True)
+class MaskedDocuments(Counted):
+    """K documents of equal length a sequence, kept apart by a mask of every pair of tokens."""
+
+    word: ClassVar[str] = "mask"
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenDocuments(Counted):
+    """The same by FlashAttention's kernel of variable lengths."""
+
+    word: ClassVar[str] = "varlen"
+
+
+@dataclass(frozen=True, slots=True)
+class FlexDocuments(Counted):
+    """The same by flex attention's block mask."""
+
+    word: ClassVar[str] = "flex"
+
+
+Documents = MaskedDocuments | VarlenDocuments | FlexDocuments
 CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""

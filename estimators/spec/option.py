@@ -262,7 +262,8 @@ class Words:
         last = [f"{kind.word}:K with K >= 1" for kind in self._counted]
         last += ["package.module:factory"] * self.factory
         last += [self.number] if self.number is not None else []
-        listed = " or ".join([", ".join(self.words), *["none"] * self.none, *last])
+        words = [", ".join(self.words)] if self.words else []
+        listed = " or ".join([*words, *["none"] * self.none, *last])
         raise ValueError(f"unknown value {value!r}; one of {listed}")
 
 

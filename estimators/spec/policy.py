@@ -15,17 +15,21 @@ from fsdp2prof.estimators.spec.choices import (
     Attention,
     CheckpointingMode,
     Chunked,
+    Documents,
     Every,
     ExpertShards,
+    FlexDocuments,
     Float8,
     KeptLogits,
     Loss,
     LossMode,
+    MaskedDocuments,
     Norm,
     Prefetch,
     Reshard,
     ReshardRule,
     Sync,
+    VarlenDocuments,
     base_of,
 )
 from fsdp2prof.estimators.spec.extra_models import ExtraModel, ExtraModels, ExtraModelsText
@@ -112,6 +116,12 @@ class PolicySpec:
     )
     seq_len: int = option(
         4096, Integer(1, _MOST_TOKENS), "Tokens of a sequence, before context parallelism divides it."
+    )
+    documents: Documents | None = option(
+        None,
+        Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
+        "K documents of equal length packed into each sequence, each attending to itself: by transformers' "
+        "mask for SDPA, by FlashAttention's variable lengths, or by flex attention's block mask.",
     )
     images: int = option(
         0,
@@ -375,6 +385,16 @@ class PolicySpec:
     def runs_itself_before(self) -> bool:
         """Whether each micro-batch first runs the trained model without gradients."""
         return self.extra_model is not None and self.extra_model.runs_itself
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are to stay as they are."""
+        return self.trainable is not None or self.lora is not None
+
+    @property
+    def follows_values(self) -> bool:
+        """Whether a model does what values of its batches say: where images stand, where documents end."""
+        return self.images > 0 or isinstance(self.documents, MaskedDocuments)
 
     @property
     def roots(self) -> int:

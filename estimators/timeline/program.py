@@ -61,7 +61,7 @@ def capture_step(
     policy = replace(policy, float8=None, fp8_all_gather=False)  # its casts and products are put in later
     with ExitStack() as stack:
         device_mesh = stack.enter_context(fake_process_group(mesh))
-        stack.enter_context(fake_tensors(follow_values=policy.images > 0))
+        stack.enter_context(fake_tensors(follow_values=policy.follows_values))
         stack.enter_context(attention_kernel(policy))
         model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
         seconds = second_models(model, spec, mesh, policy, device_mesh)

@@ -221,10 +221,20 @@ class _Passes:
         return self._uses[index].fqn != "" and any(use.reduce_numel for use in self._uses[:index])
 
     def _prefetched(self, index: int) -> Sequence[GroupTraffic]:
-        named = self._uses[index].backward_prefetch
-        if named is None:
+        """What the group of a use takes ahead in backward, where nothing is named: the group before it.
+
+        Of a module's several groups the second does it for all, and takes all those of the module before.
+        """
+        own = self._uses[index]
+        if own.backward_prefetch is not None:
+            return [group for group in self.distinct if group.fqn in own.backward_prefetch]
+        beside = [group for group in self.distinct if group.fqn == own.fqn]
+        if len(beside) == 1:
             return (self._uses[index - 1],) if index else ()
-        return [group for group in self.distinct if group.fqn in named]
+        if beside[1] is not own:
+            return ()
+        before = [use for use in self._uses[:index] if use.fqn != own.fqn]
+        return [use for use in before if use.fqn == before[-1].fqn]
 
     def _gather(self, group: GroupTraffic, ledger: Ledger, phase: str) -> None:
         state = self._states[id(group)]

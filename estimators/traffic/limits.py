@@ -16,11 +16,12 @@ __all__ = ["check_parallelism"]
 
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
-    config = model.config
     if mesh.pp > 1 and policy.extra_model is not None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
-    if mesh.pp > 1 and config is None:
-        raise ModelError(f"mesh: pp={mesh.pp} is modelled for built-in models, not {model.name}")
+    if mesh.pp > 1 and model.width is None:
+        raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")
+    if mesh.cp > 1 and policy.documents is not None:
+        raise ModelError("documents: torch's ring attention takes no documents: leave cp at 1")
     if mesh.cp > 1 and not model.ring_width:
         raise ModelError(f"mesh: cp={mesh.cp}: {model.name} {model.no_ring}")
     if mesh.ep == 1 and policy.imbalance != 1:
@@ -39,16 +40,15 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError(
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
         )
-    frozen = policy.trainable is not None or policy.lora is not None
-    if frozen and mesh.tp * mesh.cp * mesh.pp > 1:
+    if policy.freezes and mesh.tp * mesh.cp * mesh.pp > 1:
         raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
     _check_pipeline(model, mesh, policy)
 
 
 def _check_pipeline(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-    config = model.config
-    if config is not None and config.layers < mesh.pp:
-        raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
+    layers = len(model.blocks)
+    if mesh.pp > 1 and layers < mesh.pp:
+        raise ModelError(f"mesh: pp={mesh.pp} stages for {layers} layers of {model.name}")
     if mesh.pp > 1 and policy.reshard != "never":
         raise ModelError("with pp use reshard=never: stages keep parameters gathered between micro-batches")
     if mesh.pp > 1 and policy.sync != "last":
@@ -68,9 +68,9 @@ def _check_pipeline(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and compiled blocks have one: "
             "torch refuses it; leave compile out"
         )
-    if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
+    if mesh.pp > 1 and stages > 1 and layers % (mesh.pp * stages):
         raise ModelError(
-            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
+            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {layers} "
             f"layers of {model.name}"
         )
     if mesh.pp > 1:
@@ -116,8 +116,6 @@ def _check_expert_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {count} experts of {model.name}")
     if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {ranks} ranks of dp_shard x cp x tp")
-    if policy.trainable is not None or policy.lora is not None or policy.offload:
-        raise ModelError("expert parallelism with frozen or offloaded parameters is not modelled")
     if isinstance(policy.reshard, int):
         raise ModelError("reshard to a number of ranks with experts on a mesh of their own is not modelled")
     if refusal := expert_mesh_refusal():

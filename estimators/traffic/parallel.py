@@ -24,12 +24,15 @@ from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 __all__ = ["add_parallel_traffic", "counted_by_execution"]
 
 
-def counted_by_execution(model: Model, mesh: MeshSpec) -> bool:
-    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them."""
+def counted_by_execution(model: Model, mesh: MeshSpec, policy: PolicySpec) -> bool:
+    """Whether tensor and expert parallelism are executed to count their collectives: no formula has them.
+
+    What is frozen decides which rows' gradients are exchanged.
+    """
     plan = model.tensor_parallel
     if mesh.tp > 1 and plan is not None and not plan.is_analysed:
         return True
-    return mesh.ep > 1 and model.config is None
+    return mesh.ep > 1 and (model.config is None or policy.freezes)
 
 
 def add_parallel_traffic(
@@ -39,7 +42,7 @@ def add_parallel_traffic(
 
     Where tensor parallelism is not known by formula, it is counted elsewhere, expert parallelism with it.
     """
-    config, executed = model.config, counted_by_execution(model, mesh)
+    config, executed = model.config, counted_by_execution(model, mesh, policy)
     owner_of = {part: group.fqn for group in groups for part in group.fqn.split(", ")}
     blocks = {block: owner_of.get(block, "") for block in model.blocks}
     notes: list[str] = []
@@ -59,8 +62,8 @@ def add_parallel_traffic(
     if mesh.cp > 1:
         _add_context_parallel(ledger, model.ring_width // mesh.tp, list(blocks.values()), mesh, policy)
         notes.append(_context_note(model))
-    if mesh.pp > 1 and config is not None:
-        _add_pipeline(ledger, config, mesh, policy)
+    if mesh.pp > 1:
+        _add_pipeline(ledger, model, mesh, policy)
         notes.append(
             f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: layers {model.blocks[0]} to "
             f"{model.blocks[-1]}, one send per micro-batch and neighbour, parameters gathered once a step"
@@ -274,8 +277,10 @@ def _add_context_parallel(
         )
 
 
-def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
-    local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
+def _add_pipeline(ledger: Ledger, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+    assert model.width is not None
+    tokens = model.hidden_length(mesh.tp, policy.seq_len // mesh.cp)
+    local = policy.sequences * tokens * model.width
     payload = local * dtype_bytes(policy.compute_dtype)
     before, after = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
     sends = {"forward": after, "backward": before}

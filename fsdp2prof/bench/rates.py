@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fsdp2prof.bench.collectives import all_gather
 from fsdp2prof.bench.timing import Clock
 from fsdp2prof.measured import RateTimes, Wanted
+from fsdp2prof.units import format_bytes
 
 __all__ = ["measure_overlap", "measure_rates"]
 
@@ -96,7 +97,7 @@ def _attention(length: int, clock: Clock) -> tuple[RateTimes, Callable[[], objec
 
 def _copy(size: int, clock: Clock) -> tuple[RateTimes, Callable[[], object]]:
     source, target = (torch.zeros(size // 4, device=clock.device) for _ in range(2))
-    rate = RateTimes(kind="copy", dtype="float32", size=f"{size} bytes", amount=2 * size, times_ns=[])
+    rate = RateTimes(kind="copy", dtype="float32", size=format_bytes(size), amount=2 * size, times_ns=[])
     return rate, lambda: target.copy_(source)
 
 

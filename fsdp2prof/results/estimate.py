@@ -97,6 +97,7 @@ class EstimatedPolicy:
     optimizer: str | None = None
     optimizer_impl: str | None = None
     clip_grad: bool | None = None
+    documents: str | None = None
     loss: str | None = None
     keep_logits: str | None = None
     loss_parallel: bool | None = None

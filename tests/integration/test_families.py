@@ -131,6 +131,18 @@ def test_the_memory_under_tensor_parallelism(family: str, in_parallel: bool, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("documents", ["mask:4", "varlen:4", "flex:4"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "deepseek_v3"])
+def test_the_memory_of_packed_documents(family: str, documents: str, tmp_path: Path) -> None:
+    """transformers itself makes the mask of real positions here."""
+    spec = spec_of(family, tmp_path)
+    policy = PolicySpec.from_mapping({"seq_len": 32, "batch_size": 2, "documents": documents})
+    foreseen, counted = execute(spec, MESH, policy).recording, trained(spec, policy)
+    assert sizes(foreseen) == sizes(counted)
+    assert peak(foreseen) == peak(counted) + 4
+
+
+@pytest.mark.slow
 def test_real_ranks_of_every_family(tmp_path: Path) -> None:
     """Two gloo ranks: bytes of every parameter's shards, and every collective."""
     specs = {family: spec_of(family, tmp_path) for family in (*TEXT, *SEES)}

@@ -186,13 +186,26 @@ def test_a_real_run_of_four_ranks(family, in_parallel, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp", "ep"), [("qwen3_moe", 1, 2), ("mixtral", 1, 4), ("qwen3_moe", 2, 4), ("mixtral", 2, 2)]
+    ("family", "tp", "ep", "how"),
+    [
+        ("qwen3_moe", 1, 2, ""),
+        ("mixtral", 1, 4, ""),
+        ("qwen3_moe", 2, 4, ""),
+        ("mixtral", 2, 2, ""),
+        ("qwen3_moe", 1, 2, "offload"),
+        ("qwen3_moe", 1, 4, "self_attn"),
+        ("mixtral", 1, 2, r"layers.1.*experts"),
+        ("mixtral", 1, 2, r"layers.[12].*gate\.weight"),
+    ],
 )
-def test_experts_that_transformers_deals_out_on_four_ranks(family, tp, ep, tmp_path):
+def test_experts_that_transformers_deals_out_on_four_ranks(family, tp, ep, how, tmp_path):
     """Real routing: what comes back from an expert differs from rank to rank, its sum does not."""
-    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, clip_grad=False)
+    kind = {"offload": True} if how == "offload" else {"trainable": how or None}
+    spec, policy = config_of(tmp_path, family), PolicySpec(**SIZES, **kind, clip_grad=False)
     mesh = MeshSpec(dp_shard=4 // tp, tp=tp, ep=ep)
-    command = torchrun(SCRIPTS / "transformers_experts.py", 4, spec.source, str(tmp_path), str(tp), str(ep))
+    command = torchrun(
+        SCRIPTS / "transformers_experts.py", 4, spec.source, str(tmp_path), str(tp), str(ep), how
+    )
     subprocess.run(command, check=True, env=training_environment(), timeout=300)
     groups = parameter_groups(part_of(build_model(spec, seq_len=16), mesh, policy), mesh, policy)
     rows = summed_rows(estimate_comm(spec, mesh, policy))
@@ -224,6 +237,10 @@ def test_experts_of_a_configuration_are_dealt_out(tmp_path):
     assert found["forward", "all_to_all", "bfloat16"] == (4, rows)
     assert found["backward", "all_to_all", "bfloat16"] == (4, rows)
     assert found["forward", "all_to_all", "int64"] == (2, 2 * 8 * 8)
+    frozen = PolicySpec(**SIZES, trainable=r"layers\.1\.mlp\.gate")  # whose rows need no gradient
+    kept = summed_rows(estimate_comm(spec, MeshSpec(dp_shard=2, ep=2), frozen))
+    assert kept["forward", "all_to_all", "bfloat16"] == (4, rows)
+    assert not any(phase == "backward" and op == "all_to_all" for phase, op, _ in kept)
     with pytest.raises(ModelError, match="which has no experts"):
         estimate_comm(config_of(tmp_path, "llama"), MeshSpec(dp_shard=2, ep=2), PolicySpec(**SIZES))
 

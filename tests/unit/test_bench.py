@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+from support.rendered import table_of
 
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.bench import bench_result, fit_line
@@ -69,8 +71,31 @@ def test_constants_come_back_from_times_made_of_them() -> None:
     gather = result.fits[0]
     half = LATENCY_NS * 1e-9 * BYTES_PER_S * 4 / 3  # payload whose wire bytes take the latency
     assert gather.half_payload_bytes == pytest.approx(half, rel=1e-3)
-    assert "is latency-bound: wrap at least 133," in result.verdict[0]
+    assert "is latency-bound: wrap at least 140,000 parameters" in result.verdict[0]
     assert result.overlap_slowdown_frac == pytest.approx(0.25)
+
+
+def test_nothing_is_said_of_sizes_beyond_the_largest_that_was_measured() -> None:
+    """By the fit latency is half of the time at 260 KiB; nothing that large ran."""
+    small = [collective("all_gather", size) for size in (4 << 10, 8 << 10)]
+    verdict = bench_result(msgspec.structs.replace(measured(), collectives=small)).verdict[0]
+    assert "latency-bound up to the largest that was measured (8.00 KiB)" in verdict
+
+
+def test_rates_have_the_unit_of_what_was_counted() -> None:
+    """2 x 4096^3 operations in 274,878 ns; 2 GiB in a millisecond; 200 operators in another."""
+    table = table_of(build(bench_result(measured())), "rates")
+    written = [
+        [column.text(value) for column, value in zip(table.columns, row, strict=True)] for row in table.rows
+    ]
+    first = {row[0]: row for row in reversed(written)}
+    assert [
+        first[kind][6:] for kind in ("matrix product", "copy on the device", "small eager operators")
+    ] == [
+        ["500.00 TFLOP/s", "-", "-"],
+        ["-", "2,147.48", "-"],
+        ["-", "-", "200,000"],
+    ]
 
 
 @pytest.mark.parametrize(

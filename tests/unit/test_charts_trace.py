@@ -8,7 +8,7 @@ import pytest
 from support.results import HOSTILE, MS, trace_analysis
 
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.reporters.charts.figure import Figure
+from fsdp2prof.reporters.charts.figure import Figure, logarithmic
 from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
 from fsdp2prof.reporters.step_rows import every_step, step_rows
 from fsdp2prof.results import TraceAnalysis
@@ -48,6 +48,27 @@ def test_layers_are_in_the_order_of_their_names_and_long_ones_stay_apart() -> No
     groups = [replace(row, fqn=name) for row, name in zip(analysis.groups, long, strict=False)]
     assert len(set(layers_of(summarise(replace(analysis, groups=groups)))["data"][-1]["x"])) == 2
     assert layer_chart([], []) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "in_bytes", "ticks"),
+    [
+        ((536.0, 990.0), False, None),
+        (
+            (700.0, 2_900.0, 8_000.0),
+            False,
+            ["100", "200", "500", "1,000", "2,000", "5,000", "10,000", "20,000", "50,000"],
+        ),
+        ((1e-4, 1e6), False, ["0.0001", "0.01", "1", "100", "10,000", "1e+06"]),
+        ((4096, 1 << 20), True, ["4.00 KiB", "16.0 KiB", "64.0 KiB", "256.0 KiB", "1.00 MiB"]),
+        ((), False, None),
+    ],
+)  # fmt: skip
+def test_logarithmic_axes_have_few_whole_ticks(
+    values: tuple[float, ...], in_bytes: bool, ticks: list[str] | None
+) -> None:
+    axis = logarithmic(values, in_bytes=in_bytes)
+    assert (axis["type"], axis.get("ticktext")) == ("log", ticks)
 
 
 def test_names_are_escaped() -> None:

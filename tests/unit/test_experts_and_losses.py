@@ -107,7 +107,6 @@ def test_the_busiest_rank_receives_its_multiple() -> None:
         ({"dp_shard": 8, "ep": 3}, {}, "ep=3 does not divide the 4 experts"),
         ({"dp_shard": 2, "ep": 4}, {}, "ep=4 does not divide the 2 ranks"),
         ({"dp_shard": 4}, {"imbalance": 2}, "add ep to the mesh"),
-        ({"dp_shard": 4, "ep": 4}, {"trainable": "router"}, "frozen or offloaded"),
         ({"dp_shard": 1, "cp": 2, "ep": 4}, {}, "does not divide the 2 ranks of dp_shard x cp x tp"),
         pytest.param(
             {"dp_shard": 4, "ep": 2, "tp": 2},

@@ -10,6 +10,7 @@ import pytest
 from support.samples import MESH, MODEL, POLICY
 from support.traces import two_kernel_trace
 from synthetic import Recording, Schedule, record, transformer, write_run
+from synthetic.timeline import ENTER_NS, LEAVE_NS
 
 from fsdp2prof.analyzers.trace.analysis import analyze_trace as analyze
 from fsdp2prof.analyzers.trace.spans import SpanTable, fold
@@ -98,6 +99,15 @@ def test_work_of_a_lane_sums_to_the_step_s_own_account(analysis: TraceAnalysis) 
         step = next(one for one in rank.steps if one.step == timeline.step)
         assert pictured.duration_ns == step.duration_ns
         assert sum(lane_of(timeline, rank.rank, "compute").busy_ns) == step.breakdown_ns.compute
+
+
+def test_a_host_that_gets_a_batch_is_pictured_so(tmp_path: Path) -> None:
+    (recording,) = record(Schedule(roots=(transformer(1),), steps=2, loading_ns=300_007))
+    timeline = timeline_of(analyze_trace(open_job(write_run([recording], tmp_path / "run")), workers=1))
+    host = lane_of(timeline, 0, "host")
+    named = [timeline.names[name] for name in host.name]
+    (length,) = [time for name, time in zip(named, host.duration_ns, strict=True) if name == "data loader"]
+    assert length == 300_007 + ENTER_NS + LEAVE_NS
 
 
 def test_stalls_are_those_of_the_verdicts(analysis: TraceAnalysis) -> None:

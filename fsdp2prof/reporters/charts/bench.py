@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2prof.reporters.charts.figure import Figure, figure, label
+from fsdp2prof.reporters.charts.figure import Figure, figure, label, logarithmic
 from fsdp2prof.results import BenchCollective
 from fsdp2prof.vocabulary import op_label
 
@@ -35,7 +35,7 @@ def bandwidth_chart(rows: Sequence[BenchCollective]) -> Figure | None:
                 "hovertemplate": "%{y:.3f} GB/s",
             }
         )
-    chart = figure(data, height=320, x="payload in bytes", y="bus bandwidth, GB/s")
-    chart["layout"]["xaxis"]["type"] = "log"
+    chart = figure(data, height=320, x="payload", y="bus bandwidth, GB/s")
+    chart["layout"]["xaxis"] |= logarithmic((row.payload_bytes for row in rows), in_bytes=True)
     chart["layout"]["yaxis"]["rangemode"] = "tozero"
     return chart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp2prof.reporters.charts.figure import INK, STALL, Figure, figure, label, labels
+from fsdp2prof.reporters.charts.figure import INK, STALL, Figure, figure, label, labels, logarithmic
 from fsdp2prof.results import BandwidthFit, BandwidthRow, LateRow, LayerWait
 from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, OPS, layer_name, op_label
@@ -122,8 +122,8 @@ def bandwidth_chart(rows: Sequence[BandwidthRow], fits: Sequence[BandwidthFit]) 
             if (fit.op, fit.mesh_dim or fit.process_group) == (op, group)
         ]
     chart = figure(data, height=340, x="payload, MiB", y="busbw, GB/s")
-    chart["layout"]["xaxis"] |= {"type": "log"}
-    chart["layout"]["yaxis"] |= {"type": "log"}
+    chart["layout"]["xaxis"] |= logarithmic(x for one in data for x in one["x"])
+    chart["layout"]["yaxis"] |= logarithmic(y for one in data for y in one["y"])
     return chart
 
 

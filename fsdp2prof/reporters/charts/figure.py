@@ -6,13 +6,15 @@ Names come from untrusted files and plotly reads a small HTML in text: :func:`la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from math import ceil, floor, log2, log10
 from typing import Any, TypeAlias
 
+from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, PHASES, printable
 
-__all__ = ["DARK", "INK", "PAPER", "STALL", "Figure", "bar", "figure", "label", "labels"]
+__all__ = ["DARK", "INK", "PAPER", "STALL", "Figure", "bar", "figure", "label", "labels", "logarithmic"]
 
 INK = "#1f2933"
 """Text, and lines that stand out."""
@@ -40,6 +42,10 @@ Figure: TypeAlias = dict[str, Any]
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _LABEL_LENGTH = 24
 """Characters of a layer's name beside an axis: more leave no room for the chart on a phone."""
+
+_DECADE = 10
+_MOST_TICKS = 8
+"""Ticks of a logarithmic axis that a phone has room for."""
 
 
 def bar(name: str, colour: str, values: Sequence[float], labels: Sequence[str], hover: str) -> dict[str, Any]:
@@ -96,6 +102,29 @@ def _axis(title: str | None) -> dict[str, Any]:
     if title:
         axis["title"] = {"text": title, "standoff": 8}
     return axis
+
+
+def logarithmic(values: Iterable[float], *, in_bytes: bool = False) -> dict[str, Any]:
+    """Return a logarithmic axis with few whole ticks: 1, 2 and 5 of each decade, or powers of two in bytes.
+
+    Over less than a decade the ticks are plotly's own.
+    """
+    known = [value for value in values if value > 0]
+    low, high = min(known, default=1.0), max(known, default=1.0)
+    if high < _DECADE * low:
+        return {"type": "log"}
+    if in_bytes:
+        first, last = ceil(log2(low)), floor(log2(high))
+        step = ceil((last - first + 1) / _MOST_TICKS)
+        ticks = [float(1 << power) for power in range(first, last + 1, step)]
+    else:
+        decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+        among = (1, 2, 5) if len(decades) * 3 <= _MOST_TICKS + 3 else (1,)
+        ticks = [
+            digit * 10.0**power for power in decades[:: ceil(len(decades) / _MOST_TICKS)] for digit in among
+        ]
+    texts = [format_bytes(round(tick)) if in_bytes else f"{tick:,g}" for tick in ticks]
+    return {"type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
 
 
 def labels(names: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp2prof.reporters.charts.figure import INK, Figure, figure, label
+from fsdp2prof.reporters.charts.figure import INK, Figure, figure, label, logarithmic
 from fsdp2prof.results import OperatorRow
 from fsdp2prof.vocabulary import LANES, dtype_label
 
@@ -43,8 +43,8 @@ def roofline_chart(
     chart = figure(
         [one for one in data if one["x"]], height=360, x="operations per byte moved at least", y="TFLOP/s"
     )
-    chart["layout"]["xaxis"] |= {"type": "log"}
-    chart["layout"]["yaxis"] |= {"type": "log"}
+    chart["layout"]["xaxis"] |= logarithmic(x for one in data for x in one["x"])
+    chart["layout"]["yaxis"] |= logarithmic(y for one in data for y in one["y"])
     return chart
 
 

@@ -13,13 +13,17 @@ from fsdp2prof.reporters.formats import (
     show_gb_per_s,
     show_ns,
     show_op,
+    show_text,
     text_column,
 )
 from fsdp2prof.results import BenchResult
-from fsdp2prof.units import plural
+from fsdp2prof.units import format_flops, plural
 from fsdp2prof.vocabulary import BENCH_KINDS, dtype_label
 
 __all__ = ["bench_document"]
+
+_AMOUNTS = ("operations", "bytes", "calls")
+"""What a bench counts, in the order of the columns."""
 
 
 def bench_document(result: BenchResult) -> Document:
@@ -110,21 +114,31 @@ def _rates(result: BenchResult) -> Table:
     return Table(
         name="rates",
         title="One device and its host",
-        note="ms, median and quartiles; operations, bytes or operators a second",
+        note="ms, median and quartiles; operators or kernels a second",
         columns=[
-            text_column("kind", "what", lambda kind: BENCH_KINDS[kind]),
+            text_column("kind", "what", lambda kind: BENCH_KINDS[kind].label),
             text_column("dtype", "dtype", dtype_label),
             text_column("size", "size"),
             ms_column("median_ns", "median", times),
             ms_column("lower_quartile_ns", "lower", times),
             ms_column("upper_quartile_ns", "upper", times),
-            number_column("per_s", "a second", lambda rate: show_count(round(rate))),
+            number_column("flops_per_s", "achieved", _achieved),
+            number_column("bytes_per_s", "GB/s", show_gb_per_s),
+            number_column("per_s", "a second", _calls),
         ],
         rows=[
             [
                 row.kind, row.dtype, row.size, row.median_ns, row.lower_quartile_ns, row.upper_quartile_ns,
-                row.per_s,
+                *(row.per_s if amount == BENCH_KINDS[row.kind].amount else None for amount in _AMOUNTS),
             ]
             for row in result.rates
         ],
     )  # fmt: skip
+
+
+def _achieved(flops_per_s: float | None) -> str:
+    return show_text(None) if flops_per_s is None else format_flops(flops_per_s)
+
+
+def _calls(per_s: float | None) -> str:
+    return show_count(None if per_s is None else round(per_s))

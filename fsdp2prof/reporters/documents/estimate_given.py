@@ -23,6 +23,7 @@ _TOPICS = {
         "optimizer",
         "optimizer_impl",
         "clip_grad",
+        "documents",
         "loss",
         "keep_logits",
         "loss_parallel",

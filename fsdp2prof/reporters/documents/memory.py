@@ -102,7 +102,7 @@ def _peak_section(analysis: MemoryAnalysis) -> Section:
     if any(row.fqns != [None] for row in rank.peak.layers):
         table = tables.layer_memory_table(rank.peak)
         largest = rank.peak.layers[0]
-        title = f"Of single layers {largest.name} holds most: {format_bytes(largest.bytes)}"
+        title = tables.largest_layer(largest)
         blocks += _chart("memory_layers", title, memory_layer_chart(rank.peak.layers))
         blocks += _chart(
             "memory_map", tables.largest_cell(rank.peak.layers_folded), memory_map(rank.peak.layers_folded)

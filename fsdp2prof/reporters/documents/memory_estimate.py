@@ -8,7 +8,12 @@ from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.memory import memory_layer_chart, memory_map
 from fsdp2prof.reporters.document import Chart, Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents.estimate_given import given_section, subtitle
-from fsdp2prof.reporters.documents.memory_tables import largest_cell, layer_memory_table, remedy_table
+from fsdp2prof.reporters.documents.memory_tables import (
+    largest_cell,
+    largest_layer,
+    layer_memory_table,
+    remedy_table,
+)
 from fsdp2prof.reporters.formats import (
     bar_column,
     bytes_column,
@@ -68,8 +73,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
 
 
 def _by_layer(figure: Figure, largest: LayerMemory) -> Chart:
-    title = f"Of single layers {largest.name} holds most: {format_bytes(largest.bytes)}"
-    return Chart(name="layers_at_peak", title=title, figure=figure)
+    return Chart(name="layers_at_peak", title=largest_layer(largest), figure=figure)
 
 
 def _by_cell(figure: Figure, layers: Sequence[LayerMemory]) -> Chart:

@@ -43,6 +43,7 @@ __all__ = [
     "category_table",
     "fragmentation_table",
     "largest_cell",
+    "largest_layer",
     "layer_memory_table",
     "layer_peak_table",
     "layer_rows_table",
@@ -186,6 +187,12 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
         totals=[totals],
         unabridged=every,
     )
+
+
+def largest_layer(layer: LayerMemory) -> str:
+    """Say which layer holds most."""
+    who = "What is of no layer" if layer.fqns == [None] else f"Of single layers {layer.name}"
+    return f"{who} holds most: {format_bytes(layer.bytes)}"
 
 
 def largest_cell(layers: Sequence[LayerMemory]) -> str:

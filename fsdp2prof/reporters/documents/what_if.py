@@ -79,7 +79,7 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
     return Table(
         name="what_if",
         title=title,
-        note="ms of a mean step; the most gained first; memory at the peak of one rank",
+        note="ms of a mean step; the most gained first; memory of one rank at its peak, at most",
         columns=[
             text_column("change", "change"),
             gained,
@@ -148,7 +148,11 @@ def _parts(result: WhatIf) -> Table:
             ms_column("after_ns", "after", before.values()),
             number_column(change.name, change.label, signed(change.show)),
         ],
-        rows=[[part, time, after[part], after[part] - time] for part, time in before.items()],
+        rows=[
+            [part, time, after[part], after[part] - time]
+            for part, time in before.items()
+            if time or after[part]
+        ],
     )
 
 

@@ -1,11 +1,13 @@
 """Train a mixture whose experts transformers deals out by its own plan, and count what every rank sends.
 
-Run: torchrun --nproc-per-node 4 transformers_experts.py CONFIG FOLDER TP EP. The mesh: dp_shard 4 / TP x tp.
+Run: torchrun --nproc-per-node 4 transformers_experts.py CONFIG FOLDER TP EP [HOW]. The mesh: dp_shard 4 / TP
+x tp. HOW is ``offload``, or a regular expression of what is trained.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.interception import Interception
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,6 +29,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.initialization import no_tie_weights
 
 BATCH, LENGTH = 2, 16
+HOW = sys.argv[5] if len(sys.argv) > 5 else ""
 
 
 def distributed(config: Any, tp: int, ep: int) -> Any:
@@ -48,9 +51,19 @@ def distributed(config: Any, tp: int, ep: int) -> Any:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
         return ShardPlacementResult(placement=Shard(0), mesh_info=info) if names == ("ep",) else None
 
+    if HOW not in ("", "offload"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(HOW, name) is not None)
+    offload = CPUOffloadPolicy(pin_memory=False) if HOW == "offload" else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for part in [*model.model.layers, model]:
-        fully_shard(part, mesh=dense["dp_shard"], mp_policy=precision, shard_placement_fn=place)
+        fully_shard(
+            part,
+            mesh=dense["dp_shard"],
+            mp_policy=precision,
+            offload_policy=offload,
+            shard_placement_fn=place,
+        )
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         torch.nn.init.normal_(tensor.to_local() if isinstance(tensor, DTensor) else tensor, std=0.02)
