@@ -274,14 +274,16 @@ class RootInfo(_Record):
 
     root: Index
     """As in :class:`ParamGroupInfo`."""
-    micro_batches: Index | None
+    micro_batches: Index | None = None
     """Backwards; of a root without any its forwards."""
-    gradient_syncs: Index | None
+    gradient_syncs: Index | None = None
     """Times gradients were reduced (``set_requires_gradient_sync``)."""
-    all_reduces: Index | None
+    all_reduces: Index | None = None
     """Those of them that went on over the replicas (``set_requires_all_reduce``)."""
-    reshards: Index | None
+    reshards: Index | None = None
     """Times parameters were resharded behind a backward (``set_reshard_after_backward``)."""
+    method_forwards: Index | None = None
+    """Forwards with gradients by methods (``register_fsdp_forward_method``)."""
 
 
 class OptimizerInfo(_Record):

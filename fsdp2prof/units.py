@@ -66,11 +66,15 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * scale[prefix.lower()])
 
 
+_NEXT_UNIT = 0.99995
+"""Part of a unit that is told in it: 1023.97 KiB are 1.00 MiB, not 1024.0 KiB."""
+
+
 def format_bytes(value: int) -> str:
     """Format bytes for people with three significant decimals: ``1.50 GiB``, ``-12.0 MiB``, ``96 B``."""
     size = abs(value)
     for name, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
+        if size >= scale * _NEXT_UNIT:
             number = value / scale
             return f"{number:.{2 if abs(number) < 10 else 1}f} {name}"
     return f"{value} B"
@@ -80,7 +84,7 @@ def format_ns(value: int | float) -> str:
     """Format nanoseconds for people: ``12.3 ms``, ``4.56 us``, ``1.20 s``."""
     size = abs(value)
     for name, scale in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if size >= scale:
+        if size >= scale * _NEXT_UNIT:
             number = value / scale
             return f"{number:.{2 if abs(number) < 10 else 1}f} {name}"
     return f"{value:.0f} ns"

@@ -48,7 +48,7 @@ def find(evidence: Evidence) -> list[Finding]:
     """Return the findings about late ranks; waiting that no rank is to blame for is told as such."""
     cross, felt = evidence.analysis.cross_rank, _felt_frac(evidence)
     found, explained = [], 0
-    if cross.late is not None and cross.late.steady:
+    if cross.late is not None and _is_settled(evidence, cross.late):
         for late in cross.late.ranks:
             share = _share(evidence, cross.late, late)
             if share * felt >= evidence.thresholds.straggler_frac:
@@ -62,6 +62,15 @@ def find(evidence: Evidence) -> list[Finding]:
         *_for_one_another(evidence, rest * felt, beside=bool(found)),
         *_late_from_the_start(evidence, before * felt),
     ]
+
+
+def _is_settled(evidence: Evidence, late: LateRanks) -> bool:
+    """Whether ranks are late and not by chance.
+
+    Those of a CPU share its cores, and one of two that are alike may lag behind for a few steps on end:
+    there it takes the steps that chance asks for, however clear each of them is.
+    """
+    return late.steady and (evidence.on_device or late.steps >= late.steps_needed)
 
 
 def _felt_frac(evidence: Evidence) -> float:

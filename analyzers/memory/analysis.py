@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TypeAlias
 
 from fsdp2prof.analyzers.memory.findings import rank_findings, rank_imbalance
@@ -137,7 +138,14 @@ def _rank_memory(rank: int, view: PreparedRecording, manifest: RankManifest | No
         phase_spans=phase_spans(view.phases),
         device_total_bytes=manifest.device.total_bytes if manifest else None,
         remedies=remedies_at(view, view.peak_order, peak.fqn),
+        model_part=_model_part(manifest),
     )
+
+
+def _model_part(manifest: RankManifest | None) -> str | None:
+    groups = [] if manifest is None else manifest.param_groups
+    told = [(one.root, one.fqn, [(each.fqn, each.global_shape) for each in one.parameters]) for one in groups]
+    return blake2b(repr(told).encode(), digest_size=6).hexdigest() if told else None
 
 
 def _figures(rank: RankMemory) -> MemoryFigures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -35,7 +35,7 @@ def rank_findings(
     found = [
         _out_of_memory(result),
         _all_in_one_group(result.peak),
-        *_unsharded_together(result.peak),
+        *_unsharded_together(result.peak, manifest),
         _unsharded_gradients(view),
         _fp32_logits(view),
         _optimizer_first_step(view),
@@ -50,22 +50,48 @@ def rank_findings(
 
 
 def rank_imbalance(results: Sequence[RankMemory]) -> Finding | None:
-    """Return a finding if the ranks' peaks differ by more than 5%: the fullest decides what fits."""
-    if len({result.rank for result in results}) < 2:
+    """Return a finding if the ranks' peaks differ by more than 5%: the fullest decides what fits.
+
+    Ranks with the same part of the model come first; pipeline stages differ by nature.
+    """
+    parts: dict[str | None, list[RankMemory]] = {}
+    for result in results:
+        parts.setdefault(result.model_part, []).append(result)
+    uneven = max((_furthest(members) for members in parts.values()), key=_spread_frac, default=None)
+    change = "Balance the batches, or look for uneven shards and work that only one rank does."
+    named, why = "rank_imbalance", ""
+    if uneven is None or _spread_frac(uneven) <= _IMBALANCE:
+        uneven = _furthest(results) if len(parts) > 1 else None
+        change = "Give the fuller stage fewer layers, where its memory limits the batch."
+        named = "stage_imbalance"
+        why = ": they hold different parts of the model, as pipeline stages do"
+    if uneven is None or _spread_frac(uneven) <= _IMBALANCE:
         return None
-    fullest = max(results, key=lambda result: result.peak.allocated_bytes)
-    emptiest = min(results, key=lambda result: result.peak.allocated_bytes)
+    fullest, emptiest = uneven
     high, low = fullest.peak.allocated_bytes, emptiest.peak.allocated_bytes
-    if high - low <= _IMBALANCE * high:
-        return None
     return finding(
-        "rank_imbalance",
-        "medium",
+        named,
+        "medium" if named == "rank_imbalance" else "info",
         None,
-        f"Rank {fullest.rank} peaks at {format_bytes(high)}, rank {emptiest.rank} at {format_bytes(low)}.",
-        "Balance the batches, or look for uneven shards and work that only one rank does.",
+        f"Rank {fullest.rank} peaks at {format_bytes(high)}, rank {emptiest.rank} at {format_bytes(low)}"
+        f"{why}.",
+        change,
         {"ranks": {str(result.rank): result.peak.allocated_bytes for result in results}},
     )
+
+
+def _furthest(results: Sequence[RankMemory]) -> tuple[RankMemory, RankMemory]:
+    """The fullest and the emptiest."""
+    return (
+        max(results, key=lambda result: result.peak.allocated_bytes),
+        min(results, key=lambda result: result.peak.allocated_bytes),
+    )
+
+
+def _spread_frac(pair: tuple[RankMemory, RankMemory]) -> float:
+    """By how much two ranks differ, of the fuller one's peak; nothing between devices of one rank."""
+    high, low = (one.peak.allocated_bytes for one in pair)
+    return (high - low) / high if high and pair[0].rank != pair[1].rank else 0.0
 
 
 def _out_of_memory(result: RankMemory) -> Finding | None:
@@ -105,7 +131,7 @@ def _all_in_one_group(peak: Peak) -> Finding | None:
     )
 
 
-def _unsharded_together(peak: Peak) -> list[Finding]:
+def _unsharded_together(peak: Peak, manifest: RankManifest | None) -> list[Finding]:
     """Groups unsharded at the peak: the root kept so, and others that prefetch or no resharding adds."""
     held = {row.fqn: row.bytes for row in peak.by_layer if row.category == "unsharded_parameter"}
     found = []
@@ -127,22 +153,28 @@ def _unsharded_together(peak: Peak) -> list[Finding]:
     if len(held) > 1 and total > _NOTABLE * peak.allocated_bytes:
         names = sorted(str(name) for name in held)
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        why = (
-            "usually prefetch, which gathers the next group while this one is in use"
-            if len(held) == 2
-            else "usually several roots, or groups that reshard_after_forward=False keeps until the backward"
-        )
         found.append(
             finding(
                 "groups_unsharded_together",
                 _severity(total, peak.allocated_bytes),
                 None,
-                f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): {why}.",
+                f"{len(held)} groups are unsharded at the peak ({shown}: {format_bytes(total)}): "
+                f"{_why_together(held, manifest)}.",
                 "Smaller groups, or resharding, lower it.",
                 {"bytes": {str(name): size for name, size in held.items()}},
             )
         )
     return found
+
+
+def _why_together(held: Collection[str | None], manifest: RankManifest | None) -> str:
+    groups = [] if manifest is None else manifest.param_groups
+    kept = {one.fqn for one in groups if one.reshard_after_forward is False} & set(held)
+    if len(kept) >= len(held) - 1:
+        return "reshard_after_forward=False keeps them from forward to backward"
+    if len(held) == 2:
+        return "usually prefetch, which gathers the next group while this one is in use"
+    return "usually several roots, or groups that reshard_after_forward=False keeps until the backward"
 
 
 def _unsharded_gradients(view: PreparedRecording) -> Finding | None:
@@ -304,6 +336,8 @@ def _unattributed(view: PreparedRecording, peak: Peak, *, described: bool) -> Fi
             "mostly from before the recording began, and neither model, optimizer nor FSDP know it: the "
             "training keeps it itself (outputs or losses in a list, an EMA copy, a data cache, for instance)"
         )
+    elif not view.recording.events:
+        why = "the snapshot has no history, and no manifest names what it holds"
     else:
         why = "mostly from before the history began, and no manifest names it"
         change = "fsdp2prof record writes one of all parameters, gradients and optimizer states."

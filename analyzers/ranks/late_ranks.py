@@ -8,7 +8,7 @@ ranks that take turns in being the last are both to blame.
 If all ranks were alike, each set of *k* among *n* would be the late one with the same chance, so that some
 set is late in *m* of *s* steps has a chance of at most ``C P(m or more of s)`` with ``C = n over k``, each
 step having the chance ``1 / C``. Too few steps for that still tell a rank that causes nearly all waiting in
-each of them: equal ranks do not, even on a busy CPU.
+each of them, where ranks have devices of their own: on a busy CPU equal ranks do that, too.
 """
 
 from __future__ import annotations

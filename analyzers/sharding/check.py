@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
 from fsdp2prof.analyzers.sharding.structure import check_structure
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results import SEVERITIES, CheckRow, Finding, RunCheck, UnshardedRow
 from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.units import format_bytes, plural
@@ -14,9 +15,8 @@ from fsdp2prof.units import format_bytes, plural
 __all__ = ["check_run"]
 
 
-def check_run(run: RunDirectory) -> RunCheck:
+def check_run(run: RunDirectory, manifests: Mapping[int, RankManifest]) -> RunCheck:
     """Check how a run was sharded, from the manifests of all its ranks."""
-    manifests = {one.rank: one.manifest for one in run.ranks if one.manifest is not None}
     evidence = RunEvidence(run.info, manifests)
     checks, broken = check_structure(evidence)
     findings = [*broken, *find_mistakes(evidence)]
@@ -79,7 +79,9 @@ def _verdict(
     if grave:
         head = f"Not sharded as it should be: {plural(len(grave), 'grave finding')}, {len(findings)} in all."
     else:
-        head = f"{plural(parameters, 'parameter')} are sharded over {ranks} as their meshes say."
+        groups = evidence.first.param_groups
+        does = "replicated" if groups and all(one.shard_group is None for one in groups) else "sharded"
+        head = f"{plural(parameters, 'parameter')} are {does} over {ranks} as their meshes say."
         if findings:
             head += f" {plural(len(findings), 'finding')} to look at."
     unknown = [row.name for row in checks if row.state == "unknown"]

@@ -153,6 +153,8 @@ def _placements(group: ParamGroupInfo, parameter: ParameterInfo) -> tuple[str, .
     if parameter.tensor_parallel is not None:
         return tuple(_NEXT_DIMENSION.split(parameter.tensor_parallel))
     replicas = ("Replicate()",) if group.replicate_world_size > 1 else ()
+    if group.shard_group is None and replicas:
+        return replicas
     return (*replicas, f"Shard(dim={shard_dim(parameter)})")
 
 

@@ -43,6 +43,11 @@ def step_of_root(
         )
     if grad_accum is not None and grad_accum != info.micro_batches:
         return RootStep(micro_batches=count, sync=sync or "last", all_reduce=_all_reduce(info, where))
+    if info.method_forwards is None or info.method_forwards > count:
+        raise ModelError(
+            f"{where} runs forward in parts (register_fsdp_forward_method): which of its gradients each part "
+            "reduces is not recorded"
+        )
     if not _trains(manifest, root) or count == 0:
         return RootStep(micro_batches=count, sync=sync or "last")
     return RootStep(

@@ -1,7 +1,8 @@
-"""Wraps ``fully_shard``; what records is imported when it is first called."""
+"""Wraps ``fully_shard`` and ``replicate``; what records is imported when one of them is first called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -12,16 +13,20 @@ __all__ = ["install"]
 
 
 def install(module: ModuleType) -> None:
-    """Wrap ``module.fully_shard``, before anything could bind it, so that its first call starts a session.
+    """Wrap ``fully_shard`` or ``replicate`` of ``module``, before anything could bind it.
 
-    Name, signature, attributes (``fully_shard.state``) and pickling of the function stay as they were. A list
-    of modules is never a root: it is seen through the module around it.
+    The first call starts a session. Name, signature, attributes (``fully_shard.state``) and pickling of the
+    function stay as they were. A list of modules is never a root: it is seen through the module around it.
     """
     training_profilers.install()  # before one is set up: that cannot be seen later
-    original = module.fully_shard
+    for name in ("fully_shard", "replicate"):
+        if hasattr(module, name):
+            setattr(module, name, _watched(getattr(module, name)))
 
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrap(module: Any, *args: Any, **kwargs: Any) -> Any:
         from fsdp2prof.recorder.rank.current import session_of_process
 
         session = session_of_process()
@@ -30,4 +35,4 @@ def install(module: ModuleType) -> None:
             session.watch(module)
         return result
 
-    module.fully_shard = fully_shard  # type: ignore[attr-defined]
+    return wrap

@@ -88,6 +88,9 @@ class RankMemory:
     """Memory of the device; null where nobody said."""
     remedies: list[Remedy] = field(default_factory=list)
     """What each change would take off the peak, most bytes first."""
+    model_part: str | None = None
+    """Digest of its parameters' names and shapes: ranks of another hold another part of the model, as stages
+    of a pipeline do; null where no manifest says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

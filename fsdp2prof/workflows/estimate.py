@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fsdp2prof.errors import RunDirectoryError, UsageError
+from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
 from fsdp2prof.estimators.spec.inputs import EstimateSpec, load_config, make_spec
 from fsdp2prof.estimators.spec.model import ModelSpec
@@ -19,7 +19,7 @@ from fsdp2prof.estimators.spec.weight_sync import WeightSyncSpec
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
-from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.directory import read_sharded_manifests
 from fsdp2prof.results import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate, StepEstimate
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
@@ -252,8 +252,4 @@ def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple
 
 def _manifest(run: Path) -> RankManifest:
     """What the lowest rank with parameter groups says of itself."""
-    manifests = [record.manifest for record in open_run(run).ranks if record.manifest is not None]
-    described = next((manifest for manifest in manifests if manifest.param_groups), None)
-    if described is None:
-        raise RunDirectoryError(f"{run}: no rank recorded an FSDP parameter group")
-    return described
+    return next(manifest for manifest in read_sharded_manifests(run).values() if manifest.param_groups)

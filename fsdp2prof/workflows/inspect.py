@@ -7,9 +7,8 @@ from pathlib import Path
 from fsdp2prof.analyzers.sharding.checkpoint import map_checkpoint
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
 from fsdp2prof.analyzers.sharding.recorded import sharding_of_run
-from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.readers.checkpoint import read_checkpoint
-from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.readers.run.directory import read_sharded_manifests
 from fsdp2prof.results import CheckpointMap, ShardingMap
 from fsdp2prof.tables.sharding import ShardingTable
 from fsdp2prof.workflows.estimate import Described
@@ -19,10 +18,7 @@ __all__ = ["inspect_checkpoint", "inspect_run_sharding", "inspect_sharding"]
 
 def inspect_run_sharding(path: Path) -> ShardingMap:
     """Say who holds what of a recorded run. Raises ``RunDirectoryError`` without a parameter group."""
-    manifests = {one.rank: one.manifest for one in open_run(path).ranks if one.manifest is not None}
-    if not any(manifest.param_groups for manifest in manifests.values()):
-        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
-    return lay_out_shards(sharding_of_run(str(path), manifests))
+    return lay_out_shards(sharding_of_run(str(path), read_sharded_manifests(path)))
 
 
 def inspect_sharding(described: Described) -> ShardingMap:

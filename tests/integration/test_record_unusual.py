@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.workflows.check import check_run
+from fsdp2prof.workflows.estimate import describe, estimate_communication
+from fsdp2prof.workflows.inspect import inspect_run_sharding
 
 from .alone_and_recorded import RECORD, compare, ended, one_rank, processes_that_mention
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
@@ -36,6 +39,8 @@ UNUSUAL = str(script_path("unusual"))
         "saving",
         "step_in_backward",
         "saved_on_the_host",
+        "by_methods",
+        "replicated",
     ],
 )
 def test_of_ways_to_train(tmp_path: Path, way: str) -> None:
@@ -44,6 +49,14 @@ def test_of_ways_to_train(tmp_path: Path, way: str) -> None:
     assert rank.manifest is not None
     assert rank.manifest.traced_steps == [1]
     assert rank.trace is not None
+
+
+def test_what_a_replicated_model_is_called(tmp_path: Path) -> None:
+    run = compare(tmp_path, [*torchrun(Path(UNUSUAL), 2), "--way", "replicated"], state={"complete"})
+    assert check_run(run).verdict[0] == "14 parameters are replicated over 2 ranks as their meshes say."
+    assert [one.placements for one in inspect_run_sharding(run).parameters] == [["Replicate()"]] * 14
+    (all_reduces,) = estimate_communication(describe(from_run=run, given={}, policy={})).per_step.items()
+    assert (all_reduces[0], all_reduces[1].count) == ("all_reduce", 3)
 
 
 @pytest.mark.parametrize("note", [["x" * 100_000], ["é\n\x1b[31m"] * 2000], ids=["long", "many"])

@@ -8,6 +8,7 @@ import msgspec
 
 from fsdp2prof.analyzers.sharding.check import check_run
 from fsdp2prof.manifest import ProcessGroupInfo, RankManifest, RunInfo, UnshardedInfo
+from fsdp2prof.readers.run.directory import read_manifests
 from fsdp2prof.results import RunCheck
 from fsdp2prof.run_directory import PackedManifest, RankRecord, RunDirectory
 from support.sharded_groups import sharded_group
@@ -15,7 +16,8 @@ from support.sharded_groups import sharded_group
 
 def run_check() -> RunCheck:
     """Two ranks, five rows."""
-    return check_run(two_ranks())
+    run = two_ranks()
+    return check_run(run, read_manifests(run))
 
 
 def two_ranks() -> RunDirectory:

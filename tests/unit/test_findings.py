@@ -272,6 +272,16 @@ def test_lateness_of_ranks_that_may_share_cores_is_not_of_high_severity() -> Non
     assert found_late(always_late(0), 2, device="cpu")["straggler"][0].severity == "medium"
 
 
+def test_three_clear_steps_blame_a_rank_on_a_gpu_and_not_on_shared_cores() -> None:
+    cross = always_late(0)
+    assert cross.late is not None
+    cross = replace(cross, late=replace(cross.late, steps=3, late_steps=3, chance=0.25, steps_needed=5))
+    assert "straggler" in found_late(cross, 2)
+    found = found_late(cross, 2, device="cpu")
+    assert "straggler" not in found
+    assert "Trace at least 5 steps" in found["late_rank_unclear"][0].change
+
+
 def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
     late_then = "it was late when the recording began"
     cross = replace(always_late(0), stragglers=[late(0, 90, late_then)])

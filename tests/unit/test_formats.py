@@ -13,6 +13,7 @@ from fsdp2prof.reporters.formats import (
     show_ns,
     signed,
 )
+from fsdp2prof.units import format_bytes, format_ns
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,25 @@ def test_changes_carry_their_sign() -> None:
     ]
     assert [mean_count(value) for value in (3.0, 1.25, None)] == ["3", "1.2", "-"]
     assert show_frac(None) == "-"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1 << 20) - 8, "1.00 MiB"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        ((1 << 30) - (1 << 14), "1.00 GiB"),
+        (-(1 << 20), "-1.00 MiB"),
+        (1023 * 1024, "1023.0 KiB"),
+    ],
+)
+def test_no_size_is_told_as_1024_of_the_smaller_unit(value: int, text: str) -> None:
+    assert format_bytes(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(999_999, "1.00 ms"), (999, "999 ns"), (999_940, "999.9 us"), (10**9, "1.00 s")]
+)
+def test_no_time_is_told_as_1000_of_the_smaller_unit(value: int, text: str) -> None:
+    assert format_ns(value) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import msgspec
 import pytest
@@ -132,6 +133,16 @@ def test_a_single_file(tmp_path: Path) -> None:
     (tmp_path / "empty.json").write_text("")
     with pytest.raises(TraceError, match=r"empty\.json: the file is empty"):
         find_traces(tmp_path / "empty.json")
+
+
+def test_a_zip_file_of_anything_is_no_memory_recording(tmp_path: Path) -> None:
+    with ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("rank0.json", "{}")
+    with pytest.raises(TraceError, match="not a trace: it is not JSON"):
+        _ = open_job(tmp_path / "all.zip").traces
+    with ZipFile(tmp_path / "counted", "w") as archive:
+        archive.writestr("allocations.npy", b"")
+    assert len(open_job(tmp_path / "counted").memory.files) == 1
 
 
 def run_directory(root: Path, ranks: dict[int, bool], world_size: int) -> Path:

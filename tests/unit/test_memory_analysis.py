@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.present import present
+from support.sharded_groups import sharded_group
 from support.snapshots import Training
 
 from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
@@ -476,6 +477,46 @@ def test_ranks_that_differ(tmp_path: Path):
     nearly = Training().get("x", 960).read(tmp_path)
     assert "rank_imbalance" in finding_ids(analyze_memory([(0, small, None), (3, large, None)]))
     assert "rank_imbalance" not in finding_ids(analyze_memory([(0, nearly, None), (3, large, None)]))
+
+
+def part(rows: int, reshard: bool = True) -> RankManifest:
+    """A rank that holds two layers of so many rows."""
+    groups = [sharded_group(name, [rows, 4], ranks=2, rows=rows // 2) for name in "ab"]
+    for group in groups:
+        group.reshard_after_forward = reshard
+    return RankManifest(param_groups=groups)
+
+
+def test_stages_of_a_pipeline_differ_by_nature(tmp_path: Path):
+    small, large = Training().get("x", 900).read(tmp_path), Training().get("x", 1000).read(tmp_path)
+    first, second = part(8), part(16)
+    stages = analyze_memory([(0, large, first), (1, large, first), (2, small, second), (3, small, second)])
+    (found,) = [one for one in stages.findings if one.id.endswith("_imbalance")]
+    assert (found.id, found.severity) == ("stage_imbalance", "info")
+    assert "Rank 0 peaks at 1000 B, rank 2 at 900 B: they hold different parts" in found.message
+    uneven = analyze_memory([(0, large, first), (1, small, second), (2, large, second)])
+    (found,) = [one for one in uneven.findings if one.id.endswith("_imbalance")]
+    assert found.message.startswith("Rank 2 peaks at 1000 B, rank 1 at 900 B.")
+    assert found.id == "rank_imbalance"
+    nearly = Training().get("x", 960).read(tmp_path)
+    assert not finding_ids(analyze_memory([(0, large, first), (1, nearly, second)])) & {
+        "rank_imbalance",
+        "stage_imbalance",
+    }
+
+
+@pytest.mark.parametrize(("manifest", "why"), [(part(8, reshard=False), "keeps them"), (part(8), "prefetch")])
+def test_groups_that_a_policy_keeps_are_not_put_down_to_prefetch(
+    tmp_path: Path, manifest: RankManifest, why: str
+):
+    t = Training()
+    for name in (" (a)", " (b)"):
+        t.label("START", f"FSDP::pre_forward{name}")
+        t.within(f"FSDP::all_gather_copy_out{name}", ("get", f"parameter{name}", 1000))
+        t.label("END", f"FSDP::pre_forward{name}")
+    t.get("activation", 300).within("FSDP::post_forward (b)").within("FSDP::post_forward (a)")
+    found = {one.id: one for one in analyze_memory([(0, t.read(tmp_path), manifest)]).findings}
+    assert why in found["groups_unsharded_together"].message
 
 
 def test_comparison_by_category_layer_and_stack(tmp_path: Path):

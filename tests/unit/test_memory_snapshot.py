@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.snapshots import SnapshotBuilder
 
+from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times, reserved_totals
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory
@@ -254,6 +255,18 @@ def test_bad_file_is_one_clear_line(
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "hacked").exists()
+
+
+def test_a_snapshot_without_a_history_says_that_it_shows_no_peak(tmp_path: Path):
+    path = tmp_path / "snapshot.pickle"
+    block = {"address": 4096, "size": 1024, "requested_size": 1024, "state": "active_allocated", "frames": []}
+    segment = {"device": 0, "address": 4096, "total_size": 1024, "stream": 0, "blocks": [block]}
+    path.write_bytes(pickle.dumps({"segments": [segment], "device_traces": [[]]}))
+    (recording,) = read_memory(path)
+    (warning,) = recording.warnings
+    assert "no history: it shows the moment when it was written, not the peak" in warning
+    (found,) = [one for one in analyze_memory([(0, recording, None)]).findings if one.id == "unattributed"]
+    assert "has no history" in found.message
 
 
 def test_missing_file(tmp_path: Path):

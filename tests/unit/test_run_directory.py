@@ -10,6 +10,8 @@ from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo
 from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
 from fsdp2prof.run_directory import node_file, rank_folder
+from fsdp2prof.workflows.check import check_run
+from fsdp2prof.workflows.inspect import inspect_run_sharding
 
 
 def write(path, document):
@@ -84,6 +86,15 @@ def test_a_rank_whose_manifest_is_no_json_is_told(run):
     assert present(opened.rank(1)).manifest is None
     assert len(opened.messages) == 1
     assert "rank-00001/manifest.json: cannot be read" in opened.messages[0]
+
+
+@pytest.mark.parametrize("verb", [check_run, inspect_run_sharding])
+def test_a_run_of_which_no_manifest_can_be_read_is_not_one_that_shards_nothing(run, verb):
+    for rank in (0, 1):
+        make_rank(run, rank)
+        (run / rank_folder(rank) / "manifest.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match=r"no rank's manifest can be read; rank 0: .*manifest\.json"):
+        verb(run)
 
 
 def test_without_run_json_the_ranks_are_read(run):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.interception import Interception
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
@@ -82,6 +82,12 @@ def pipelined(model: Any) -> None:
     root._root_post_backward_final_callback()
 
 
+def root_info(*counts: int | None) -> RootInfo:
+    """Micro-batches, gradient syncs, all-reduces and reshards of the only root."""
+    names = ("micro_batches", "gradient_syncs", "all_reduces", "reshards")
+    return RootInfo(root=0, method_forwards=0, **dict(zip(names, counts, strict=True)))
+
+
 def recorded(*steps: Step, reshard: bool = True) -> tuple[RankManifest, Counter[tuple[str, int]]]:
     """The manifest that these steps leave, and what the last of them sent: (op, payload, count)."""
     roots, history, told = Roots(lambda: None), RootSteps(), Interception()
@@ -130,7 +136,7 @@ def test_collectives_are_those_of_the_recorded_micro_batches(
     step: Step, counts: tuple[int, ...], reshard: bool
 ) -> None:
     manifest, sent = recorded(step, step, reshard=reshard)
-    assert manifest.roots == [RootInfo(0, *counts)]
+    assert manifest.roots == [root_info(*counts)]
     predicted: Counter[tuple[str, int]] = Counter()
     for row in estimate_comm_of_run(manifest).groups:
         predicted[row.op, row.payload_bytes // row.count] += row.count
@@ -144,9 +150,53 @@ def test_no_option_says_it(step: Step) -> None:
         values_of_run(recorded(step)[0])
 
 
+class InTwoParts(nn.Sequential):
+    """Runs by two methods, never by its forward."""
+
+    def begin(self, x: torch.Tensor) -> Any:
+        return self[1](self[0](x))
+
+    def end(self, x: torch.Tensor) -> Any:
+        return self[2](x)
+
+
+@pytest.mark.parametrize(("names", "forwards"), [(("begin", "end"), 2), (("begin",), 1)])
+def test_methods_registered_as_forward_are_forwards(names: tuple[str, ...], forwards: int) -> None:
+    steps: list[int] = []
+    roots = Roots(lambda: steps.append(len(steps)))
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        model: Any = InTwoParts(nn.Linear(8, 8), nn.Linear(8, 6), nn.Linear(6, 5))
+        for module in (model[0], model):
+            fully_shard(module, mesh=fsdp_mesh(mesh))
+            roots.watch(module)
+        for name in names:
+            register_fsdp_forward_method(model, name)
+        roots.mark(True)
+        output = torch.ones(4, 8)
+        for name in names:
+            output = getattr(model, name)(output)
+        output.sum().backward()
+        (root,) = roots
+        assert (root.counts.forwards, root.counts.backwards, root.ranges) == (forwards, 1, [])
+        history = RootSteps()
+        history.add(roots.end_step())
+        groups = describe_param_groups(roots)
+        state = model._get_fsdp_state()
+        assert "_pre_forward" in vars(state)
+        roots.remove()
+        assert not {"_pre_forward", "_post_forward"} & vars(state).keys()
+    assert len(steps) == forwards
+    manifest = RankManifest(world_size=2, param_groups=groups, roots=history.describe())
+    if forwards == 1:
+        assert estimate_comm_of_run(manifest).policy.grad_accum == 1
+        return
+    with pytest.raises(ModelError, match="register_fsdp_forward_method"):
+        estimate_comm_of_run(manifest)
+
+
 def test_steps_that_differ_are_refused_unless_their_micro_batches_are_told() -> None:
     manifest, _ = recorded(accumulated, once)
-    assert manifest.roots == [RootInfo(0, None, 1, 1, None)]
+    assert manifest.roots == [root_info(None, 1, 1, None)]
     with pytest.raises(ModelError, match="the run does not run equally often in each recorded step"):
         estimate_comm_of_run(manifest)
     _, sent = recorded(accumulated, accumulated)

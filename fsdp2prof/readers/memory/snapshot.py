@@ -19,6 +19,7 @@ from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.limits import MOST_DEVICES
 from fsdp2prof.readers.memory.recording_checks import check_recording
 from fsdp2prof.readers.memory.snapshot_events import (
+    EventColumns,
     build_allocations,
     build_blocks,
     build_segments,
@@ -31,6 +32,10 @@ from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepT
 __all__ = ["read_snapshot"]
 
 _NO_TIMES = "the snapshot has no times (an old torch): phases and layers come from stacks alone"
+_NO_HISTORY = (
+    "the snapshot has no history: it shows the moment when it was written, not the peak; "
+    "call torch.cuda.memory._record_memory_history() before the training"
+)
 _STEP = re.compile(r"ProfilerStep#\d{1,18}")
 
 
@@ -123,8 +128,14 @@ def _recording(
         end_ns=int(events.time_ns[-1]) if len(events) else -1,
         truncated=lost > 0,
         settings=settings,
-        warnings=() if not len(events) or events.time_ns.max() >= 0 else (_NO_TIMES,),
+        warnings=_warnings(events),
     )
+
+
+def _warnings(events: EventColumns) -> tuple[str, ...]:
+    if not len(events):
+        return (_NO_HISTORY,)
+    return () if events.time_ns.max() >= 0 else (_NO_TIMES,)
 
 
 def _settings(settings: dict[Any, Any]) -> dict[str, str]:

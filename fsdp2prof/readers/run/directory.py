@@ -41,7 +41,14 @@ from fsdp2prof.run_directory import (
     recording_number,
 )
 
-__all__ = ["is_run_directory", "open_rank", "open_recording", "open_run"]
+__all__ = [
+    "is_run_directory",
+    "open_rank",
+    "open_recording",
+    "open_run",
+    "read_manifests",
+    "read_sharded_manifests",
+]
 
 _RANK_FOLDER = re.compile(r"rank-([0-9]{5,6})")
 
@@ -126,6 +133,24 @@ def open_run(path: str | Path) -> RunDirectory:
         messages=tuple(dict.fromkeys(messages)),
         recordings=_recordings(root),
     )
+
+
+def read_manifests(run: RunDirectory) -> dict[int, RankManifest]:
+    """Return a run's manifests by rank. Raises ``RunDirectoryError`` if ranks are there and none has one."""
+    manifests = {one.rank: one.manifest for one in run.ranks if one.manifest is not None}
+    if run.ranks and not manifests:
+        first = run.ranks[0]
+        why = first.messages[0] if first.messages else f"{MANIFEST_FILE} is missing"
+        raise RunDirectoryError(f"{run.path}: no rank's manifest can be read; rank {first.rank}: {why}")
+    return manifests
+
+
+def read_sharded_manifests(path: Path) -> dict[int, RankManifest]:
+    """Return a run's manifests by rank. Raises ``RunDirectoryError`` if none has a parameter group."""
+    manifests = read_manifests(open_run(path))
+    if not any(manifest.param_groups for manifest in manifests.values()):
+        raise RunDirectoryError(f"{path}: no rank recorded an FSDP parameter group")
+    return manifests
 
 
 def _records(root: Path, info: RunInfo) -> tuple[RankRecord, ...]:

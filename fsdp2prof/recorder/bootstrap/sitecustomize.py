@@ -17,6 +17,7 @@ class _AfterImport(MetaPathFinder):
     def __init__(self) -> None:
         self._receivers = {
             "torch.distributed.fsdp._fully_shard._fully_shard": _attach,
+            "torch.distributed._composable.replicate_with_fsdp": _attach,
             "torch.distributed.distributed_c10d": _rehearse,
             "torch.distributed.device_mesh": _rehearse,
             "torch.nn.parallel.distributed": _note_ddp,

@@ -30,6 +30,8 @@ class Root:
         self.forward_order: tuple[int, ...] = ()
         """Its parameter groups, by index, as their forwards ended before a backward; noted while marked."""
         self._forwards_in_order = 0
+        self.is_wrapped = False
+        """Whether the hooks of its backward are watched."""
         self._only_trained = False
         self._module = ref(module)
 
@@ -105,6 +107,7 @@ class Roots:
         self._marking = False
         self._after_hooks: list[Any] = []
         self._wrapped: list[tuple[Any, str]] = []
+        self._states: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Root]:
         return iter(sorted(self._roots.values(), key=lambda root: root.index))
@@ -113,6 +116,7 @@ class Roots:
         """Watch a module that ``fully_shard`` was applied to, on its own (a root is never in a list)."""
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._watch_methods(module)
 
     def end_step(self) -> dict[int, StepCounts]:
         """Return what each root did since the last call, by its index, and start over."""
@@ -132,6 +136,7 @@ class Roots:
                 hook.remove()
             self._after_hooks.clear()
             for root in self:
+                root.is_wrapped = False
                 while root.ranges:
                     root.close_range()
             for owner, name in self._wrapped:
@@ -148,11 +153,40 @@ class Roots:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+        for module in list(self._states):
+            self._leave_methods(module)
+
+    def _watch_methods(self, module: nn.Module) -> None:
+        """See methods of ``register_fsdp_forward_method``, too: they call the state, not module hooks."""
+        state = self._states[module] = _state(module)
+        before, after = state._pre_forward, state._post_forward
+
+        @wraps(before)
+        def pre_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self._before_forward(module, None)
+            if torch.is_grad_enabled() and (root := self._roots.get(module)) is not None:
+                root.counts.method_forwards += 1
+            return before(module, *args, **kwargs)
+
+        @wraps(after)
+        def post_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            output = after(module, *args, **kwargs)
+            if (root := self._roots.get(module)) is not None:
+                root.close_range()
+                self._forward_ended(root)
+            return output
+
+        state._pre_forward, state._post_forward = pre_forward, post_forward
+
+    def _leave_methods(self, module: nn.Module) -> None:
+        if (state := self._states.pop(module, None)) is not None:
+            del state._pre_forward, state._post_forward
 
     @_disable_dynamo
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if _state(module)._is_root is False:
             self._hooks[module].remove()
+            self._leave_methods(module)
             return
         if torch.is_grad_enabled():
             self._on_forward()
@@ -161,7 +195,7 @@ class Roots:
             root = self._roots[module] = Root(self._count, module)
             self._count += 1
             if self._marking:
-                self._close_after_forward(root, is_first=True)
+                self._close_after_forward(root)
         if torch.is_grad_enabled():
             root.counts.forwards += 1
         else:
@@ -170,19 +204,19 @@ class Roots:
             root.ranges.append(record_function(root.label))
             root.ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def _close_after_forward(self, root: Root, *, is_first: bool = False) -> None:
-        """Close its range behind each forward; a new root's hooks are there to be wrapped after its first."""
-
+    def _close_after_forward(self, root: Root) -> None:
         @_disable_dynamo
         def close(*_: Any) -> None:
-            nonlocal is_first
             root.close_range()
-            if is_first and self._marking:
-                self._wrap_backward(root, ranges=len(self._roots) > 1)
-            is_first = False
+            self._forward_ended(root)
 
         if (module := root.module) is not None:
             self._after_hooks.append(module.register_forward_hook(close, always_call=True))
+
+    def _forward_ended(self, root: Root) -> None:
+        """Wrap the hooks of a root that is new since marking began: it has states after its first forward."""
+        if self._marking and not root.is_wrapped and root.states:
+            self._wrap_backward(root, ranges=len(self._roots) > 1)
 
     def _wrap_backward(self, root: Root, *, ranges: bool) -> None:
         def in_range(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,6 +236,7 @@ class Roots:
 
             return finish
 
+        root.is_wrapped = True
         for state in root.states:
             final_callback = counted(in_range(state._root_post_backward_final_callback))
             self._replace(state, "_root_post_backward_final_callback", final_callback)

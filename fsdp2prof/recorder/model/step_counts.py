@@ -19,6 +19,8 @@ class StepCounts:
 
     forwards: int = 0
     """With gradients."""
+    method_forwards: int = 0
+    """Those of them by a method of ``register_fsdp_forward_method``."""
     evaluations: int = 0
     """Forwards without."""
     backwards: int = 0
@@ -67,13 +69,17 @@ class RootSteps:
     def describe(self) -> list[RootInfo]:
         """Say of each root what was the same in all captured steps."""
         return [
-            RootInfo(index, *(_common(values) for values in zip(*seen, strict=True)))
+            RootInfo(root=index, **dict(zip(_NAMES, map(_common, zip(*seen, strict=True)), strict=True)))
             for index, seen in sorted(self._seen.items())
         ]
 
 
+_NAMES = ("micro_batches", "gradient_syncs", "all_reduces", "reshards", "method_forwards")
+"""Of :class:`StepCounts` and of :class:`RootInfo`."""
+
+
 def _described(counts: StepCounts) -> tuple[int | None, ...]:
-    return (counts.micro_batches, counts.gradient_syncs, counts.all_reduces, counts.reshards)
+    return tuple(getattr(counts, name) for name in _NAMES)
 
 
 _IDLE = _described(StepCounts())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+from zipfile import BadZipFile, ZipFile
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import RankManifest
@@ -25,8 +26,8 @@ from fsdp2prof.workflows.job.one_job import Found, RankFile
 
 __all__ = ["JobFiles", "open_job"]
 
-_MEMORY_BEGINS = (b"PK\x03\x04", b"\x80")
-"""A storage count, a pickle."""
+_PICKLE, _ZIP = b"\x80", b"PK\x03\x04"
+"""How a snapshot begins, and how a storage count does."""
 
 
 def open_job(
@@ -196,6 +197,16 @@ def _is_memory_file(path: Path) -> bool:
         return is_memory_name(path)
     try:
         with path.open("rb") as file:
-            return file.read(4).startswith(_MEMORY_BEGINS)
+            begin = file.read(4)
+            return begin.startswith(_PICKLE) or (begin == _ZIP and _holds_arrays(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _holds_arrays(path: Path) -> bool:
+    """Whether a zip file is one of arrays, as a storage count is, and not of anything."""
+    try:
+        with ZipFile(path) as archive:
+            return any(name.endswith(".npy") for name in archive.namelist())
+    except (BadZipFile, NotImplementedError, ValueError):
+        return False

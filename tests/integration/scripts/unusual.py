@@ -19,19 +19,25 @@ import torch.distributed.checkpoint as dcp
 from _common import DIM, Tower, batch, process_group, shard_mesh
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Training:
     """A sharded model, its optimizer, and the three parts of a step."""
 
-    def __init__(self, prepare: Callable[[Any], None] = lambda model: None) -> None:
-        self.model: Any = Tower(2)
+    def __init__(
+        self,
+        prepare: Callable[[Any], None] = lambda model: None,
+        *,
+        whole: Any = None,
+        wrap: Callable[..., Any] = fully_shard,
+    ) -> None:
+        self.model: Any = Tower(2) if whole is None else whole
         prepare(self.model)
         for layer in self.model.layers:
-            fully_shard(layer, mesh=shard_mesh())
-        fully_shard(self.model, mesh=shard_mesh())
+            wrap(layer, mesh=shard_mesh())
+        wrap(self.model, mesh=shard_mesh())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def loss(self, tokens: torch.Tensor) -> Any:
@@ -53,7 +59,8 @@ class Training:
 
     def checksum(self) -> float:
         """Of the whole parameters."""
-        sums = [one.full_tensor().detach().double().sum() for one in self.model.parameters()]
+        whole = [getattr(one, "full_tensor", one.clone)() for one in self.model.parameters()]
+        sums = [one.detach().double().sum() for one in whole]
         return float(torch.stack(sums).sum())
 
 
@@ -212,6 +219,42 @@ def saved_on_the_host(steps: int) -> Training:
     return training
 
 
+class _Parts(Tower):
+    """Never runs by its forward."""
+
+    def encode(self, tokens: torch.Tensor) -> Any:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def decode(self, x: torch.Tensor) -> Any:
+        return self.head(x)
+
+
+def by_methods(steps: int) -> Training:
+    """Methods stand for the forward of the root."""
+    training = Training(whole=_Parts(2))
+    for name in ("encode", "decode"):
+        register_fsdp_forward_method(training.model, name)
+    for _ in range(steps):
+        loss = training.model.decode(training.model.encode(batch())).pow(2).mean()
+        print(loss.item().hex(), flush=True)
+        loss.backward()
+        training.update()
+    return training
+
+
+def replicated(steps: int) -> Training:
+    """Every rank holds the whole model, by the FSDP2 that only replicates."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    training = Training(wrap=replicate)
+    for _ in range(steps):
+        training.step()
+    return training
+
+
 def as_usual(steps: int) -> Training:
     """Nothing unusual but the command line."""
     training = Training()
@@ -233,6 +276,8 @@ WAYS = {
         saving,
         step_in_backward,
         saved_on_the_host,
+        by_methods,
+        replicated,
         as_usual,
     )
 }
