@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_low
 
+from fsdp2prof.analyzers.ranks.late_ranks import chance
 from fsdp2prof.manifest import WatchedStep
 from fsdp2prof.results import WatchedRank, WatchedRun, WatchedTime
 from fsdp2prof.units import format_bytes, format_frac, format_ns
@@ -15,6 +16,14 @@ __all__ = ["watch_steps"]
 
 _WORTH_NAMING = 0.05
 """Share of a step from which a rank is called slow."""
+_MOST_STEPS = 0.75
+"""Part of the steps in which a slow rank has to need most."""
+_CHANCE = 0.01
+"""Chance of the same among ranks that are alike, up to which one is called slow: a job is looked at often."""
+_WORTH_GROWTH = 0.01
+"""Share of the peak from which its growth is told."""
+_STATES_MADE = 2
+"""Step in which the optimizer's states and the allocator's blocks are there."""
 
 
 def watch_steps(
@@ -29,15 +38,16 @@ def watch_steps(
     """Sum up the last ``window`` steps of each rank; every rank has one or more.
 
     Collectives make all ranks equally slow. So the slow one is the rank whose step is least waiting: what it
-    needs itself, ``busy``, is compared.
+    needs itself, ``busy``, is compared step by step. It is named if it needs most in so many steps that ranks
+    that are alike would hardly.
     """
-    ranks = [_rank(rank, lines[-window:]) for rank, lines in sorted(steps.items())]
-    busy = [rank.busy_ns for rank in ranks if rank.busy_ns is not None]
-    if len(busy) > 1:
-        typical = median(busy)
-        ranks = [
-            rank if rank.busy_ns is None else _behind(rank, round(rank.busy_ns - typical)) for rank in ranks
-        ]
+    behind = _behind(steps, window)
+    ranks = [
+        replace(
+            _rank(rank, lines[-window:]), behind_ns=round(median(behind[rank])) if rank in behind else None
+        )
+        for rank, lines in sorted(steps.items())
+    ]
     step_ns = round(median(rank.step_ns for rank in ranks))
     exposed = [
         rank.exposed_ns / rank.step_ns for rank in ranks if rank.exposed_ns is not None and rank.step_ns
@@ -56,13 +66,39 @@ def watch_steps(
         steps=_times(steps, window),
         warnings=list(warnings),
     )
-    return _with_verdict(result)
+    return _with_verdict(result, behind)
+
+
+def _behind(steps: Mapping[int, Sequence[WatchedStep]], window: int) -> dict[int, list[int]]:
+    """Rank -> what it needed itself beyond the typical rank, in each step that all of them measured.
+
+    Typical is the median, of two in the middle the lower one; empty where fewer than two ranks compare.
+    """
+    busy = {
+        rank: {
+            line.step: line.duration_ns - line.exposed_ns
+            for line in _measured(lines[-window:])
+            if line.exposed_ns is not None
+        }
+        for rank, lines in steps.items()
+    }
+    known = {rank: needed for rank, needed in busy.items() if needed}
+    common = sorted(set.intersection(*(set(needed) for needed in known.values()))) if known else []
+    if len(known) < 2 or not common:
+        return {}
+    typical = {step: median_low(needed[step] for needed in known.values()) for step in common}
+    return {rank: [needed[step] - typical[step] for step in common] for rank, needed in known.items()}
+
+
+def _measured(lines: Sequence[WatchedStep]) -> list[WatchedStep]:
+    """Steps in which nothing was recorded; all where there are none of them."""
+    return [line for line in lines if line.kind == "plain"] or list(lines)
 
 
 def _rank(rank: int, lines: Sequence[WatchedStep]) -> WatchedRank:
-    measured = [line for line in lines if line.kind == "plain"] or list(lines)
+    measured = _measured(lines)
     known = [(line.exposed_ns, line.duration_ns) for line in measured if line.exposed_ns is not None]
-    newest, oldest = lines[-1], lines[0]
+    newest, oldest = lines[-1], _settled(lines)
     peak, first_peak = (
         line.reserved_peak_bytes if line.reserved_peak_bytes is not None else line.resident_peak_bytes
         for line in (newest, oldest)
@@ -83,8 +119,11 @@ def _rank(rank: int, lines: Sequence[WatchedStep]) -> WatchedRank:
     )
 
 
-def _behind(rank: WatchedRank, behind_ns: int) -> WatchedRank:
-    return replace(rank, behind_ns=behind_ns)
+def _settled(lines: Sequence[WatchedStep]) -> WatchedStep:
+    """Return the first step from which on memory should not grow: states are made, nothing is recorded."""
+    recorded = [at for at, line in enumerate(lines) if line.kind != "plain"]
+    after = lines[recorded[-1] + 1 if recorded else 0 :]
+    return next((line for line in after if line.step >= _STATES_MADE), lines[-1])
 
 
 def _times(steps: Mapping[int, Sequence[WatchedStep]], window: int) -> list[WatchedTime]:
@@ -95,7 +134,7 @@ def _times(steps: Mapping[int, Sequence[WatchedStep]], window: int) -> list[Watc
     return [WatchedTime(step=step, duration_ns=round(median(durations[step]))) for step in sorted(durations)]
 
 
-def _with_verdict(run: WatchedRun) -> WatchedRun:
+def _with_verdict(run: WatchedRun, behind: Mapping[int, Sequence[int]]) -> WatchedRun:
     exposed = (
         ""
         if run.exposed_frac is None
@@ -103,15 +142,23 @@ def _with_verdict(run: WatchedRun) -> WatchedRun:
     )
     lines = [f"A step takes {format_ns(run.step_ns)} (median of the last {len(run.steps)}){exposed}."]
     slowest = run.ranks[0]
-    if slowest.behind_ns is not None and slowest.behind_ns > _WORTH_NAMING * run.step_ns:
+    if (slowest.behind_ns or 0) > _WORTH_NAMING * run.step_ns and _steadily(slowest.rank, behind):
+        others = "the other" if len(behind) == 2 else "the median of ranks"
         lines.append(
-            f"Rank {slowest.rank} needs {format_ns(slowest.behind_ns)} more for its own work than the median "
-            "of ranks: the others wait for it."
+            f"Rank {slowest.rank} needs {format_ns(slowest.behind_ns or 0)} more for its own work than "
+            f"{others}: it is waited for."
         )
     grown = max(run.ranks, key=lambda rank: rank.growth_bytes or 0)
-    if grown.growth_bytes:
+    if (grown.growth_bytes or 0) > _WORTH_GROWTH * (grown.peak_bytes or 0):
         lines.append(
-            f"The peak of rank {grown.rank} grew by {format_bytes(grown.growth_bytes)} to "
+            f"The peak of rank {grown.rank} grew by {format_bytes(grown.growth_bytes or 0)} to "
             f"{format_bytes(grown.peak_bytes or 0)} over these steps."
         )
     return replace(run, verdict=lines)
+
+
+def _steadily(rank: int, behind: Mapping[int, Sequence[int]]) -> bool:
+    """Whether a rank needs most in most steps, in more of them than by chance."""
+    steps = range(len(behind[rank]))
+    most = sum(all(behind[rank][at] > behind[other][at] for other in behind if other != rank) for at in steps)
+    return most >= _MOST_STEPS * len(steps) and chance(len(steps), most, len(behind)) <= _CHANCE

@@ -185,7 +185,8 @@ def _answered(finding: Finding, tried: Sequence[WhatIfChange]) -> Finding:
 def sentence(row: WhatIfChange) -> str:
     """Say what a change gains and costs: ``explicit forward prefetch of 2: -14.0 ms a step, +0.9 GiB``."""
     gained = row.gained_ns or 0.0
-    time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} a step ({format_frac(row.gained_frac)})"
+    part = format_frac(abs(row.gained_frac or 0.0))
+    time = f"{'-' if gained >= 0 else '+'}{format_ns(abs(gained))} a step ({part})"
     if abs(gained) < 1:
         time = "no time gained"
     if not row.memory_bytes:

@@ -25,7 +25,7 @@ from fsdp2prof.analyzers.ranks.summary import RankSummary
 from fsdp2prof.results import LateRank, LateRanks
 from fsdp2prof.tables import BoolArray, IntArray
 
-__all__ = ["late_ranks"]
+__all__ = ["chance", "late_ranks"]
 
 _CLEARLY = 2
 """How many times as long the others wait for a late rank as it waits for them."""
@@ -113,7 +113,7 @@ def _set(
     by_step, charged = waiting.own.sum(axis=1), waiting.caused[:, members].sum(axis=1)
     least = float((charged[by_step > 0] / by_step[by_step > 0]).min())
     alike = math.comb(len(compared), size)
-    chance = _chance(steps, together, alike)
+    odds = chance(steps, together, alike)
     return LateRanks(
         ranks=[
             LateRank(
@@ -129,14 +129,14 @@ def _set(
         late_steps=together,
         explained_frac=int(charged.sum()) / total,
         least_explained_frac=least,
-        chance=chance,
+        chance=odds,
         steps_needed=_steps_needed(alike),
         steady=together >= _MOST_STEPS * steps
-        and (chance <= _CHANCE or (steps >= _IN_STEPS and least >= _NEARLY_ALL)),
+        and (odds <= _CHANCE or (steps >= _IN_STEPS and least >= _NEARLY_ALL)),
     )
 
 
-def _chance(steps: int, late: int, alike: int) -> float:
+def chance(steps: int, late: int, alike: int) -> float:
     """Bound the chance that one of so many like sets is late in so many steps or more."""
     some = sum(
         math.comb(steps, n) * (1 / alike) ** n * (1 - 1 / alike) ** (steps - n)
@@ -147,4 +147,4 @@ def _chance(steps: int, late: int, alike: int) -> float:
 
 def _steps_needed(alike: int) -> int:
     """Fewest steps, late in each of them, that are no chance."""
-    return next(steps for steps in range(2, 64) if _chance(steps, steps, alike) <= _CHANCE)
+    return next(steps for steps in range(2, 64) if chance(steps, steps, alike) <= _CHANCE)

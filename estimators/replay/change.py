@@ -22,7 +22,7 @@ class Changed:
     job: Job
     pace: Pace
     memory_bytes: int | None
-    """More memory at the peak, on one rank; None is not known."""
+    """More memory at the peak, on one rank, at most; None is not known."""
     assumptions: tuple[str, ...] = ()
 
 

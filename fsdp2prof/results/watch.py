@@ -24,7 +24,8 @@ class WatchedRank:
     busy_ns: int | None
     """Median of what is left of a step: what this rank itself needs."""
     behind_ns: int | None
-    """``busy_ns`` more than the median of all ranks: the others wait for it."""
+    """What it needs itself beyond the median of ranks (of two the quicker one), step by step: the others wait
+    for it."""
     allocated_peak_bytes: int | None
     reserved_peak_bytes: int | None
     resident_peak_bytes: int | None

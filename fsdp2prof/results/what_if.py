@@ -26,7 +26,7 @@ class WhatIfChange:
     gained_frac: float | None
     """Of the recorded step."""
     memory_bytes: int | None
-    """More memory at the peak of one rank; null is not known."""
+    """More memory at the peak of one rank, at most; null is not known."""
     reason: str | None
     """Why it does not apply; null where it does."""
     other_hardware: bool = False

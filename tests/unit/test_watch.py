@@ -44,6 +44,34 @@ def test_ranks_that_are_alike_are_not_blamed_and_what_is_unknown_stays_so():
     assert (run.exposed_frac, run.tokens_per_s) == (None, None)
 
 
+def test_a_rank_of_two_is_named_only_if_it_needs_more_in_most_steps():
+    """Rank 1 needs 30 ms more in every step, or in every other one (and 30 less in between)."""
+    for every, behind, named in ((1, 30, True), (2, 15, False)):
+        steps = {0: watched_steps(0, busy_ms=50), 1: watched_steps(1, busy_ms=80)}
+        for line in steps[1][::every] if every > 1 else []:
+            line.exposed_ns = 80 * MS
+        run = watch_steps(steps, path="x", state="running", window=20)
+        assert {rank.rank: rank.behind_ns for rank in run.ranks}[1] == behind * MS
+        assert (
+            any("Rank 1 needs 30.0 ms more for its own work than the other" in line for line in run.verdict)
+            == named
+        )
+
+
+def test_memory_that_a_recording_took_has_not_grown():
+    """The peak goes up to step 6, the last recorded one, and stays."""
+    lines = watched_steps(0, steps=12)
+    for line in lines:
+        line.kind = "traced" if 3 <= line.step <= 6 else "plain"
+        line.reserved_peak_bytes = 10**6 * min(line.step, 6)
+    run = watch_steps({0: lines}, path="x", state="running", window=12)
+    assert (run.ranks[0].growth_bytes, len(run.verdict)) == (0, 1)
+    lines[-1].reserved_peak_bytes = 7 * 10**6
+    run = watch_steps({0: lines}, path="x", state="running", window=12)
+    assert run.ranks[0].growth_bytes == 10**6
+    assert run.verdict[1].startswith("The peak of rank 0 grew by 976.6 KiB")
+
+
 def test_recorded_steps_do_not_count():
     lines = watched_steps(0, steps=4)
     lines[1].kind, lines[1].duration_ns = "traced", 10**9

@@ -34,6 +34,10 @@ def _gain(row: WhatIfChange) -> str:
     memory = ""
     if row.memory_bytes:
         size = format_bytes(abs(row.memory_bytes))
-        memory = f", for {size} more memory" if row.memory_bytes > 0 else f", and {size} less memory"
+        memory = (
+            f", for at most {size} more memory"
+            if row.memory_bytes > 0
+            else f", and at most {size} less memory"
+        )
     spared = f"{format_ns(row.gained_ns or 0)} less a step ({format_frac(row.gained_frac)})"
     return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."

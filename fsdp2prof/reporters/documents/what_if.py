@@ -79,7 +79,7 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
     return Table(
         name="what_if",
         title=title,
-        note="ms of a mean step; the most gained first; memory at the peak of one rank",
+        note="ms of a mean step; the most gained first; memory of one rank at its peak, at most",
         columns=[
             text_column("change", "change"),
             gained,
