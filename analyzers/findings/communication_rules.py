@@ -32,9 +32,9 @@ def find(evidence: Evidence) -> list[Finding]:
 def _in_line(evidence: Evidence) -> list[Finding]:
     exposed = sum(rank.communication.exposed_ns for rank in evidence.analysis.ranks)
     problem = (
-        "On a CPU, FSDP2's collectives block the thread that calls them, so communication is hardly ever "
-        f"hidden: {evidence.per_step(exposed)}. That is how gloo works, not a fault of the model; judge "
-        "overlap on a GPU."
+        "On a CPU, FSDP2's collectives block the thread that calls them (all-gathers unless it unshards "
+        f"asynchronously), so communication shows: {evidence.per_step(exposed)}. That is how gloo works, not "
+        "a fault of the model; judge overlap on a GPU."
     )
     return evidence.finding("cpu_collectives_in_line", None, exposed, problem, severity="info")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 
 from fsdp2prof.estimators.execution.fake_world import stand_in_device
-from fsdp2prof.estimators.models.losses import logits_loss
+from fsdp2prof.estimators.models.decoder import RECEIVED_AS
+from fsdp2prof.estimators.models.losses import logits_loss, logits_of
 from fsdp2prof.estimators.models.model import Batch, Model
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import has_ends, schedule_rule
@@ -69,8 +70,8 @@ class PipelineStage:
         self._is_first, self._is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
         self._work = list(_order(mesh, policy))
         self._received = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
-        assert model.config is not None
-        self._shape = (policy.sequences, policy.seq_len // mesh.tp, model.config.dim)
+        assert model.width is not None
+        self._shape = (policy.sequences, model.hidden_length(mesh.tp, policy.seq_len), model.width)
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
@@ -122,20 +123,28 @@ class PipelineStage:
         """Return the stage's output, or its loss on the last stage, and keep the output till the next."""
         policy, root = self._policy, self._model.module
         if not self._is_first and not self._is_last:
-            self._output = root(self.activations[micro_batch])
+            self._output = self._run_stage(self._received_batch(micro_batch))
             return self._output
         batch = self._model.make_batch(policy.sequences, policy.seq_len, stand_in_device())
         if self._is_first and self._is_last:
             return self._model.loss(root, batch, policy.loss)
         if self._is_first:
-            self._output = root(*batch.args)
+            self._output = self._run_stage(batch)
             return self._output
-        received = Batch(args=(self.activations[micro_batch],), targets=batch.targets)
+        received = replace(self._received_batch(micro_batch), targets=batch.targets)
         if policy.loss != "full":
             return self._model.loss(root, received, policy.loss)
         assert batch.targets is not None
-        self._output = root(*received.args)
+        self._output = self._run_stage(received)
         return logits_loss(self._output, batch.targets)
+
+    def _received_batch(self, micro_batch: int) -> Batch:
+        """What the stage before has sent, as the model takes it."""
+        hidden = self.activations[micro_batch]
+        return Batch(args=(hidden,)) if self._model.decoder is None else Batch(named={RECEIVED_AS: hidden})
+
+    def _run_stage(self, batch: Batch) -> Tensor:
+        return logits_of(self._model.module(*batch.args, **batch.named))
 
     def _gradient(self, micro_batch: int) -> Tensor | None:
         """Of the output: received, or none of a loss."""

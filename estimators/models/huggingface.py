@@ -20,6 +20,7 @@ from torch import nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
+from fsdp2prof.estimators.models.decoder import decoder_of, per_layer
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
 from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
@@ -97,6 +98,7 @@ def _build(
     plan = plan_of(name, module, blocks, text)
     stacked = _stacked_experts(module)
     dealt = expert_modules(module, stacked)
+    decoder = decoder_of(module, blocks, towers, text)
     ring = ring_width_of(text, eager=not getattr(made, "_supports_sdpa", True))
     return Model(
         name=name,
@@ -113,6 +115,8 @@ def _build(
         loss=partial(loss_of_model, head_of(module)),
         tensor_parallel=None if isinstance(plan, str) else plan,
         no_tensor_parallel=plan if isinstance(plan, str) else "",
+        decoder=None if isinstance(decoder, str) else decoder,
+        no_pipeline=decoder if isinstance(decoder, str) else "",
         ring_width=0 if isinstance(ring, str) else ring,
         no_ring=ring if isinstance(ring, str) else "",
         notes=tuple(notes),
@@ -236,18 +240,12 @@ def _refuse_other_inputs(path: Path, module: nn.Module, text: Any) -> None:
 def _cut(text: Any, layers: int) -> None:
     """Leave the first ``layers`` layers, and what the configuration says of each."""
     before = text.num_hidden_layers
-    for name, value in _per_layer(text, before).items():
+    for name, value in per_layer(text, before).items():
         setattr(text, name, [*value, *value][:layers] if layers <= 2 * before else value)
     shared = getattr(text, "num_kv_shared_layers", None)  # the last ones, which take keys of those before
     if isinstance(shared, int):
         text.num_kv_shared_layers = max(0, shared + layers - before)
     text.num_hidden_layers = layers
-
-
-def _per_layer(text: Any, layers: int) -> dict[str, list[Any]]:
-    """Lists with an entry for every layer (attention types, layers without positions)."""
-    values = vars(text).items()
-    return {name: value for name, value in values if isinstance(value, list) and len(value) == layers > 1}
 
 
 def _decoder_and_towers(module: nn.Module, text: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -312,7 +310,7 @@ def _stacked_experts(module: nn.Module) -> tuple[str, ...]:
 
 def _pattern(module: nn.Module, blocks: tuple[str, ...], text: Any) -> LayerPattern:
     """How the layers repeat, from their parameters and from what the configuration says of each."""
-    entries = _per_layer(text, len(blocks)).values()
+    entries = per_layer(text, len(blocks)).values()
     kinds = [
         (
             tuple((name, p.shape) for name, p in module.get_submodule(fqn).named_parameters()),

@@ -30,6 +30,7 @@ __all__ = [
     "head_of",
     "log_probabilities",
     "logits_loss",
+    "logits_of",
     "loss_of_model",
     "one_line",
     "score_of_model",
@@ -152,7 +153,7 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     targets = batch.targets
     assert targets is not None
     if how != "fused" and not isinstance(how, Chunked):
-        logits = _logits(module(*batch.args, **batch.named))
+        logits = logits_of(module(*batch.args, **batch.named))
         if batch.keeps_logits == "fp32":
             logits = logits.float()
         if batch.keeps_logits is not None:
@@ -161,7 +162,7 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     if head is None:
         raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
     with taken_over(module) as after, _in_place_of(module.get_submodule(head), after, targets, how):
-        return _logits(module(*batch.args, **batch.named)).sum()
+        return logits_of(module(*batch.args, **batch.named)).sum()
 
 
 def score_of_model(module: nn.Module, batch: Batch, how: Loss) -> Tensor | None:
@@ -169,7 +170,7 @@ def score_of_model(module: nn.Module, batch: Batch, how: Loss) -> Tensor | None:
     if how not in ("logprobs", "dpo"):
         return None
     assert batch.targets is not None
-    return log_probabilities(_logits(module(*batch.args, **batch.named)), batch.targets)
+    return log_probabilities(logits_of(module(*batch.args, **batch.named)), batch.targets)
 
 
 def head_of(module: nn.Module) -> str | None:
@@ -179,7 +180,8 @@ def head_of(module: nn.Module) -> str | None:
     return next(named, None) if isinstance(head, nn.Linear) else None
 
 
-def _logits(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
+    """The tensor that a model returns, or that its result calls its logits."""
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from fsdp2prof.estimators.models.decoder import Decoder
     from fsdp2prof.estimators.models.experts import ExpertExchange
     from fsdp2prof.estimators.spec.choices import KeptLogits, Loss
 
@@ -135,6 +136,10 @@ class Model:
     """How tensor-parallel ranks divide it; ``None`` if it has no plan."""
     no_tensor_parallel: str = "has no tensor-parallel plan"
     """Why there is none, as the end of a sentence that begins with its name."""
+    decoder: Decoder | None = None
+    """How a pipeline cuts it, where its ``config`` does not say."""
+    no_pipeline: str = "is not known to be a chain of blocks that a pipeline cuts"
+    """Why a pipeline cannot cut it, as the end of a sentence that begins with its name."""
     ring_width: int = 0
     """Elements of a position's keys and values in one block, all heads, as attention around a ring of
     context-parallel ranks moves them; 0 if it cannot run so."""
@@ -159,6 +164,18 @@ class Model:
         """Whether each of ``ranks`` tensor-parallel ranks has a part of the vocabulary's logits."""
         plan = self.tensor_parallel
         return ranks > 1 and plan is not None and plan.divides_logits(loss_parallel)
+
+    @property
+    def width(self) -> int | None:
+        """Elements of a token's hidden state, which pipeline stages send; None if none can."""
+        if self.config is not None:
+            return self.config.dim
+        return None if self.decoder is None else self.decoder.width
+
+    def hidden_length(self, ranks: int, tokens: int) -> int:
+        """Of a sequence's ``tokens``, those whose hidden state a tensor-parallel rank of ``ranks`` has."""
+        plan = self.tensor_parallel
+        return tokens // ranks if plan is not None and plan.divides_sequence else tokens
 
     @property
     def running_towers(self) -> tuple[str, ...]:

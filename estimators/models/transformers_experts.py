@@ -61,8 +61,11 @@ def reach_experts(
     experts: tuple[str, ...],
 ) -> None:
     """Let the modules named ``experts``, which hold this rank's, work for all ranks of the exchange."""
+    here = dict(module.named_modules())
     for fqn in experts:
-        part: Any = module.get_submodule(fqn)
+        if fqn not in here:  # another pipeline stage's
+            continue
+        part: Any = here[fqn]
         part.num_experts = next(part.parameters(recurse=False)).shape[0]
         part._is_expert_parallel = True  # transformers' own mark: experts of other ranks are masked
         part.exchange = exchange

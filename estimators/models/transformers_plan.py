@@ -64,6 +64,8 @@ class TransformersPlan:
     """The linear layer that makes the logits, where the model says which it is."""
     library: Any
     """transformers' module of tensor parallelism."""
+    absent: frozenset[str] = frozenset()
+    """Modules that another pipeline stage holds."""
 
     @property
     def is_analysed(self) -> bool:
@@ -96,9 +98,16 @@ class TransformersPlan:
 
         Raises ``ModelError`` for what transformers refuses, and for logits that cannot stay divided.
         """
-        rules = dict(self.rules)
-        apart = self._head_in_parallel(rules) if self.divides_logits(loss_parallel) else None
-        _untie(module, self.tied)
+        elsewhere = tuple(f"{fqn}." for fqn in self.absent)
+        rules = {
+            fqn: style
+            for fqn, style in self.rules.items()
+            if fqn not in self.absent and not fqn.startswith(elsewhere)
+        }
+        in_parallel = self.divides_logits(loss_parallel) and self.head not in self.absent
+        apart = self._head_in_parallel(rules) if in_parallel else None
+        tied = self.tied if not self.absent else ()
+        _untie(module, tied)
         try:
             self.library.apply_tensor_parallelism(module, mesh, rules)
             if apart is not None:
@@ -108,7 +117,7 @@ class TransformersPlan:
                 style.install_forward(module.get_submodule(apart), mesh)
         except (ValueError, AttributeError, KeyError) as error:
             raise ModelError(f"model {self.name}: tensor parallelism failed: {error}") from error
-        if self.tied:
+        if tied:
             module.tie_weights()  # type: ignore[operator]
 
     def _head_in_parallel(self, rules: dict[str, str]) -> str:

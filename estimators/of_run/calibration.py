@@ -57,7 +57,7 @@ def recorded_configuration(
     """Return what a recorded rank ran: mesh and policy by its manifest, batch and sequence by its shapes.
 
     ``policy`` gives what no recording says (checkpointing, clipping). Raises ``ModelError`` for a run without
-    a manifest, parameter groups or recorded shapes of attention.
+    a manifest, parameter groups or recorded shapes of attention or embeddings.
     """
     manifest = tables.manifest
     if manifest is None:
@@ -122,15 +122,23 @@ def _as_deep(model: ModelSpec, layers: int | None) -> ModelSpec:
 
 
 def _batch_and_length(tables: RankTables, manifest: RankManifest) -> tuple[int, int]:
+    """Of the first attention; of a model without one, of the embedding that looks up the most tokens."""
     names = tables.trace.events.name.take(tables.trace.shapes.event)
+    looked_up: list[tuple[int, int]] = []
     for name, dims in zip(names.to_list(), tables.trace.shapes.dims.to_list(), strict=True):
-        if name and "scaled_dot_product" in name and "backward" not in name and dims:
+        if name and dims and "scaled_dot_product" in name and "backward" not in name:
             shape = json.loads(dims)[0]
             if isinstance(shape, list) and len(shape) == 4:
                 return int(shape[0]), int(shape[2])
+        elif name == "aten::embedding" and dims:
+            match json.loads(dims):
+                case [_, [int(batch), int(length)], *_]:
+                    looked_up.append((batch, length))
+    if looked_up:
+        return max(looked_up, key=lambda size: size[0] * size[1])
     raise ModelError(
-        f"rank {manifest.rank}: no shapes of an attention were recorded, so its batch and sequence "
-        "length are not known; record with --shapes"
+        f"rank {manifest.rank}: no shapes of an attention or of an embedding were recorded, so its batch and "
+        "sequence length are not known; record with --shapes"
     )
 
 

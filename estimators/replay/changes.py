@@ -300,7 +300,10 @@ def _separate(value: str) -> Change:
 
 def _need_device(changed: Changed) -> None:
     if not all(program.on_device for program in changed.job):
-        raise NotApplicableError("on a CPU collectives block their caller: nothing runs beside them")
+        raise NotApplicableError(
+            "on a CPU collectives block their caller, unless FSDP2 unshards asynchronously: not replayed "
+            "there"
+        )
 
 
 def _gathers(changed: Changed) -> list[list[Gather]]:

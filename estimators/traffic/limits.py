@@ -16,11 +16,10 @@ __all__ = ["check_parallelism"]
 
 def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
     """Raise ``ModelError`` if the mesh does not divide the model or the batch, or is not modelled for it."""
-    config = model.config
     if mesh.pp > 1 and policy.extra_model is not None:
         raise ModelError("a second model (extra_model) beside a pipeline is not modelled: leave pp at 1")
-    if mesh.pp > 1 and config is None:
-        raise ModelError(f"mesh: pp={mesh.pp} is modelled for built-in models, not {model.name}")
+    if mesh.pp > 1 and model.width is None:
+        raise ModelError(f"mesh: pp={mesh.pp}: {model.name} {model.no_pipeline}")
     if mesh.cp > 1 and policy.documents is not None:
         raise ModelError("documents: torch's ring attention takes no documents: leave cp at 1")
     if mesh.cp > 1 and not model.ring_width:
@@ -47,9 +46,9 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
 
 
 def _check_pipeline(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
-    config = model.config
-    if config is not None and config.layers < mesh.pp:
-        raise ModelError(f"mesh: pp={mesh.pp} stages for {config.layers} layers of {model.name}")
+    layers = len(model.blocks)
+    if mesh.pp > 1 and layers < mesh.pp:
+        raise ModelError(f"mesh: pp={mesh.pp} stages for {layers} layers of {model.name}")
     if mesh.pp > 1 and policy.reshard != "never":
         raise ModelError("with pp use reshard=never: stages keep parameters gathered between micro-batches")
     if mesh.pp > 1 and policy.sync != "last":
@@ -69,9 +68,9 @@ def _check_pipeline(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             f"pp_schedule: {policy.pp_schedule} runs a backward in two parts, and compiled blocks have one: "
             "torch refuses it; leave compile out"
         )
-    if config is not None and stages > 1 and config.layers % (mesh.pp * stages):
+    if mesh.pp > 1 and stages > 1 and layers % (mesh.pp * stages):
         raise ModelError(
-            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {config.layers} "
+            f"pp_schedule: {stages} stages on each of {mesh.pp} ranks do not divide the {layers} "
             f"layers of {model.name}"
         )
     if mesh.pp > 1:

@@ -62,8 +62,8 @@ def add_parallel_traffic(
     if mesh.cp > 1:
         _add_context_parallel(ledger, model.ring_width // mesh.tp, list(blocks.values()), mesh, policy)
         notes.append(_context_note(model))
-    if mesh.pp > 1 and config is not None:
-        _add_pipeline(ledger, config, mesh, policy)
+    if mesh.pp > 1:
+        _add_pipeline(ledger, model, mesh, policy)
         notes.append(
             f"pipeline stage {policy.pp_stage} of {mesh.pp} as analysed: layers {model.blocks[0]} to "
             f"{model.blocks[-1]}, one send per micro-batch and neighbour, parameters gathered once a step"
@@ -277,8 +277,10 @@ def _add_context_parallel(
         )
 
 
-def _add_pipeline(ledger: Ledger, config: TransformerConfig, mesh: MeshSpec, policy: PolicySpec) -> None:
-    local = policy.sequences * policy.seq_len // (mesh.cp * mesh.tp) * config.dim
+def _add_pipeline(ledger: Ledger, model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
+    assert model.width is not None
+    tokens = model.hidden_length(mesh.tp, policy.seq_len // mesh.cp)
+    local = policy.sequences * tokens * model.width
     payload = local * dtype_bytes(policy.compute_dtype)
     before, after = neighbours_of(policy.pp_schedule, mesh.pp, policy.pp_stage)
     sends = {"forward": after, "backward": before}

@@ -7,11 +7,12 @@ from dataclasses import replace
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.adapters import with_adapters
 from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
-from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.decoder import cut_decoder
 from fsdp2prof.estimators.models.documents import with_documents
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import quantize_blocks
+from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.pipeline import has_ends
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -25,9 +26,9 @@ def expert_count(model: Model) -> int:
     return int(next(model.module.get_submodule(model.experts[0]).parameters(recurse=False)).shape[0])
 
 
-def stage_blocks(config: TransformerConfig, mesh: MeshSpec, stage: int) -> range:
+def stage_blocks(layers: int, mesh: MeshSpec, stage: int) -> range:
     """Layers of one pipeline stage: as even as possible, the first stages one longer."""
-    size, longer = divmod(config.layers, mesh.pp)
+    size, longer = divmod(layers, mesh.pp)
     start = stage * size + min(stage, longer)
     return range(start, start + size + (stage < longer))
 
@@ -65,21 +66,42 @@ def _with_local_experts(model: Model, mesh: MeshSpec) -> Model:
 
 
 def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
-    """The part of a built-in model that ``policy.pp_stage`` holds; the model itself without a pipeline.
+    """The part of a model that ``policy.pp_stage`` holds; the model itself without a pipeline.
 
     The module is cut in place and runs from the hidden states (B, S, D) of the stage before, if there is one,
     to those for the stage after.
     """
-    if mesh.pp == 1 or model.config is None:
+    if mesh.pp == 1 or model.width is None:
         return model
+    kept = stage_blocks(len(model.blocks), mesh, policy.pp_stage)
+    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
+    blocks = tuple(model.blocks[at] for at in kept)
+    if model.decoder is None:
+        absent = _cut_builtin(model, kept, is_first=is_first, is_last=is_last)
+    else:
+        absent = model.decoder.absent(is_first=is_first, is_last=is_last)
+        cut_decoder(model.module, absent, model.blocks, kept)
+        absent |= set(model.blocks) - set(blocks)
+    plan = model.tensor_parallel
+    if isinstance(plan, (BuiltinPlan, TransformersPlan)):
+        plan = replace(plan, absent=absent)
+    return replace(
+        model,
+        blocks=blocks,
+        experts=tuple(fqn for fqn in model.experts if fqn.startswith(tuple(f"{one}." for one in blocks))),
+        tensor_parallel=plan,
+    )
+
+
+def _cut_builtin(model: Model, kept: range, *, is_first: bool, is_last: bool) -> frozenset[str]:
+    """Leave the ``kept`` layers of a built-in model, and the ends that it has; return what is not there."""
     from torch import nn
 
-    kept = stage_blocks(model.config, mesh, policy.pp_stage)
+    assert model.config is not None
     module = model.module
     layers = dict(module.layers.named_children())  # type: ignore[union-attr]
     module.layers = nn.ModuleDict({str(index): layers[str(index)] for index in kept})
     absent: set[str] = set()
-    is_first, is_last = has_ends(policy.pp_schedule, mesh.pp, policy.pp_stage)
     if not is_first:
         absent.add("tok_embeddings")
         if model.config.family == "gpt":
@@ -88,12 +110,4 @@ def stage_of(model: Model, mesh: MeshSpec, policy: PolicySpec) -> Model:
         absent |= {"norm", "output"}
     for name in absent:
         module.register_module(name, nn.Identity())
-    plan = model.tensor_parallel
-    if isinstance(plan, BuiltinPlan):
-        plan = replace(plan, absent=frozenset(absent))
-    return replace(
-        model,
-        blocks=tuple(f"layers.{index}" for index in kept),
-        experts=tuple(fqn for fqn in model.experts if int(fqn.split(".")[1]) in kept),
-        tensor_parallel=plan,
-    )
+    return frozenset(absent)

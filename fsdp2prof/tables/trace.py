@@ -68,7 +68,7 @@ class CollectiveArgs(Table):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShapeTable(Table):
-    """Recorded inputs of the operators whose sizes are needed: ``c10d::*``, matrix products, attention.
+    """Recorded inputs of operators whose sizes are needed: ``c10d::*``, products, attention, embeddings.
 
     Shapes repeat a lot, so they stay compact JSON text, interned: decode each distinct value once.
     """

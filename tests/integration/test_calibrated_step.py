@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.cli import call
 from torch import nn
 
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.of_run.calibration import calibration_of, recorded_configuration, recorded_cpus
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -115,3 +117,18 @@ def test_a_folder_of_traces_says_too_little_to_calibrate_on(
     options = ["--model", "gpt2", "--layers", "1", "--mesh", "dp_shard=2", "--seq-len", "16"]
     ended = call(capfd, "estimate", "step", *options, "--calibrate", tmp_path / "traces")
     ended.refused("only a run that fsdp2prof recorded says what its configuration was")
+
+
+def test_a_model_without_attention_has_its_batch_from_its_embedding(recorded: Recorded) -> None:
+    """Without the attention's shapes the embedding's say the same."""
+    _, ranks = calibrated(recorded("train_tiny_fsdp2", 2).run)
+    tables = ranks[0].tables
+    names = tables.trace.events.name.take(tables.trace.shapes.event).to_list()
+    rows = np.flatnonzero([name is not None and "attention" not in name for name in names])
+    assert 0 < len(rows) < len(names)
+    blind = replace(tables.trace, shapes=tables.trace.shapes.take(rows))
+    known = recorded_configuration(tables, MODEL)
+    assert recorded_configuration(replace(tables, trace=blind), MODEL) == known
+    nothing = replace(tables.trace, shapes=tables.trace.shapes.take(rows[:0]))
+    with pytest.raises(ModelError, match="of an attention or of an embedding"):
+        recorded_configuration(replace(tables, trace=nothing), MODEL)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from support.scripts import load_script
 
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
+from fsdp2prof.estimators.spec.model import ModelSpec
 
 from .conftest import script_path, torchrun, training_environment
 
@@ -72,3 +75,35 @@ def test_a_stage_peaks_where_predicted(
     # a first stage the outputs of the micro-batches that are no longer alive.
     held = (MICRO_BATCHES[schedule] - 2) * HIDDEN if (schedule, stage) == ("zb1p", 0) else 0
     assert peak_of_last_step(predicted) + held == pytest.approx(peak_of_last_step(measured), rel=0.01)
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32, "sliding_window": 64, "layer_types": ["sliding_attention"] * 4},
+}
+DECODER = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_cut_by_hand_peaks_where_predicted(script, family: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": family, **DECODER, **DECODERS[family]}))
+    options = ("--micro-batches", "4", "--config", str(config), "--output", str(tmp_path))
+    command = torchrun(script_path("pipeline_transformers"), 4, *options)
+    subprocess.run(command, env=training_environment(), check=True, timeout=240)
+    for stage in (0, 1):
+        measured = torch.load(tmp_path / f"rank{2 * stage}.pt", weights_only=False)
+        policy = script.policy(stage, 4)
+        spec = ModelSpec(source=str(config))
+        predicted = execute(spec, script.MESH, policy, steps=script.STEPS).recording
+        assert peak_of_last_step(predicted) == pytest.approx(peak_of_last_step(measured), rel=0.01)

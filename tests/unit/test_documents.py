@@ -23,7 +23,7 @@ from fsdp2prof.estimators.timeline.commands import Kernel
 from fsdp2prof.estimators.timeline.program import capture_step
 
 pytest.importorskip("transformers", minversion="5.0")
-LENGTH, BATCH, LAYERS, HEADS, KV_HEADS, WIDTH = 64, 2, 3, 4, 2, 24
+LENGTH, BATCH, LAYERS, HEADS, KV_HEADS, WIDTH = 64, 2, 2, 4, 2, 24
 SMALL = {
     "model_type": "qwen3",
     "hidden_size": 64,

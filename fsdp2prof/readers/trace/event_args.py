@@ -68,6 +68,7 @@ _SHAPED_NAMES = frozenset(
         "_scaled_grouped_mm",
         "convolution",
         "convolution_backward",
+        "embedding",
         "_flash_attention_forward",
         "_flash_attention_backward",
         "_efficient_attention_forward",

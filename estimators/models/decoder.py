@@ -1,0 +1,88 @@
+"""A Hugging Face decoder as a pipeline cuts it: embedding, blocks, a last norm, a head.
+
+Stages are cut as scripts on ``torch.distributed.pipelining`` cut them: what a stage does not hold gives back
+what it is given, and hidden states come in as ``inputs_embeds``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp2prof.estimators.models.losses import head_of
+
+__all__ = ["RECEIVED_AS", "Decoder", "cut_decoder", "decoder_of", "per_layer"]
+
+RECEIVED_AS = "inputs_embeds"
+"""The argument that takes the hidden states of the stage before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Names of the parts of a decoder beside its blocks."""
+
+    embedding: str
+    norm: str
+    head: str
+    width: int
+    """Elements of a token's hidden state, which stages send."""
+
+    def absent(self, *, is_first: bool, is_last: bool) -> frozenset[str]:
+        """What a stage does not hold, beside blocks."""
+        ends = set() if is_last else {self.norm, self.head}
+        return frozenset(ends if is_first else {*ends, self.embedding})
+
+
+def decoder_of(
+    module: nn.Module, blocks: tuple[str, ...], towers: tuple[str, ...], text: Any
+) -> Decoder | str:
+    """The parts of a model, or why a pipeline is not known to cut it, as the end of a sentence.
+
+    ``text`` is the configuration of its text model.
+    """
+    if towers:
+        return "has a tower beside its blocks: how stages share it is not modelled"
+    if RECEIVED_AS not in inspect.signature(module.forward).parameters:
+        return f"takes no {RECEIVED_AS}, as which a pipeline stage is given hidden states"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "shares keys and values between layers, which a pipeline would cut apart"
+    names = {part: fqn for fqn, part in module.named_modules()}
+    embedding = names.get(getattr(module, "get_input_embeddings", lambda: None)())
+    head, width = head_of(module), getattr(text, "hidden_size", None)
+    parent = blocks[0].rpartition(".")[0].rpartition(".")[0] if blocks else ""
+    beside = module.get_submodule(parent).named_children()
+    norms = [f"{parent}.{name}" for name, part in beside if "norm" in type(part).__name__.lower()]
+    if embedding is None or head is None or not isinstance(width, int) or len(norms) != 1:
+        return "is not known to be an embedding, blocks, one last norm and a head, which a pipeline cuts"
+    held = (embedding, head, norms[0], *blocks)
+    for fqn, _ in module.named_parameters():
+        if not fqn.startswith(tuple(f"{part}." for part in held)):
+            owner = fqn.rpartition(".")[0]
+            return (
+                f"has {owner} beside embedding, blocks, last norm and head: which stage runs it is not known"
+            )
+    return Decoder(embedding=embedding, norm=norms[0], head=head, width=width)
+
+
+def cut_decoder(module: nn.Module, absent: Collection[str], blocks: tuple[str, ...], kept: range) -> None:
+    """Leave the ``kept`` of a decoder's ``blocks`` under their names, and what is not ``absent``."""
+    container = blocks[0].rpartition(".")[0]
+    layers = module.get_submodule(container)
+    layers._modules = {name: part for at, (name, part) in enumerate(layers.named_children()) if at in kept}
+    config: Any = module.config
+    text = config.get_text_config()
+    for name, values in per_layer(text, len(blocks)).items():
+        setattr(text, name, [values[at] for at in kept])
+    text.num_hidden_layers = len(kept)
+    for fqn in absent:
+        module.set_submodule(fqn, nn.Identity())
+
+
+def per_layer(text: Any, layers: int) -> dict[str, list[Any]]:
+    """Lists of a configuration with an entry for every layer (attention types, layers without positions)."""
+    values = vars(text).items()
+    return {name: value for name, value in values if isinstance(value, list) and len(value) == layers > 1}
