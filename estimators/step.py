@@ -108,7 +108,8 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
     program = _captured(model, mesh, local, built)
     if mesh.cp > 1:
         elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
-        program = with_context_parallel(program, mesh.cp, elements)
+        fused = policy.compile and program.guessed_fusion is None
+        program = with_context_parallel(program, mesh.cp, elements, fused=fused)
     if policy.float8 is not None:
         fused = policy.compile and program.guessed_fusion is None
         narrow = mesh.tp > 1 and policy.float8 == "tensorwise"

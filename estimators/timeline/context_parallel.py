@@ -3,25 +3,31 @@
 A rank computes the queries of its share of the sequence against the keys of all shares. With the load
 balanced over the ring, causal attention does ``cp`` times what the rank's own square would take. Keys and
 values of the other ranks arrive while attention runs: it takes as long as the longer of the two.
+
+What each of the ``cp`` parts returns is merged in float32, as torch's ring attention does (``_SDPAMerger`` and
+``_templated_ring_attention_backward`` in ``torch.distributed.tensor.experimental``): of the ring's last rank,
+which merges whole outputs, and which the others wait for.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
+from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
 from fsdp2prof.estimators.timeline.model_flops import model_flops_of
 
 __all__ = ["with_context_parallel"]
 
 _GROUP = "context parallel"
+_NARROW, _WIDE = 2, 4
+"""Bytes of an element of what attention computes in (bfloat16 or float16), and of what is merged."""
 
 
-def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Program:
+def with_context_parallel(program: Program, cp: int, kv_elements: int, *, fused: bool) -> Program:
     """Let every attention of a program see ``cp`` times its keys.
 
     ``kv_elements``: elements of the keys and values of one micro-batch, all of the sequence, on one rank's
-    heads.
+    heads. ``fused``: the blocks were captured compiled, so that a merge is one kernel.
     """
     events = 1 + max((command.event for command in program.commands if hasattr(command, "event")), default=0)
     made: list[Command] = []
@@ -30,7 +36,7 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Progra
         if work is None or work.kind != "attention" or not isinstance(command, Kernel):
             made.append(command)
             continue
-        size = 4 if work.backward else 2  # gradients travel in fp32
+        size = _WIDE if work.backward else _NARROW  # gradients travel in fp32
         elements = kv_elements * (2 if work.backward else 1)
         dtype = "float32" if work.backward else work.dtype
         ring = Collective(
@@ -47,7 +53,40 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int) -> Progra
         )
         batch, heads, queries, keys, *depths = work.shape
         longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, *depths))
-        made += [ring, replace(command, work=longer), Wait(command.stream, events)]
+        merging = _merges(work, cp, kv_elements // cp, fused=fused)
+        made += [ring, replace(command, work=longer)]
+        made += [Kernel(command.stream, op, _pointwise(moved)) for op, moved in merging]
+        made.append(Wait(command.stream, events))
         events += 1
     added = model_flops_of(made) - model_flops_of(program.commands)
     return replace(program, commands=made, model_flops=program.model_flops + added)
+
+
+def _pointwise(moved: int) -> Work:
+    return Work(kind="pointwise", dtype="float32", bytes=moved)
+
+
+def _merges(work: Work, cp: int, kv: int, *, fused: bool) -> list[tuple[str, int]]:
+    """Operators around the parts of one ring and the bytes that each reads and writes.
+
+    ``kv``: elements of this rank's keys and values. The sums of exponents, one a row, are left out.
+    """
+    batch, heads, queries, _, depth, *rest = work.shape
+    packed = [("cat", 2 * _NARROW * kv)] * (cp - 1)
+    if work.backward:
+        rows = batch * heads * queries * depth
+        added = _WIDE + _NARROW + _WIDE  # a float32 sum, what is added to it, the new sum
+        first = [("zeros", _WIDE * (rows + kv)), ("add", added * kv), ("add", added * rows)]
+        # Of a later part the gradients of half the keys are added, and the halves joined again.
+        later = [("add", added * kv // 2), ("cat", 2 * _WIDE * kv), ("add", added * rows)]
+        sent = [("cat", 2 * _WIDE * kv)] * cp
+        narrowed = [("to", (_WIDE + _NARROW) * (rows + kv))]
+        return [*packed, *first, *later * (cp - 1), *sent, *narrowed]
+    rows = batch * heads * queries * (rest[1] if len(rest) > 1 else depth)
+    widened = (_NARROW + _WIDE) * rows
+    merged = [("sub", 3 * _WIDE * rows), ("mul", 2 * _WIDE * rows), ("sub", 3 * _WIDE * rows)]
+    if fused:
+        later = [("fused", (_WIDE + _NARROW + _WIDE) * rows)]
+    else:
+        later = [("to", widened), *merged]
+    return [*packed, ("to", widened), *later * (cp - 1), ("to", widened)]

@@ -154,6 +154,25 @@ def test_context_parallelism_keeps_a_ranks_share_of_the_work() -> None:
     assert made.tokens_per_step == 4 * 512
 
 
+def test_the_parts_of_a_ring_are_merged_in_float32() -> None:
+    """Two parts, by hand, bytes an element of queries: 6 + 6 + 12 + 8 + 12 forward and 6 to narrow again, 4 +
+    10 + 10 + 6 backward; of keys and values 4 to pack them in each pass, and 4 + 10 + 5 + 8 + 16 + 6 backward.
+    """
+    one = program_of(MODEL, MeshSpec(dp_shard=8), POLICY)
+    two = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512))
+    rows = 32 * 256 * 128
+    sent = [one for one in two.commands if isinstance(one, Collective) and one.mesh_dim == "cp"]
+    assert len(sent) == 2 * 3
+    kv = sent[0].nelems_in
+    assert kv in (2 * rows, 2 * rows // 4)  # every head's own, or the 8 of the model
+    assert _moved(two) - _moved(one) == 3 * ((50 + 30) * rows + (8 + 49) * kv)
+
+
+def _moved(program: Program) -> int:
+    works = [command.work for command in program.commands if isinstance(command, Kernel)]
+    return sum(work.bytes for work in works if work is not None and work.kind in ("pointwise", "copy"))
+
+
 def test_a_memory_size_alone_has_no_speed(program: Program) -> None:
     cluster = Cluster(hardware=HardwareSpec.parse("80GiB"))
     with pytest.raises(ModelError, match="80GiB"):
