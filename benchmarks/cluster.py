@@ -106,7 +106,7 @@ def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
     from fsdp2prof.reporters.renderers import RenderOptions
     from fsdp2prof.workflows.finished import finished
     from fsdp2prof.workflows.job.job_files import open_job
-    from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+    from fsdp2prof.workflows.ranks.places import TraceOptions
     from fsdp2prof.workflows.rendering import Rendering
 
     started = time.monotonic()

@@ -16,7 +16,7 @@ from fsdp2prof.workflows.rendering import Rendering
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import Part
     from fsdp2prof.workflows.job.job_files import JobFiles
-    from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+    from fsdp2prof.workflows.ranks.places import TraceOptions
 
 __all__ = ["write_analysis", "write_finished"]
 

@@ -25,9 +25,8 @@ from fsdp2prof.workflows.job.choices import require
 from fsdp2prof.workflows.job.job_files import JobFiles
 from fsdp2prof.workflows.job.one_job import Found, RankFile
 from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, read_rank_trace, reduce_rank
-from fsdp2prof.workflows.ranks.places import RankPlace, place_of
+from fsdp2prof.workflows.ranks.places import RankPlace, TraceOptions, place_of
 from fsdp2prof.workflows.ranks.summaries import analysis_of_summaries
-from fsdp2prof.workflows.ranks.trace_options import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -17,8 +17,7 @@ from fsdp2prof.workflows.analyze import Part, analyze_part, works_of
 from fsdp2prof.workflows.job.job_files import JobFiles
 from fsdp2prof.workflows.ranks.cluster import LostError, open_cluster
 from fsdp2prof.workflows.ranks.one_rank import Reduced, reduce_rank
-from fsdp2prof.workflows.ranks.places import OnCluster, ReducedOnes
-from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+from fsdp2prof.workflows.ranks.places import OnCluster, ReducedOnes, TraceOptions
 
 __all__ = ["Analysis", "Finished", "finished"]
 

@@ -31,8 +31,8 @@ from fsdp2prof.workflows.job.at_hand import at_hand
 from fsdp2prof.workflows.job.folders import is_trace_name
 from fsdp2prof.workflows.job.one_job import RankFile
 from fsdp2prof.workflows.job.urls import is_url
+from fsdp2prof.workflows.ranks.rank_options import RankOptions
 from fsdp2prof.workflows.ranks.trace_cache import read_trace_cached
-from fsdp2prof.workflows.ranks.trace_options import TraceOptions
 
 __all__ = [
     "RankWork",
@@ -53,7 +53,7 @@ class RankWork:
     packed: PackedManifest | None
     trace: RankFile | None = None
     memory: tuple[RankFile, ...] = ()
-    options: TraceOptions = field(default_factory=TraceOptions)
+    options: RankOptions = field(default_factory=RankOptions)
     workers: int | None = None
     """Processes that decode one file; by default what it is worth."""
     keep_fullest: bool = False
@@ -206,7 +206,7 @@ def _read(work: RankWork, file: RankFile) -> Trace:
 def read_rank_trace(file: RankFile, *, cache: bool = False, workers: int | None = None) -> Trace:
     """Read a rank's trace from where it lies; it is called as the user called it.
 
-    ``cache`` and ``workers`` are those of :class:`TraceOptions`. Raises ``TraceError``.
+    ``cache`` and ``workers`` are those of :class:`RankOptions`. Raises ``TraceError``.
     """
     read = read_trace_cached if cache and not is_url(file.location or "") else read_trace
     with _at_hand(file, TraceError) as local:

@@ -19,9 +19,9 @@ from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
 from fsdp2prof.workflows.job.one_job import RankFile
 from fsdp2prof.workflows.ranks.cluster import Cluster, Kept, LostError, open_cluster
 from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, peak_in_trace
-from fsdp2prof.workflows.ranks.trace_options import TraceOptions
+from fsdp2prof.workflows.ranks.rank_options import RankOptions
 
-__all__ = ["OnCluster", "RankPlace", "ReducedOnes", "place_of"]
+__all__ = ["OnCluster", "RankPlace", "ReducedOnes", "TraceOptions", "place_of"]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
@@ -38,6 +38,13 @@ class RankPlace(Protocol):
 
         ``fullest`` is the recording, where :meth:`map` returned it.
         """
+
+
+class TraceOptions(RankOptions, total=False):
+    """How the traces of a job are analysed; each has a default."""
+
+    place: RankPlace
+    """Where each rank is read, if it is open already; ``workers`` and ``cluster`` are then its own."""
 
 
 @contextmanager

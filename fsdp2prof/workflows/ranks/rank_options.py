@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace.analysis import References
 
-if TYPE_CHECKING:
-    from fsdp2prof.workflows.ranks.places import RankPlace
-
-__all__ = ["TraceOptions"]
+__all__ = ["RankOptions"]
 
 
-class TraceOptions(TypedDict, total=False):
-    """How traces are analysed; each has a default."""
+class RankOptions(TypedDict, total=False):
+    """How the trace of a rank is analysed; each has a default."""
 
     window: Window
     steps: Collection[int] | None
@@ -26,8 +23,6 @@ class TraceOptions(TypedDict, total=False):
     """A large trace leaves its columns beside it and is not decoded again; off by default."""
     cluster: str | None
     """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
-    place: RankPlace
-    """Where each rank is read, if it is open already; ``workers`` and ``cluster`` are then its own."""
     references: References
     what_if: bool
     """Also try, by replaying the recording, what would make a step faster; off by default."""
