@@ -4,9 +4,9 @@ A rank computes the queries of its share of the sequence against the keys of all
 balanced over the ring, causal attention does ``cp`` times what the rank's own square would take. Keys and
 values of the other ranks arrive while attention runs: it takes as long as the longer of the two.
 
-What each of the ``cp`` parts returns is merged in float32, as torch's ring attention does (``_SDPAMerger`` and
-``_templated_ring_attention_backward`` in ``torch.distributed.tensor.experimental``): of the ring's last rank,
-which merges whole outputs, and which the others wait for.
+What each of the ``cp`` parts returns is merged in float32, as torch's ring attention does (``_SDPAMerger``
+and ``_templated_ring_attention_backward`` in ``torch.distributed.tensor.experimental``): counted is what the
+ring's last rank does, which merges whole outputs, and for which the others wait.
 """
 
 from __future__ import annotations
@@ -85,8 +85,5 @@ def _merges(work: Work, cp: int, kv: int, *, fused: bool) -> list[tuple[str, int
     rows = batch * heads * queries * (rest[1] if len(rest) > 1 else depth)
     widened = (_NARROW + _WIDE) * rows
     merged = [("sub", 3 * _WIDE * rows), ("mul", 2 * _WIDE * rows), ("sub", 3 * _WIDE * rows)]
-    if fused:
-        later = [("fused", (_WIDE + _NARROW + _WIDE) * rows)]
-    else:
-        later = [("to", widened), *merged]
+    later = [("fused", (_WIDE + _NARROW + _WIDE) * rows)] if fused else [("to", widened), *merged]
     return [*packed, ("to", widened), *later * (cp - 1), ("to", widened)]

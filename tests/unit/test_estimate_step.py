@@ -155,8 +155,8 @@ def test_context_parallelism_keeps_a_ranks_share_of_the_work() -> None:
 
 
 def test_the_parts_of_a_ring_are_merged_in_float32() -> None:
-    """Two parts, by hand, bytes an element of queries: 6 + 6 + 12 + 8 + 12 forward and 6 to narrow again, 4 +
-    10 + 10 + 6 backward; of keys and values 4 to pack them in each pass, and 4 + 10 + 5 + 8 + 16 + 6 backward.
+    """Two parts, by hand, bytes an element of queries: 6 + 6 + 12 + 8 + 12 forward and 6 to narrow again,
+    4 + 10 + 10 + 6 backward; of keys and values 4 to pack them a pass, 4 + 10 + 5 + 8 + 16 + 6 backward.
     """
     one = program_of(MODEL, MeshSpec(dp_shard=8), POLICY)
     two = program_of(MODEL, MeshSpec(dp_shard=4, cp=2), replace(POLICY, seq_len=512))
