@@ -30,6 +30,8 @@ def ring_width_of(text: Any, *, eager: bool) -> int | str:
     """
     if eager:
         return "runs attention of its own, which no ring takes"
+    if getattr(text, "is_heterogeneous", False):
+        return "has layers whose heads differ, which is not modelled around a ring"
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if kinds:
         return f"has layers of {min(kinds)}, which torch's ring attention does not take"

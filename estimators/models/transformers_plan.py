@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -175,16 +176,22 @@ def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) ->
     projections = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     by_heads = bool(projections & {"q_proj", "q_b_proj", "qkv_proj", "query_key_value"})
     keys_too = bool(projections & {"k_proj", "qkv_proj", "query_key_value"})
-    heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    heads = _common(text, "num_attention_heads")
     return TransformersPlan(
         name=name,
         rules=rules,
         heads=heads if by_heads else 0,
-        kv_heads=int(getattr(text, "num_key_value_heads", 0) or heads) if keys_too else 0,
+        kv_heads=(_common(text, "num_key_value_heads") or heads) if keys_too else 0,
         tied=tuple(getattr(module, "all_tied_weights_keys", None) or ()),
         head=head_of(module),
         library=parallel,
     )
+
+
+def _common(text: Any, name: str) -> int:
+    """A number of heads, 0 if none is given; of layers that differ in it (Gemma 4), what divides each."""
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
+    return gcd(*(int(getattr(layer, name, 0) or 0) for layer in layers))
 
 
 def _untie(module: nn.Module, names: tuple[str, ...]) -> None:
