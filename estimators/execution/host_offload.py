@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-__all__ = ["HostMemory", "host_memory"]
+__all__ = ["Direction", "HostMemory", "host_memory"]
+
+Direction: TypeAlias = Literal["host_to_device", "device_to_host"]
 
 
 class HostMemory:
@@ -23,11 +25,25 @@ class HostMemory:
 
     def __init__(self, *, offloads: bool) -> None:
         self.offloads = offloads
-        self._stream = torch.cpu.Stream()
+        self.stream = torch.cpu.Stream()
+        """What runs on it runs on the host."""
+        self.copying: Direction | None = None
+        """Between host and device, by the operator that runs now."""
+        self.copies_on: object | None = None
+        """The stream that such a copy is queued on; none for the current one."""
 
     def __call__(self) -> AbstractContextManager[None]:
         """Allocate on the host, where offloaded, what is allocated inside."""
-        return torch.cpu.stream(self._stream) if self.offloads else nullcontext()
+        return torch.cpu.stream(self.stream) if self.offloads else nullcontext()
+
+    def copy(self, tensor: Tensor, direction: Direction) -> Tensor:
+        """Return a copy between host and device of a tensor, queued on the current stream."""
+        self.copying, self.copies_on = direction, torch.cpu.current_stream()
+        try:
+            with self() if direction == "device_to_host" else nullcontext():
+                return tensor.clone()
+        finally:
+            self.copying = self.copies_on = None
 
 
 @contextmanager
@@ -42,14 +58,14 @@ def host_memory(*, offloads: bool) -> Iterator[HostMemory]:
     def copied_inputs(parameter: FSDPParam) -> list[Tensor]:
         if parameter.sharded_state != ShardedState.SHARDED:
             return inputs.fget(parameter)  # type: ignore[attr-defined, no-any-return]
-        return [parameter._sharded_param_data.clone().to(parameter.param_dtype or parameter.orig_dtype)]
+        data = host.copy(parameter._sharded_param_data, "host_to_device")
+        return [data.to(parameter.param_dtype or parameter.orig_dtype)]
 
     to = Tensor.to
 
     def copied_to_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], torch.device) and "non_blocking" in kwargs:
-            with host():  # FSDP's copy of a reduced gradient
-                return tensor.clone()
+            return host.copy(tensor, "device_to_host")  # FSDP's of a reduced gradient
         return to(tensor, *args, **kwargs)
 
     FSDPParam.all_gather_inputs = property(copied_inputs)  # type: ignore[assignment, method-assign]

@@ -207,6 +207,9 @@ class FastModel:
         sums.compute += ends * policy.grad_accum / stages
         sums.sent += exchanged * policy.grad_accum / stages
         sums.issued += host * policy.grad_accum + plain.update_host_ns
+        if policy.offload:  # the host updates, and issues no kernel meanwhile
+            sums.exposed += plain.update_host_ns
+            return 0.0
         own = dtype_bytes(policy.orig_dtype) / plain.element_bytes[0]
         update = self._costs.moved(round(plain.update_bytes * own * sizes.shard / plain.shard_numel))
         sums.compute += update
@@ -223,8 +226,13 @@ class FastModel:
         root = root * min(mesh.pp, 2) // mesh.pp
         transfer = self._costs.transfer
         gathered = transfer("all_gather", root * gather_bytes, mesh, "fsdp")
+        if policy.offload:
+            copied = self._costs.from_host(root // mesh.fsdp_size * dtype_bytes(policy.orig_dtype))
+            gathered += copied
         sent = transfer("reduce_scatter", root * reduce_bytes, mesh, "fsdp")
         sent += transfer("all_reduce", root * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
+        if policy.offload:
+            sent += copied
         dtypes = policy.compute_dtype, policy.gradient_dtype, policy.orig_dtype
         dim = _dim(mesh, policy, plain)
         first = self._traffic(mesh, 0, dim, dtypes, policy.reshard, policy.offload)
@@ -274,6 +282,7 @@ class FastModel:
             scatter += transfer("all_reduce", numel * reduced // shards, mesh, "dp_replicate")
             if offload:  # the shard comes from the host before it is gathered
                 gather += self._costs.from_host(numel // shards * own)
+                scatter += self._costs.from_host(numel // shards * own)
         numel = sum(numel for numel, _ in groups)
         if isinstance(reshard, int) and not isinstance(reshard, bool):
             again = self._costs.inside_node(numel * gathered, reshard)
@@ -349,7 +358,8 @@ def _passes(
         (reductions, back, last, traffic.again, traffic.scatter),
         (micro_batches - reductions, back, last - cost.host_reduce, traffic.again, 0),
     ):
-        sent = gathered + scattered
+        # the host's link goes both ways at once
+        sent = max(gathered, scattered) if policy.offload else gathered + scattered
         copy = (traffic.copies if sent else 0) + (traffic.reduced if scattered else 0)
         yield times, own, exchanged, host, sent, copy
 

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.estimators.compiler.launches import told_of_launches
+from fsdp2prof.estimators.execution.host_offload import HostMemory
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -40,14 +41,16 @@ _BACKWARD = f"{AUTOGRAD_NODE}: backward"
 class Capture:
     """Writes down what the calling thread commands between entering and leaving it.
 
-    ``mesh_dims`` names the process groups: group name -> mesh dimension. What lies on the host's stream
-    (``CPUOffloadPolicy``) is recognised by ``host_stream``.
+    ``mesh_dims`` names the process groups: group name -> mesh dimension. ``host`` knows what runs on the host
+    and what is copied to and from it (``CPUOffloadPolicy``).
     """
 
-    def __init__(self, mesh_dims: dict[str, str], host_stream: object | None = None) -> None:
+    def __init__(self, mesh_dims: dict[str, str], host: HostMemory | None = None) -> None:
         self.commands: list[Command] = []
         self._mesh_dims = mesh_dims
-        self._host_stream = host_stream
+        self._host = host if host is not None and host.offloads else None
+        self._copied_to_host: int | None = None
+        """Stream of a copy to the host that the host has not waited for."""
         default = torch.cpu.current_stream()
         self._streams: dict[int, tuple[int, object]] = {id(default): (0, default)}
         self._events: dict[int, tuple[int, object]] = {}
@@ -142,7 +145,25 @@ class Capture:
             if name == "aten::_local_scalar_dense" and not self._in_optimizer:
                 self.commands.append(HostWait(self.stream(), call="cudaStreamSynchronize"))
         else:
-            self.commands.append(Kernel(self.stream(), name, work_of(func, args, kwargs, result)))
+            work = work_of(func, args, kwargs, result)
+            kernel = Kernel(self.stream(), name, work)
+            self.commands.append(kernel if self._host is None else self._beside_host(kernel, self._host))
+
+    def _beside_host(self, kernel: Kernel, host: HostMemory) -> Kernel:
+        """Return a copy over the host's link, or what the host runs: it waits for what was copied to it."""
+        if host.copying is not None and kernel.work is not None:
+            stream = self.stream(host.copies_on)
+            if host.copying == "device_to_host":
+                self._copied_to_host = stream
+            once = kernel.work.bytes // 2  # each is read here and written there
+            return Kernel(stream, kernel.op, Work(host.copying, kernel.work.dtype, once))
+        if torch.cpu.current_stream() is not host.stream:
+            return kernel
+        if self._copied_to_host is not None:
+            stream, self._copied_to_host = self._copied_to_host, None
+            event, self._event_count = self._event_count, self._event_count + 1
+            self.commands += [Record(stream, event), HostWait(stream, event)]
+        return Kernel(kernel.stream, kernel.op, None)
 
     def _fused(self, nbytes: int, dtype: str, moves: bool) -> None:
         """A kernel that a compiled graph launches in place of operators."""

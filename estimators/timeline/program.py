@@ -81,7 +81,7 @@ def capture_step(
         with naming_the_culprit(spec):
             loop.forward_backward()
             loop.update()
-            with Capture(_mesh_dims(device_mesh, expert_mesh(mesh))) as capture:
+            with Capture(_mesh_dims(device_mesh, expert_mesh(mesh)), host) as capture:
                 loop.forward_backward()
                 loop.update()
         parameters = elements_of(model.module)
@@ -98,7 +98,9 @@ def execute_and_capture(
     """
     check_parallelism(full, mesh, policy)
     policy = fold_blocks(policy, full.blocks)
-    differs = policy.compile or policy.float8 is not None or policy.other_models or mesh.pp > 1
+    differs = (
+        policy.compile or policy.float8 is not None or policy.other_models or policy.offload or mesh.pp > 1
+    )
     if differs or depths_to_execute(spec, mesh, policy, full) is not None:
         return None
     captures: list[Capture] = []

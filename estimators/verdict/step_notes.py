@@ -84,6 +84,11 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
         )
     if costs.cluster.network is not None:
         notes.append(f"network {costs.cluster.network.name}: {costs.cluster.network.source}")
+    if policy.offload:
+        notes.append(
+            f"offload: shards and gradients are copied at {hardware.host_link_gb_per_s:g} GB/s each way; "
+            "what clipping and the optimizer take on the host is not counted, and the next step waits for it"
+        )
     if mesh.cp > 1:
         notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")
     if mesh.pp > 1:
