@@ -25,7 +25,7 @@ from statistics import mean
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.spec.cluster import Cluster
-from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.spec.hardware import HardwareSpec, NetworkSpec, known_hardware
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.spec.model import ModelSpec
 from fsdp2prof.estimators.spec.policy import PolicySpec
@@ -38,8 +38,9 @@ PARTS = {
     "H100-SXM": "h100-sxm",
     "H200": "h200",
     "GB200": "gb200",
-    "A100-SXM-80": "a100-80gb",
     "A100-40": "a100-40gb",
+    "A100-SXM-40": "a100-40gb",
+    "A100": "a100-80gb",
     "MI300X": "mi300x",
     "B200": "b200",
 }
@@ -69,14 +70,18 @@ NETWORKS = {
     "InfiniBand": "400gb-ib",
     "EFA": "400gb-efa",
     "RDMA": "400gb-roce",
+    "RoCE": "400gb-roce",
     "Slingshot": "200gb-slingshot",
+    "Ethernet": "100gb-eth",
 }
 """A word of the row's interconnect -> the network's name here."""
 
 INTERLEAVED = "interleaved:2"
 """Two stages a rank where torchtitan is told no split, and as many micro-batches as ranks
-(``torchtitan/parallelisms/pipelining_utils.py`` at 9dec370). Its table 5 is of runs with asynchronous tensor
-parallelism, by its heading."""
+(``torchtitan/parallelisms/pipelining_utils.py`` at 9dec370)."""
+
+WITH_ASYNC_TP = ("(table 5)", "(table 6)")
+"""Tables of torchtitan's benchmark of December 2024 whose headings say asynchronous tensor parallelism."""
 
 OWN_OPTIONS = "-"
 """Stack of a row whose options say all."""
@@ -107,7 +112,8 @@ def read(row: dict[str, str]) -> Row:
         raise ModelError("its checkpointing or its batch per GPU is not published")
     sizes = (part for part in row["mesh"].split() if "=" in part)
     mesh = MeshSpec.parse(",".join(sizes))
-    part = next((name for start, name in PARTS.items() if row["gpu"].startswith(start)), None)
+    named = (name for name in known_hardware() if row["gpu"].lower().startswith(name))
+    part = next((name for start, name in PARTS.items() if row["gpu"].startswith(start)), next(named, None))
     if part is None:
         raise ModelError(f"accelerator {row['gpu']!r} is not known")
     source = row["source"].partition(" ")[0].partition("@")[0]
@@ -123,17 +129,18 @@ def read(row: dict[str, str]) -> Row:
     batch = int(row["batch_per_gpu"])
     reshard = row["reshard"].partition("(")[0]
     stack = row.get("stack") or next(
-        name for start, name in STACKS.items() if row["source"].startswith(start)
+        (name for start, name in STACKS.items() if row["source"].startswith(start)), OWN_OPTIONS
     )
+    micro_batches = mesh.pp if batch % mesh.pp == 0 else batch
     policy = {
-        "batch_size": batch // mesh.pp,
-        "grad_accum": mesh.pp,
+        "batch_size": batch // micro_batches,
+        "grad_accum": micro_batches,
         "seq_len": int(row["seq_len"]),
         "ac": row["ac"],
         "reshard": "torchtitan" if reshard == "default" else reshard,
         "reshard_root": False,
         "compile": compiled,
-        "async_tp": "asyncTP" in row["mesh"] or "(table 5)" in row["source"],
+        "async_tp": "asyncTP" in row["mesh"] or any(table in row["source"] for table in WITH_ASYNC_TP),
         "float8": None if float8 == "no" else float8,
         "fp8_all_gather": float8 == "tensorwise",
     }
@@ -191,7 +198,7 @@ def main(given: Sequence[str]) -> None:
             try:
                 row = read(found)
                 made = estimate_step(row.model, row.mesh, row.policy, row.cluster)
-            except (ModelError, StopIteration) as refusal:
+            except ModelError as refusal:
                 print(f"{found['id']:7}not predicted: {refusal}", flush=True)
                 continue
             speed = made.tokens_per_s_per_gpu

@@ -309,9 +309,10 @@ _BOUNDS = {
 def _verdict(estimate: StepEstimate) -> list[str]:
     """Say how long the step takes, what bounds it, and where communication shows most."""
     low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
+    between = "" if low == high else f" ({low} to {high})"
     mfu = "" if estimate.mfu is None else f", MFU {format_frac(estimate.mfu)}"
     lines = [
-        f"A step takes {format_ns(estimate.step_ns)} ({low} to {high}): "
+        f"A step takes {format_ns(estimate.step_ns)}{between}: "
         f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s on each GPU{mfu}."
     ]
     parts = estimate.breakdown_ns

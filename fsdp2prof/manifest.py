@@ -25,6 +25,7 @@ __all__ = [
     "RecordOptions",
     "RecordingInfo",
     "Rehearsal",
+    "RootInfo",
     "RunInfo",
     "State",
     "StepInfo",

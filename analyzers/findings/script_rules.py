@@ -67,29 +67,42 @@ def _wrapped_too_coarse(evidence: Evidence) -> list[Finding]:
     if share < evidence.thresholds.coarse_frac:
         return []
     name = named_layer(fqn)
-    gathers = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
-    reductions = sum(row.exposed_ns for row in evidence.reduce_scatters if row.fqn == fqn)
+    cost = sum(row.exposed_ns for row in evidence.all_gathers if row.fqn == fqn)
     if len(shares) == 1:
-        cost = gathers + reductions
+        cost += sum(row.exposed_ns for row in evidence.reduce_scatters if row.fqn == fqn)
+    exposed = evidence.per_step(cost)
+    if len(shares) == 1:
         problem = (
-            f"All parameters ({format_bytes(payload)}) are in one group, of {name}: no other layer's work is "
-            f"there to hide its collectives, exposed for {evidence.per_step(cost)}, and the whole model is "
-            "gathered at once."
+            f"All parameters ({format_bytes(payload)}) are in one group, of {name}, gathered whole: "
+            + (
+                f"no other layer's work is there to hide its collectives, exposed for {exposed}."
+                if evidence.on_device
+                else "on a GPU no other layer's work would be there to hide its collectives."
+            )
         )
     else:
-        cost = gathers
         problem = (
             f"One all-gather, of {name}, brings {format_frac(share)} of all parameters "
-            f"({format_bytes(payload)}) at once; its module cannot begin before it ends, and "
-            f"{evidence.per_step(cost)} of it is exposed."
+            f"({format_bytes(payload)}) at once; "
+        ) + (
+            f"its module cannot begin before it ends, and {exposed} of it is exposed."
+            if evidence.on_device
+            else "on a GPU its module could not begin before it ends."
         )
     change = (
         "Apply fully_shard to the blocks inside before the module around them."
         if is_root(fqn)
-        else f"Apply fully_shard to the modules inside {name} first: its blocks, or its large Linear layers."
+        else f"Apply fully_shard to the modules inside {name}, too: its blocks, or its large Linear layers."
     )
     return evidence.finding(
-        "wrapping_too_coarse", fqn, cost, problem, change, payload_bytes=payload, share_frac=share
+        "wrapping_too_coarse",
+        fqn,
+        cost,
+        problem,
+        change,
+        severity=None if evidence.on_device else "info",
+        payload_bytes=payload,
+        share_frac=share,
     )
 
 

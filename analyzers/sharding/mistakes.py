@@ -117,17 +117,17 @@ def _outside(evidence: RunEvidence) -> Iterator[Finding]:
     if trained and evidence.world_size > 1:
         size = sum(one.nbytes for one in trained)
         problem = (
-            f"{plural(len(trained), 'trainable parameter')} ({format_bytes(size)}) are in no group: "
-            f"{listed([one.fqn for one in trained])}. Every rank holds them whole and FSDP does not reduce "
-            f"their gradients: ranks drift apart, unless {_other_reducer(evidence)} reduces them."
+            f"No group has {plural(len(trained), 'trainable parameter')} ({format_bytes(size)}): "
+            f"{listed([one.fqn for one in trained])}. Every rank holds the whole and FSDP reduces no "
+            f"gradient of it: ranks drift apart, unless {_other_reducer(evidence)} does."
         )
-        change = "Take them out of ignored_params, or all-reduce their gradients before the optimizer."
+        change = "Take it out of ignored_params, or all-reduce its gradient before the optimizer."
         yield finding("unreduced_parameters", _unreduced(evidence), problem, change, bytes=size)
     if frozen:
         size = sum(one.nbytes for one in frozen)
         problem = (
-            f"{plural(len(frozen), 'frozen parameter')} ({format_bytes(size)}) are in no group: every rank "
-            f"holds them whole: {listed([one.fqn for one in frozen])}."
+            f"No group has {plural(len(frozen), 'frozen parameter')} ({format_bytes(size)}), which every "
+            f"rank holds whole: {listed([one.fqn for one in frozen])}."
         )
         severity: Severity = "medium" if size >= _LARGE_BYTES else "info"
         yield finding("unsharded_frozen", severity, problem, "Shard them, too, to save memory.", bytes=size)
@@ -150,10 +150,10 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
         yield finding("optimizer_before_fully_shard", "high", problem, change, parameters=len(left_out))
     elif left_out:
         problem = (
-            f"{plural(len(left_out), 'trainable parameter')} are in no optimizer: "
-            f"{listed([one.fqn for one in left_out])}. Their gradients are reduced and never used."
+            f"No optimizer has {plural(len(left_out), 'trainable parameter')}: "
+            f"{listed([one.fqn for one in left_out])}. What is reduced of their gradients is never used."
         )
-        change = "Freeze them, or give them to an optimizer."
+        change = "Freeze what is not to be trained, give the rest to an optimizer."
         yield finding("not_optimized", "medium", problem, change, parameters=len(left_out))
     alive = [one for one in stray if one.has_gradient]
     if alive and evidence.world_size > 1:

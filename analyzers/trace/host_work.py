@@ -25,13 +25,14 @@ def working_operators(trace: Trace) -> IntArray:
     it (``aten::mm`` looks at its arguments through an operator of its own): then they are part of it. Of
     other namespaces what is left may be Python. One that issues a collective does not work itself. No two of
     those returned overlap on a thread. Threads that carry out gloo's collectives do not count: what they run
-    is communication.
+    is communication. (Its sends and receives have their ranges on the thread that asks for them.)
     """
     events = trace.events
     operators = events.category.equals("cpu_op") & events.name.matches(lambda name: "::" in name)
     wrapping = events.name.matches(lambda name: name.startswith(_NOT_WORK))
     native = events.name.matches(lambda name: name.startswith("aten::"))
-    workers = intervals.distinct(events.thread[gloo_ranges(trace)])
+    asking = events.thread[events.name.matches(lambda name: name.startswith("c10d::"))]
+    workers = np.setdiff1d(events.thread[gloo_ranges(trace)], asking)
     rows = np.flatnonzero(operators & ~np.isin(events.thread, workers))
     kept = []
     for thread in intervals.distinct(events.thread[rows]):

@@ -36,14 +36,14 @@ def step_of_root(
         return RootStep(micro_batches=micro_batches, sync=synced)
     where = _named(manifest, root)
     count = info.micro_batches if grad_accum is None else grad_accum
-    if count is None:
+    if count is None or info.method_forwards is None:
         raise ModelError(
             f"{where} does not run equally often in each recorded step: no step stands for all; "
             "record steps that are alike, or say its micro-batches with --grad-accum"
         )
     if grad_accum is not None and grad_accum != info.micro_batches:
         return RootStep(micro_batches=count, sync=sync or "last", all_reduce=_all_reduce(info, where))
-    if info.method_forwards is None or info.method_forwards > count:
+    if info.method_forwards > count:
         raise ModelError(
             f"{where} runs forward in parts (register_fsdp_forward_method): which of its gradients each part "
             "reduces is not recorded"

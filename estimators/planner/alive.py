@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,10 +12,20 @@ from fsdp2prof.analyzers.memory.categories import categorize
 from fsdp2prof.estimators.memory import MemoryPrediction
 from fsdp2prof.tables import BoolArray, IntArray
 
-__all__ = ["Alive"]
+__all__ = ["Alive", "Held"]
 
 _GROW_WITH_TOKENS = frozenset({"activation", "temporary", "input", "unattributed"})
 _STATES = frozenset({"sharded_parameter", "optimizer_state"})
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes at one instant."""
+
+    of_tokens: int
+    """What grows with the tokens."""
+    of_parameters: int
+    """Gathered parameters, gradients, and buffers for them."""
 
 
 class Alive:
@@ -45,18 +56,28 @@ class Alive:
         return int(self._size[kept & (self._born < self._end) & (self._freed >= self._end)].sum())
 
     def in_backward(self, fqn: str, blocks: Sequence[str]) -> int:
-        """Most bytes in a block's backward beside states, gradients' shards, the root's parameters and what
-        ``blocks`` saved."""
-        counted = ~(self._states | self._gradients | self._root_gathered)
-        most = self._most(self._born[self._backward & self._of[fqn]], counted)
+        """Most bytes that grow with the tokens in a block's backward, beside what ``blocks`` saved."""
+        most = self._most(self._born[self._backward & self._of[fqn]], self._token_sized)
         return max(0, most - sum(map(self.saved, blocks)))
 
-    def at_loss(self) -> int:
-        """Most bytes between the blocks' forward and their backward beside states and the gathered root."""
+    def at_loss(self) -> tuple[Held, Held]:
+        """What is alive between the blocks' forward and their backward beside states and the gathered root:
+        when most is that grows with the tokens, and when most is that does not."""
         instants = self._born[(self._born >= self._begin) & (self._born <= self._end)]
-        return self._most(instants, self._default & ~(self._states | self._root_gathered))
+        tokens = self._totals(instants, self._default & self._token_sized)
+        others = self._default & ~(self._states | self._root_gathered | self._token_sized)
+        parameters = self._totals(instants, others)
+        made = [Held(*pair) for pair in zip(tokens.tolist(), parameters.tolist(), strict=True)]
+        return max(made, key=lambda one: one.of_tokens), max(made, key=lambda one: one.of_parameters)
+
+    def active(self) -> int:
+        """Most bytes of the default stream in the last step."""
+        return self._most(self._born[self._forward | self._backward], self._default)
 
     def _most(self, instants: IntArray, counted: BoolArray) -> int:
+        return int(self._totals(instants, counted).max(initial=0))
+
+    def _totals(self, instants: IntArray, counted: BoolArray) -> IntArray:
         born, freed, size = self._born[counted], self._freed[counted], self._size[counted]
-        totals = (int(size[(born <= instant) & (freed > instant)].sum()) for instant in instants.tolist())
-        return max(totals, default=0)
+        made = [int(size[(born <= instant) & (freed > instant)].sum()) for instant in instants.tolist()]
+        return np.array(made, dtype=np.int64)

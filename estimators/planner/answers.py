@@ -51,6 +51,7 @@ def answer(
         planning.confirm()
     asked.at(value if value is not None else asked.easiest)
     planning.confirm()
+    planning.prefetch()
     planning.other_precisions()
     planning.complete = True
     plan = planning.plan()

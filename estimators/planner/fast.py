@@ -7,7 +7,7 @@ S = P / shards, T tokens of a micro-batch on a rank, L blocks, A micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -109,6 +109,8 @@ class _Traffic:
     """Beside a reduce-scatter."""
     accumulated: int
     """Adding a micro-batch's gradients to those that are kept unsharded."""
+    widened: int
+    """Casting the first micro-batch's to the dtype that they are kept in, and copying it wider at the end."""
 
 
 class FastModel:
@@ -174,7 +176,7 @@ class FastModel:
         for index, (kind, cost, base) in enumerate(zip(profile.kinds, costs, plain, strict=True)):
             count = share * kind.count / mesh.pp
             traffic = self._traffic(mesh, index, dim, dtypes, policy.reshard, policy.offload)
-            for times, own, exchanged, host_ns, sent, copy in _passes(cost, traffic, policy):
+            for times, own, exchanged, host_ns, sent, copy in _passes(cost, traffic, mesh, policy):
                 busy = own + copy + exchanged
                 bare = max(busy + _HIDDEN_COST * min(sent, busy), sent)
                 weight = count * times
@@ -184,9 +186,10 @@ class FastModel:
                 sums.sent += weight * exchanged
                 sums.issued += weight * host_ns
             if policy.sync == "last":
-                added = count * (policy.grad_accum - 1) * traffic.accumulated
-                sums.compute += added
-                sums.moved += added
+                added = (policy.grad_accum - 1) * traffic.accumulated
+                added += traffic.widened if policy.grad_accum > 1 else 0
+                sums.compute += count * added
+                sums.moved += count * added
             sums.recompute += count * policy.grad_accum * max(0, cost.backward - base.backward)
 
     def _add_ends(
@@ -219,14 +222,14 @@ class FastModel:
         root = sizes.root if len(policy.wrap) == 1 else sizes.root - sizes.kept_root
         root = root * min(mesh.pp, 2) // mesh.pp
         transfer = self._costs.transfer
-        sent = transfer("all_gather", root * gather_bytes, mesh, "fsdp")
-        sent += transfer("reduce_scatter", root * reduce_bytes, mesh, "fsdp")
+        gathered = transfer("all_gather", root * gather_bytes, mesh, "fsdp")
+        sent = transfer("reduce_scatter", root * reduce_bytes, mesh, "fsdp")
         sent += transfer("all_reduce", root * reduce_bytes // mesh.fsdp_size, mesh, "dp_replicate")
         dtypes = policy.compute_dtype, policy.gradient_dtype, policy.orig_dtype
         dim = _dim(mesh, policy, plain)
         first = self._traffic(mesh, 0, dim, dtypes, policy.reshard, policy.offload)
         times = policy.grad_accum if policy.sync == "each" else 1
-        return times * (sent + first.scatter) + first.gather
+        return times * (sent + first.scatter) + _gathers(mesh, policy) * (gathered + first.gather)
 
     def _copied_at_ends(self, mesh: MeshSpec, policy: PolicySpec, sizes: Sizes) -> float:
         """FSDP's own kernels for what is outside of the blocks, as :class:`_Traffic` has them for a block."""
@@ -234,8 +237,11 @@ class FastModel:
         reductions = policy.grad_accum if policy.sync == "each" else 1
         moved, root = self._costs.moved, sizes.root
         copied = (policy.grad_accum - reductions) * moved(root * (gathered + 2 * reduced))
+        if reductions < policy.grad_accum:
+            copied += _widened(moved, root, gathered, reduced)
         if mesh.fsdp_size > 1:
-            copied += moved(3 * root * gathered) + reductions * moved(root * (gathered + reduced))
+            copied += _gathers(mesh, policy) * moved(3 * root * gathered)
+            copied += reductions * moved(root * (gathered + reduced))
         return copied
 
     def _split_of(self, tp: int, ep: int, mode: str) -> tuple[float, float]:
@@ -281,6 +287,7 @@ class FastModel:
             copies=moved(3 * numel * gathered) if mesh.fsdp_size > 1 else 0,
             reduced=moved(numel * (gathered + reduced)) if mesh.fsdp_size > 1 else 0,
             accumulated=moved(numel * (gathered + 2 * reduced)),
+            widened=_widened(moved, numel, gathered, reduced),
         )
 
     def _sizes_of(self, mesh: MeshSpec, dim: int, ends: bool, both_ends: bool) -> Sizes:
@@ -304,7 +311,20 @@ class FastModel:
             kept_root=tail if ends else root,
             shard=round(share * sum(map(prod, zip(counts, shards, strict=True))) + root / mesh.fsdp_size),
             widest_shard=round(max(*shards, root / mesh.fsdp_size)),
+            has_loss=both_ends,
         )
+
+
+def _gathers(mesh: MeshSpec, policy: PolicySpec) -> int:
+    """Times that parameters are gathered for a forward: a backward reshards, in a pipeline only the last."""
+    return policy.grad_accum if mesh.pp == 1 else 1
+
+
+def _widened(moved: Callable[[int], int], numel: int, gathered: int, reduced: int) -> int:
+    """Nanoseconds of a cast to a wider dtype, and of what is read more of it when it is reduced."""
+    if reduced == gathered:
+        return 0
+    return moved(numel * (gathered + reduced)) + moved(numel * abs(reduced - gathered))
 
 
 def _has_both_ends(mesh: MeshSpec, policy: PolicySpec) -> bool:
@@ -313,12 +333,12 @@ def _has_both_ends(mesh: MeshSpec, policy: PolicySpec) -> bool:
 
 
 def _passes(
-    cost: BlockCost, traffic: _Traffic, policy: PolicySpec
+    cost: BlockCost, traffic: _Traffic, mesh: MeshSpec, policy: PolicySpec
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yield forwards and backwards of a block: how many, kernels, exchanges, host, FSDP's, its copies."""
     micro_batches = policy.grad_accum
     reductions = micro_batches if policy.sync == "each" else 1
-    gathers = 1 if policy.reshard == "never" else micro_batches
+    gathers = _gathers(mesh, policy)
     ahead = cost.forward, cost.sent_forward
     back = cost.backward, cost.sent_backward
     kept = cost.host_forward - cost.host_gather

@@ -39,6 +39,8 @@ class Sizes:
     """Of all on one rank."""
     widest_shard: int
     """Of the widest block or what is outside, on one rank."""
+    has_loss: bool
+    """Whether the rank has what comes after the blocks."""
 
 
 def reserved_bytes(
@@ -73,12 +75,9 @@ def reserved_bytes(
         kept = _neighbours(mesh.pp, policy.pp_schedule, policy.pp_stage)
         buffers += policy.grad_accum * kept * received
     saved = tokens * flying * sum(share * _saved(profile) for share, profile in mix) * sizes.layers
-    ends = max(profile.ends_bytes for _, profile in mix) * tokens
-    working = (3 * gathered + reduced) * sizes.widest
-    _, probe_gathered, probe_reduced = plain.element_bytes
-    blocks_own = max(kind.peak_bytes for _, profile in mix for kind in profile.kinds)
-    blocks_own -= (3 * probe_gathered + probe_reduced) * sizes.widest
-    in_block = working + max(0.0, blocks_own) * tokens
+    ends = max(_at_loss(profile, tokens) for _, profile in mix) if sizes.has_loss else 0.0
+    in_block = float((3 * gathered + reduced) * sizes.widest)
+    in_block += max(kind.peak_bytes for _, profile in mix for kind in profile.kinds) * tokens
     at_loss = states + buffers + saved + gathered * sizes.kept_root + max(ends, in_block)
     at_update = states + own * sizes.shard + gathered * sizes.root * (policy.reshard == "never")
     # the last reduction: gathered parameters, their gradients, and both in the dtype that is reduced
@@ -104,6 +103,12 @@ def _alive(ranks: int, schedule: PipelineSchedule, stage: int, micro_batches: in
 def _neighbours(ranks: int, schedule: PipelineSchedule, stage: int) -> int:
     """Ranks that a pipeline's rank receives from, for all of its stages."""
     return sum(neighbours_of(schedule, ranks, stage))
+
+
+def _at_loss(profile: BlockProfile, tokens: float) -> float:
+    """What is reserved for head and loss, beside what the blocks saved; ``tokens`` in those of the probe."""
+    held = (one.of_tokens * tokens + one.of_parameters for one in profile.held_at_loss)
+    return max(held) + profile.unused_bytes * tokens
 
 
 def _saved(profile: BlockProfile) -> float:

@@ -39,11 +39,12 @@ def outcome(
     found: Sequence[Scored],
     shown: Sequence[Scored],
     precisions: Sequence[OtherPrecision],
+    notes: Sequence[str],
     winner: Scored | None,
     search: PlanSearch,
 ) -> Plan:
     """Return the result of a search: ``found`` is ranked, ``shown`` are changes that cannot win, nor can
-    ``precisions``."""
+    ``precisions``; ``notes`` say what else was tried."""
     fitting = [one for one in found if one.total_bytes <= request.limit_bytes]
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     point = None if winner is None else _point(winner, request)
@@ -59,7 +60,7 @@ def outcome(
         answer=budget(point, request),
         recipes=[] if winner is None else recipes(request, winner.candidate),
         search=search,
-        assumptions=_assumptions(request, winner),
+        assumptions=[*_assumptions(request, winner), *notes],
     )
     return replace(plan, verdict=_verdict(plan, winner, found[0], request))
 

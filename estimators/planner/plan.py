@@ -11,15 +11,15 @@ from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
 from fsdp2prof.estimators.planner.engine import Call, Engine, in_this_process
-from fsdp2prof.estimators.planner.fast import FastModel
+from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.outcome import fast_path_error, name_of, outcome
 from fsdp2prof.estimators.planner.precision import (
     OtherPrecision,
     in_other_precisions,
     other_precisions,
 )
-from fsdp2prof.estimators.planner.profile import measure, probes
-from fsdp2prof.estimators.planner.refine import variants
+from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
+from fsdp2prof.estimators.planner.refine import Variant, prefetches, prefetching_can_matter, variants
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Correction, Scored, Search, ranked
 from fsdp2prof.estimators.planner.space import candidates, meshes
@@ -48,31 +48,83 @@ class Planning:
     refined: list[tuple[Scored, bool]] = field(default_factory=list)
     """Variants of the best that the engine ran, and whether they are only shown."""
     precisions: list[OtherPrecision] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was tried beside the search, and what was not."""
 
     def run(self, *, refine: bool = False) -> None:
         """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""
         self.profile()
         self.find()
         self.confirm()
+        self.prefetch(refine=refine)
         self.other_precisions()
         if refine:
             self.refine()
         self.complete = True
 
+    def prefetch(self, *, refine: bool = False) -> None:
+        """Let the engine try explicit prefetching on the best, where it can matter or to ``refine``."""
+        best = self._best_that_fits()
+        tried = [] if best is None else prefetches(best.candidate, self.request)
+        if best is None or not tried:
+            return
+        names = ", ".join(name_of(one.candidate).rpartition(", ")[2] for one in tried)
+        kinds = len(repeated_kinds(self.model()))
+        if not refine and not prefetching_can_matter(best, kinds):
+            self.notes.append(
+                f"explicit prefetching ({names}) was not tried: the host runs ahead, and blocks are alike or "
+                "hide what they gather, so FSDP2 alone begins each gather as early (--refine tries it)"
+            )
+            return
+        self.progress(f"trying prefetching on {name_of(best.candidate)}")
+        steps = self.ran([(check_step, self._check(one.candidate)) for one in tried])
+        faster = [
+            one
+            for one, step in zip(tried, steps, strict=True)
+            if not isinstance(step, ModelError) and (refine or step.step_ns < best.step_ns)
+        ]
+        self._try(faster, best)
+        won = any(one.step_ns < best.step_ns for one, _ in self.refined)
+        self.notes.append(
+            f"explicit prefetching ({names}) was tried by the engine on the winner"
+            + ("" if won else ": no depth is faster")
+        )
+
     def refine(self) -> None:
-        """Let the engine try on the best what the search does not see."""
-        best = self.chosen(ranked(self.request, self.all()))
-        if best is None or best.total_bytes > self.request.limit_bytes:
+        """Let the engine try on the best what the search does not see, and confirm other precisions."""
+        best = self._best_that_fits()
+        if best is None:
             return
         tried = variants(best.candidate, self.request)
         self.progress(f"trying {plural(len(tried), 'variant')} of {name_of(best.candidate)}")
-        model, cluster = self.request.model, self.request.cluster
-        checks = [Check(model=model, candidate=one.candidate, cluster=cluster) for one in tried]
-        ran = self.ran([(check, one) for one in checks for check in (check_memory, check_step)])
-        for one, memory, step in zip(tried, ran[::2], ran[1::2], strict=True):
-            if not isinstance(memory, ModelError) and not isinstance(step, ModelError):
-                scored = confirmed(one.candidate, best.fast, memory, step)
-                self.refined.append((scored, one.only_shown))
+        self._try(tried, best)
+        for index, one in enumerate(self.precisions):
+            self.progress(f"confirming {name_of(one.best.candidate)}")
+            made = self._confirmed(one.best.candidate, one.best.fast)
+            if made is not None:
+                self.precisions[index] = replace(one, best=made)
+
+    def _best_that_fits(self) -> Scored | None:
+        best = self.chosen(ranked(self.request, self.all()))
+        return None if best is None or best.total_bytes > self.request.limit_bytes else best
+
+    def _try(self, tried: Sequence[Variant], best: Scored) -> None:
+        """Note what the engine says of variants of the best; what it cannot run is left out."""
+        made = [self._confirmed(one.candidate, best.fast) for one in tried]
+        self.refined += [
+            (scored, one.only_shown) for one, scored in zip(tried, made, strict=True) if scored is not None
+        ]
+
+    def _check(self, candidate: Candidate) -> Check:
+        return Check(model=self.request.model, candidate=candidate, cluster=self.request.cluster)
+
+    def _confirmed(self, candidate: Candidate, fast: Score) -> Scored | None:
+        """Return a configuration with the engine's numbers; ``None`` for one that it cannot run."""
+        check = self._check(candidate)
+        memory, step = self.ran([(check_memory, check), (check_step, check)])
+        if isinstance(memory, ModelError) or isinstance(step, ModelError):
+            return None
+        return confirmed(candidate, fast, memory, step)
 
     def profile(self) -> None:
         """Execute a few blocks for every way to divide one. Raises ``ModelError``."""
@@ -149,13 +201,11 @@ class Planning:
         return next((one for one in found if size(one) <= self.request.limit_bytes), None)
 
     def _confirm(self, one: Scored) -> None:
-        assert self.search is not None
-        check = Check(model=self.request.model, candidate=one.candidate, cluster=self.request.cluster)
-        memory, step = self.ran([(check_memory, check), (check_step, check)])
-        if isinstance(memory, ModelError) or isinstance(step, ModelError):
+        made = self._confirmed(one.candidate, one.fast)
+        if made is None:
             self.dropped.add(one.candidate)
         else:
-            self.correction.learn(confirmed(one.candidate, one.fast, memory, step))
+            self.correction.learn(made)
 
     def all(self) -> list[Scored]:
         """Return every configuration that the engine did not refuse."""
@@ -180,6 +230,7 @@ class Planning:
             found,
             shown,
             self.precisions,
+            self.notes,
             best,
             PlanSearch(
                 configurations=len(found),

@@ -16,7 +16,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.alive import Alive
+from fsdp2prof.estimators.planner.alive import Alive, Held
 from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
@@ -93,7 +93,7 @@ class BlockKind:
     saved_bytes: int
     """From its forward to its backward, at the probe's tokens."""
     peak_bytes: int
-    """Its backward needs beside what it saved: gathered parameters, gradients, temporaries."""
+    """Its backward needs beside what it saved, at the probe's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +120,11 @@ class BlockProfile:
     shard_numel: int
     """Elements of the probe's shard."""
     model_flops_ends: int
-    ends_bytes: int
-    """Alive at the loss beside what the blocks saved, at the probe's tokens."""
+    held_at_loss: tuple[Held, Held]
+    """Alive at the loss beside what the blocks saved, at the probe's tokens: when most is that grows with
+    them, and when most is that does not."""
+    unused_bytes: int
+    """Of what the allocator reserves then, at the probe's tokens."""
     pool_bytes: int
     """The all-gather's own pool, when the root is gathered."""
     element_bytes: tuple[int, int, int]
@@ -170,6 +173,7 @@ def measure(probe: Probe) -> BlockProfile:
         found.append(_kind(count, own, sharded, alive, built.blocks[: block + 1]))
     ends, update = _split([part.commands for part in parts if part.ladder is None])
     saved = sum(map(alive.saved, built.blocks))
+    first, second = alive.at_loss()
     flops = sum(work.flops for part in parts if part.ladder == 0 for work in _stretch(part.commands).works)
     return BlockProfile(
         tp=probe.tp,
@@ -185,10 +189,15 @@ def measure(probe: Probe) -> BlockProfile:
         update_host_ns=_host_ns(update),
         shard_numel=sharded.shard_numel,
         model_flops_ends=program.model_flops - 3 * flops,
-        ends_bytes=max(0, alive.at_loss() - saved),
+        held_at_loss=(_without(saved, first), _without(saved, second)),
+        unused_bytes=max(0, prediction.estimate.peak.streams["default"] - alive.active()),
         pool_bytes=prediction.estimate.peak.streams.get("all_gather_copy_in", 0),
         element_bytes=element_bytes(policy),
     )
+
+
+def _without(saved: int, held: Held) -> Held:
+    return replace(held, of_tokens=max(0, held.of_tokens - saved))
 
 
 def element_bytes(policy: PolicySpec) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
-"""What the search does not see, tried on the best configuration by the engine.
+"""What the search does not score, tried on the best configuration by the engine.
 
-Explicit prefetching changes when things happen and nothing else: the best of it wins. Another precision
-changes the training's numbers, and a compiler its code: what they would gain is shown, and they win only
-where they are fixed.
+Explicit prefetching changes when things happen and nothing else: it is tried where it can matter, and the
+best of it wins. A compiler changes a training's code, float8 its numbers: what they would gain is shown, and
+they win only where they are fixed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
+from fsdp2prof.estimators.planner.search import Scored
 
-__all__ = ["REFINED", "Variant", "variants"]
+__all__ = ["REFINED", "Variant", "prefetches", "prefetching_can_matter", "variants"]
 
 REFINED = ("forward_prefetch", "backward_prefetch", "reduce_dtype", "float8", "compile")
 """Options that are tried."""
 
+_DEPTHS: dict[str, tuple[Any, ...]] = {"forward_prefetch": (1, 2), "backward_prefetch": (2,)}
+_LEAST_FRAC = 0.005
+"""Of a step, that is worth an execution."""
 _FLOAT8 = "float8_e4m3fn"
 
 
@@ -29,22 +33,37 @@ class Variant:
     """It changes the training's numbers or code."""
 
 
-def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
-    """Return what to try on a configuration, without what is fixed or what it has already."""
-    tried: list[tuple[dict[str, Any], bool]] = [
-        ({"forward_prefetch": 1}, False),
-        ({"forward_prefetch": 2}, False),
-        ({"backward_prefetch": 2}, False),
-        ({"reduce_dtype": "bfloat16"}, True),
+def prefetches(best: Candidate, request: PlanRequest) -> list[Variant]:
+    """Return a configuration with explicit prefetching of other depths, where nobody fixed one."""
+    gathers = best.mesh.fsdp_size > 1 and best.mesh.pp == 1
+    if not gathers or any(name in request.fixed_policy for name in _DEPTHS):
+        return []
+    return [
+        Variant(replace(best, policy=replace(best.policy, **{name: depth})), only_shown=False)
+        for name, depths in _DEPTHS.items()
+        for depth in depths
     ]
+
+
+def prefetching_can_matter(best: Scored, kinds: int) -> bool:
+    """Whether a gather may begin earlier than FSDP2 alone begins it.
+
+    It does where the host is late, or where blocks of several kinds let a long gather hide behind more than
+    one block. Else the host runs ahead, and the next gather begins as the one before has been copied out.
+    """
+    least = _LEAST_FRAC * best.step_ns
+    return best.host_ns > least or (kinds > 1 and best.exposed_ns > least)
+
+
+def variants(best: Candidate, request: PlanRequest) -> list[Variant]:
+    """Return what else to try on a configuration, without what is fixed or what it has already."""
+    tried: dict[str, Any] = {}
     if not best.policy.compile:
-        tried.append(({"compile": True}, True))
+        tried["compile"] = True
     elif request.cluster.hardware.flops.get(_FLOAT8):
-        tried.append(({"float8": "tensorwise"}, True))
-    found = []
-    for changes, only_shown in tried:
-        ((name, value),) = changes.items()
-        if name not in request.fixed_policy and getattr(best.policy, name) != value:
-            policy = replace(best.policy, **changes)
-            found.append(Variant(replace(best, policy=policy), only_shown))
-    return found
+        tried["float8"] = "tensorwise"
+    return [
+        Variant(replace(best, policy=replace(best.policy, **{name: value})), only_shown=True)
+        for name, value in tried.items()
+        if name not in request.fixed_policy and getattr(best.policy, name) != value
+    ]

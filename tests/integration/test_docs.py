@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +75,30 @@ def test_every_documented_command_that_needs_only_a_run_runs(
             typed[typed.index("runs/first")] = "traces"
         ended = call(capfd, *typed)
         assert ended.code in (0, 3), f"{page}: fsdp2prof {' '.join(typed)}: {ended.err}"
+
+
+_POLICY = re.compile(
+    r"\| .*?`(?P<options>--ac [a-z -]+)`\)? \| (?P<gib>[\d.]+) GiB.*? \| (?P<ms>[\d,]+) ms "
+    r"\| (?P<speed>[\d,]+) \| (?P<exposed>[\d.]+) % \|"
+)
+"""A row of the tuning guide's table of predictions."""
+
+
+@pytest.mark.slow
+def test_the_tuning_guide_has_the_figures_of_today(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [*_POLICY.finditer((REPOSITORY / "docs" / "tuning.md").read_text())]
+    assert len(rows) == 4
+    model = ["--model", "llama3-8b", "--mesh", "dp_shard=8", "--seq-len", "8192", "--hardware", "h100-sxm"]
+    model += ["--format", "json"]
+    for row in rows:
+        memory, step = (
+            json.loads(call(capfd, "estimate", what, *model, *row["options"].split()).out)
+            for what in ("memory", "step")
+        )
+        assert row["gib"] == f"{memory['reserved_low_bytes'] / (1 << 30):.1f}"
+        assert row["ms"] == f"{step['step_ns'] / 1e6:,.0f}"
+        assert row["speed"] == f"{step['tokens_per_s_per_gpu']:,.0f}"
+        assert row["exposed"] == f"{100 * step['trace']['totals']['exposed_frac']:.1f}"
 
 
 @pytest.mark.slow

@@ -113,6 +113,26 @@ def test_on_cpu_the_operators_of_issuing_threads_compute_that_do_the_work_themse
     ]
 
 
+def test_a_thread_that_sends_and_receives_by_gloo_still_computes() -> None:
+    """A pipeline stage: the ranges of its sends lie on the thread that asks, until they are over."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#1", 0, 100)
+    trace.label("FSDP::pre_forward (a)", 0, 4)
+    trace.host("aten::addmm", 10, 30)
+    trace.host("c10d::send", 30, 31)
+    trace.host("gloo:send", 31, 60, "user_annotation")
+    trace.host("c10d::recv_", 32, 33)
+    trace.host("gloo:recv", 33, 50, "user_annotation")
+    trace.host("aten::mm", 52, 58)
+    trace.host("c10d::_allgather_base_", 70, 71)
+    trace.host("gloo:all_gather", 72, 80, "user_annotation", WORKER)
+    trace.host("aten::copy_", 74, 79, thread=WORKER)
+    (found,) = parts(rank_tables(trace.build()))
+    assert found["compute"] == 20 + 6
+    assert found["exposed_other_comm"] == 29 - 6
+    assert found["exposed_all_gather"] == 8
+
+
 KINDS = st.sampled_from(["gemm", "fsdp", NCCL, "ncclDevKernel_AllReduce_Sum", "Memcpy HtoD", "Memset"])
 ACTIVITY = st.tuples(KINDS, st.integers(0, 80), st.integers(0, 30), st.integers(0, 3), st.integers(-1, 99))
 """Kind, start, duration, stream, launch (-1: not in the file)."""

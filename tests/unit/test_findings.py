@@ -343,7 +343,7 @@ def test_what_the_script_hands_to_fsdp_is_told_on_a_cpu_too() -> None:
     reductions = [row(str(one.fqn), "reduce_scatter", "backward", 8) for one in gathers]
     found = named(replace(analysis, findings=find(replace(analysis, groups=[*gathers, *reductions]))))
     assert number(found["wrapping_too_coarse"], "share_frac") == 0.8
-    assert "modules inside `wide` first" in found["wrapping_too_coarse"].change
+    assert "modules inside `wide`, too" in found["wrapping_too_coarse"].change
     assert "reduced_every_micro_batch" not in found
     alone = [row("", "all_gather", "forward", 8), row("", "reduce_scatter", "backward", 8)]
     (coarse,) = [f for f in find(replace(analysis, groups=alone)) if f.id == "wrapping_too_coarse"]

@@ -14,7 +14,7 @@ from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.recorder.devices import parse_settings
 from fsdp2prof.recorder.model.compiling import compiled_modules
 from fsdp2prof.recorder.model.describe import describe_param_groups, describe_tensors
-from fsdp2prof.recorder.model.ownership import add_ownership
+from fsdp2prof.recorder.model.ownership import add_ownership, keep_told
 from fsdp2prof.recorder.model.roots import Roots
 
 
@@ -62,6 +62,23 @@ def test_an_optimizer_whose_turn_has_not_come_counts():
     assert [name for name, optimized in found.items() if not optimized] == [(1, "1.weight"), (1, "1.bias")]
     assert len(found) == 8
     assert len(waiting.param_groups) == 1
+
+
+def test_an_optimizer_that_is_gone_is_remembered():
+    """A model that was trained first and dropped is not told to have had no optimizer."""
+    roots = Roots(lambda: None)
+    with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model.reshard()
+        before, after = describe_param_groups(roots), describe_param_groups(roots)
+        add_ownership(before, roots, [torch.optim.SGD(model[0].parameters())])
+        add_ownership(after, roots, [torch.optim.SGD([torch.ones(1, requires_grad=True)])])
+    assert {one.optimized for group in after for one in group.parameters} == {False}
+    keep_told(after, before)
+    assert [one.optimized for group in after for one in group.parameters] == [True, True, False, False]
 
 
 def test_settings_of_a_group_that_change_its_memory_or_traffic():

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2prof.manifest import ParamGroupInfo, UnshardedInfo
 from fsdp2prof.recorder.model.roots import Root, param_groups
 
-__all__ = ["add_checksums", "add_ownership", "describe_unsharded", "keep_checksums", "state_dtypes"]
+__all__ = ["add_checksums", "add_ownership", "describe_unsharded", "keep_told", "state_dtypes"]
 
 _MOST = 1000
 """Unsharded tensors that are told."""
@@ -53,13 +53,14 @@ def add_checksums(groups: Iterable[ParamGroupInfo], roots: Iterable[Root]) -> No
             told.gradient_checksum = None if gradient is None else _checksum(gradient)
 
 
-def keep_checksums(groups: Iterable[ParamGroupInfo], before: Iterable[ParamGroupInfo]) -> None:
-    """Take the checksums over from what was described before."""
+def keep_told(groups: Iterable[ParamGroupInfo], before: Iterable[ParamGroupInfo]) -> None:
+    """Take over from what was described before: checksums, and optimizers that are gone by now."""
     known = {(info.root, told.fqn): told for info in before for told in info.parameters}
     for info in groups:
         for told in info.parameters:
             if (first := known.get((info.root, told.fqn))) is not None:
                 told.checksum, told.gradient_checksum = first.checksum, first.gradient_checksum
+                told.optimized = True if first.optimized else told.optimized
 
 
 def describe_unsharded(roots: Iterable[Root], optimizers: Iterable[Optimizer]) -> list[UnshardedInfo]:

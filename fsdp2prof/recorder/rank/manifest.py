@@ -85,7 +85,7 @@ class ManifestFile:
             optimizers = self._watch.optimizers if self._settled else []
             ownership.add_ownership(groups, self._roots, optimizers)
             self.manifest.unsharded = ownership.describe_unsharded(self._roots, optimizers)
-            ownership.keep_checksums(groups, self.manifest.param_groups)
+            ownership.keep_told(groups, self.manifest.param_groups)
             self.manifest.param_groups = groups
             self.manifest.norms = describe.describe_norms(self._roots)
             self.manifest.process_groups = describe.describe_process_groups(groups)

@@ -55,9 +55,10 @@ def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
 
 
 def _facts(estimate: StepEstimate) -> Facts:
+    low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
+    between = "nothing varied" if low == high else f"{low} to {high} by what is not known"
     pairs = {
-        "step": f"{format_ns(estimate.step_ns)}, {format_ns(estimate.range.low_ns)} to "
-        f"{format_ns(estimate.range.high_ns)} by what is not known",
+        "step": f"{format_ns(estimate.step_ns)}, {between}",
         "speed": f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
         f"{estimate.tokens_per_step:,} tokens a step",
         "MFU, HFU": f"{format_frac(estimate.mfu)}, {format_frac(estimate.hfu)}",
