@@ -120,7 +120,8 @@ class FastModel:
         self._profiles = profiles
         self._blocks = len(model.blocks)
         self._width = 0 if model.config is None else model.config.dim
-        self._costs = FastCosts(request.cluster.with_attention(request.policy.attention), profiles)
+        cluster = request.cluster.with_attention(request.policy.attention)
+        self._costs = FastCosts(cluster, profiles, compiled=request.policy.compile)
         self._traffic = lru_cache(maxsize=1 << 14)(self._traffic_of)
         self._split = lru_cache(maxsize=None)(self._split_of)
         self._sizes = lru_cache(maxsize=1 << 14)(self._sizes_of)

@@ -15,6 +15,7 @@ from fsdp2prof.estimators.spec.cluster import Cluster
 from fsdp2prof.estimators.spec.mesh import MeshSpec
 from fsdp2prof.estimators.timeline.collective_costs import transfer
 from fsdp2prof.estimators.timeline.commands import Collective, Work
+from fsdp2prof.estimators.timeline.context_parallel import ring_merges
 from fsdp2prof.estimators.timeline.costs import ClusterCosts
 from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
 
@@ -55,8 +56,9 @@ def padded_numel(shapes: Shapes, shards: int, *, dim: int = 0) -> int:
 class FastCosts:
     """Costs of the parts of a step, from profiles of shallow runs."""
 
-    def __init__(self, cluster: Cluster, profiles: Mapping[Layout, BlockProfile]) -> None:
+    def __init__(self, cluster: Cluster, profiles: Mapping[Layout, BlockProfile], *, compiled: bool) -> None:
         self._cluster = cluster
+        self._compiled = compiled
         self._profiles = profiles
         self._of_mesh = lru_cache(maxsize=None)(lambda mesh: ClusterCosts(cluster=cluster, mesh=mesh))
         self.blocks = lru_cache(maxsize=None)(self._blocks)
@@ -89,7 +91,18 @@ class FastCosts:
 
     def _compute(self, profile: BlockProfile, stretch: Stretch, shape: Shape3) -> int:
         hardware = self._cluster.hardware
-        return sum(kernel_ns(_at(work, profile, shape), hardware) for work in stretch.works if work.bytes)
+        works = [_at(work, profile, shape) for work in stretch.works if work.bytes]
+        for work in list(works) if shape[2] > 1 else ():
+            works += self._merges(work, shape[2])
+        return sum(kernel_ns(work, hardware) for work in works)
+
+    def _merges(self, work: Work, cp: int) -> list[Work]:
+        """What a ring does to the parts of an attention."""
+        if work.kind != "attention":
+            return []
+        batch, _, _, keys, depth, kv_heads, value_depth = work.shape
+        kv = batch * kv_heads * (keys // cp) * (depth + value_depth)
+        return [merge for _, merge in ring_merges(work, cp, kv, fused=self._compiled)]
 
     def _sent(self, profile: BlockProfile, stretch: Stretch, shape: Shape3) -> int:
         batch, seq_len, _ = shape

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
 from fsdp2prof.estimators.timeline.model_flops import model_flops_of
 
-__all__ = ["with_context_parallel"]
+__all__ = ["ring_merges", "with_context_parallel"]
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4
@@ -53,37 +53,44 @@ def with_context_parallel(program: Program, cp: int, kv_elements: int, *, fused:
         )
         batch, heads, queries, keys, *depths = work.shape
         longer = replace(work, flops=work.flops * cp, shape=(batch, heads, queries, keys * cp, *depths))
-        merging = _merges(work, cp, kv_elements // cp, fused=fused)
+        merges = ring_merges(work, cp, kv_elements // cp, fused=fused)
         made += [ring, replace(command, work=longer)]
-        made += [Kernel(command.stream, op, _pointwise(moved)) for op, moved in merging]
+        made += [Kernel(command.stream, op, merge) for op, merge in merges]
         made.append(Wait(command.stream, events))
         events += 1
     added = model_flops_of(made) - model_flops_of(program.commands)
     return replace(program, commands=made, model_flops=program.model_flops + added)
 
 
-def _pointwise(moved: int) -> Work:
-    return Work(kind="pointwise", dtype="float32", bytes=moved)
+def ring_merges(work: Work, cp: int, kv: int, *, fused: bool) -> list[tuple[str, Work]]:
+    """Operators around the parts of one attention in a ring of ``cp`` ranks.
 
-
-def _merges(work: Work, cp: int, kv: int, *, fused: bool) -> list[tuple[str, int]]:
-    """Operators around the parts of one ring and the bytes that each reads and writes.
-
-    ``kv``: elements of this rank's keys and values. The sums of exponents, one a row, are left out.
+    ``work``: the attention, whose batch, heads, queries and depths are looked at. ``kv``: elements of
+    one rank's keys and values. The sums of exponents, one a row, are left out.
     """
     batch, heads, queries, _, depth, *rest = work.shape
+    width = depth if work.backward or len(rest) < 2 else rest[1]
+    rows = batch * heads * queries * width
+    moved = _backward(rows, cp, kv) if work.backward else _forward(rows, cp, kv, fused=fused)
+    return [(op, Work(kind="pointwise", dtype="float32", bytes=size)) for op, size in moved]
+
+
+def _forward(rows: int, cp: int, kv: int, *, fused: bool) -> list[tuple[str, int]]:
+    """Operators and the bytes that each moves; ``rows``: elements of what attention returns."""
     packed = [("cat", 2 * _NARROW * kv)] * (cp - 1)
-    if work.backward:
-        rows = batch * heads * queries * depth
-        added = _WIDE + _NARROW + _WIDE  # a float32 sum, what is added to it, the new sum
-        first = [("zeros", _WIDE * (rows + kv)), ("add", added * kv), ("add", added * rows)]
-        # Of a later part the gradients of half the keys are added, and the halves joined again.
-        later = [("add", added * kv // 2), ("cat", 2 * _WIDE * kv), ("add", added * rows)]
-        sent = [("cat", 2 * _WIDE * kv)] * cp
-        narrowed = [("to", (_WIDE + _NARROW) * (rows + kv))]
-        return [*packed, *first, *later * (cp - 1), *sent, *narrowed]
-    rows = batch * heads * queries * (rest[1] if len(rest) > 1 else depth)
-    widened = (_NARROW + _WIDE) * rows
+    cast = ("to", (_NARROW + _WIDE) * rows)
     merged = [("sub", 3 * _WIDE * rows), ("mul", 2 * _WIDE * rows), ("sub", 3 * _WIDE * rows)]
-    later = [("fused", (_WIDE + _NARROW + _WIDE) * rows)] if fused else [("to", widened), *merged]
-    return [*packed, ("to", widened), *later * (cp - 1), ("to", widened)]
+    later = [("fused", (_WIDE + _NARROW + _WIDE) * rows)] if fused else [cast, *merged]
+    return [*packed, cast, *later * (cp - 1), cast]
+
+
+def _backward(rows: int, cp: int, kv: int) -> list[tuple[str, int]]:
+    """The same; its sums are one kernel each, compiled or not. ``rows``: elements of the queries."""
+    packed = [("cat", 2 * _NARROW * kv)] * (cp - 1)
+    added = _WIDE + _NARROW + _WIDE  # a float32 sum, what is added to it, the new sum
+    first = [("zeros", _WIDE * (rows + kv)), ("add", added * kv), ("add", added * rows)]
+    # Of a later part the gradients of half the keys are added, and the halves joined again.
+    later = [("add", added * kv // 2), ("cat", 2 * _WIDE * kv), ("add", added * rows)]
+    sent = [("cat", 2 * _WIDE * kv)] * cp
+    narrowed = [("to", (_WIDE + _NARROW) * (rows + kv))]
+    return [*packed, *first, *later * (cp - 1), *sent, *narrowed]
