@@ -75,6 +75,8 @@ class PipelineStage:
         self._output: Tensor | None = None
         self._sent: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
+        self._logits: dict[int, Tensor] = {}
+        """Of a last stage, which keeps them until their backward has run, whatever the loss has saved."""
         self._deferred: dict[int, Callable[[], object]] = {}
         self.activations: list[Tensor] = []
         """Buffers that receive the activations of the stage before; none on the first stage."""
@@ -105,6 +107,8 @@ class PipelineStage:
             self._backward_of_input(self._outputs.pop(micro_batch), micro_batch)
         else:
             self._deferred.pop(micro_batch)()
+        if kind in "BI":
+            self._logits.pop(micro_batch, None)
 
     def _make_buffers(self, micro_batches: int) -> None:
         dtype = getattr(torch, self._policy.compute_dtype)
@@ -135,7 +139,7 @@ class PipelineStage:
         if policy.loss != "full":
             return self._model.loss(root, received, policy.loss)
         assert batch.targets is not None
-        self._output = self._run_stage(received)
+        self._output = self._logits[micro_batch] = self._run_stage(received)
         return logits_loss(self._output, batch.targets)
 
     def _received_batch(self, micro_batch: int) -> Batch:
