@@ -79,6 +79,7 @@ class EstimatedPolicy:
 
     batch_size: int | None = None
     seq_len: int | None = None
+    documents: str | None = None
     images: int | None = None
     image_size: str | None = None
     grad_accum: int | None = None
@@ -97,7 +98,6 @@ class EstimatedPolicy:
     optimizer: str | None = None
     optimizer_impl: str | None = None
     clip_grad: bool | None = None
-    documents: str | None = None
     loss: str | None = None
     keep_logits: str | None = None
     loss_parallel: bool | None = None

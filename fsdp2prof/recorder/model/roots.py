@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -107,7 +107,8 @@ class Roots:
         self._marking = False
         self._after_hooks: list[Any] = []
         self._wrapped: list[tuple[Any, str]] = []
-        self._states: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._states: WeakSet[Any] = WeakSet()
+        """Whose methods are wrapped; modules that were sharded together have one."""
 
     def __iter__(self) -> Iterator[Root]:
         return iter(sorted(self._roots.values(), key=lambda root: root.index))
@@ -153,12 +154,15 @@ class Roots:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        for module in list(self._states):
-            self._leave_methods(module)
+        for state in list(self._states):
+            self._leave_methods(state)
 
     def _watch_methods(self, module: nn.Module) -> None:
         """See methods of ``register_fsdp_forward_method``, too: they call the state, not module hooks."""
-        state = self._states[module] = _state(module)
+        state = _state(module)
+        if state in self._states:
+            return
+        self._states.add(state)
         before, after = state._pre_forward, state._post_forward
 
         @wraps(before)
@@ -178,15 +182,16 @@ class Roots:
 
         state._pre_forward, state._post_forward = pre_forward, post_forward
 
-    def _leave_methods(self, module: nn.Module) -> None:
-        if (state := self._states.pop(module, None)) is not None:
+    def _leave_methods(self, state: Any) -> None:
+        if state in self._states:
+            self._states.discard(state)
             del state._pre_forward, state._post_forward
 
     @_disable_dynamo
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if _state(module)._is_root is False:
             self._hooks[module].remove()
-            self._leave_methods(module)
+            self._leave_methods(_state(module))
             return
         if torch.is_grad_enabled():
             self._on_forward()
