@@ -63,7 +63,7 @@ class TransformersPlan:
     """Parameters that are another one's: divided by rules of their own, then tied again."""
     head: str | None
     """The linear layer that makes the logits, where the model says which it is."""
-    library: Any
+    parallel: Any
     """transformers' module of tensor parallelism."""
     absent: frozenset[str] = frozenset()
     """Modules that another pipeline stage holds."""
@@ -110,9 +110,9 @@ class TransformersPlan:
         tied = self.tied if not self.absent else ()
         _untie(module, tied)
         try:
-            self.library.apply_tensor_parallelism(module, mesh, rules)
+            self.parallel.apply_tensor_parallelism(module, mesh, rules)
             if apart is not None:
-                style = self.library.ColwiseParallel(
+                style = self.parallel.ColwiseParallel(
                     input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
                 )
                 style.install_forward(module.get_submodule(apart), mesh)
@@ -184,7 +184,7 @@ def plan_of(name: str, module: nn.Module, blocks: tuple[str, ...], text: Any) ->
         kv_heads=(_common(text, "num_key_value_heads") or heads) if keys_too else 0,
         tied=tuple(getattr(module, "all_tied_weights_keys", None) or ()),
         head=head_of(module),
-        library=parallel,
+        parallel=parallel,
     )
 
 

@@ -39,7 +39,7 @@ def read_npz(path: Path) -> Arrays:
             if size > _MOST_EXPANSION * path.stat().st_size + _EXPANDS_FREELY_BYTES:
                 raise ValueError(f"grows more than {_MOST_EXPANSION}-fold when it is decompressed")
             return {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(f"not a NumPy archive: {error}") from None
 
 

@@ -208,5 +208,5 @@ def _holds_arrays(path: Path) -> bool:
     try:
         with ZipFile(path) as archive:
             return any(name.endswith(".npy") for name in archive.namelist())
-    except (BadZipFile, NotImplementedError, ValueError):
+    except (BadZipFile, RuntimeError, ValueError):  # RuntimeError: a newer kind of zip
         return False
