@@ -84,7 +84,11 @@ class CpuMemoryCapture:
         self._path = path
         self._fake = mode is not None
         self._tracker = StorageTracker(
-            device=device, fake_mode=mode, stacks=stacks, around=partial(guard.around, "memory")
+            device=device,
+            fake_mode=mode,
+            stacks=stacks,
+            around=partial(guard.around, "memory"),
+            hook=partial(guard.hook, "memory"),
         )
         self._running = False
 
@@ -161,9 +165,11 @@ class CudaMemoryCapture:
         """Turn the history off."""
         if self._running:
             self._running = False
-            self._end_step()
-            self._tags.stop()
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                self._end_step()
+                self._tags.stop()
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def forget(self) -> None:
         """Stop tagging in a forked child, where CUDA cannot be used."""
