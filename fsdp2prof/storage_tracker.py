@@ -49,7 +49,7 @@ from fsdp2prof.tables import (
     StepTable,
 )
 
-__all__ = ["StorageTracker"]
+__all__ = ["StorageTracker", "has_compiled"]
 
 _TICK_NS = 1000
 _RESIZE = "UntypedStorage.resize_"
@@ -179,7 +179,7 @@ class StorageTracker:
             end_ns=self._end_ns,
             truncated=False,
             settings={},
-            warnings=(_COMPILED,) if _has_compiled() else (),
+            warnings=(_COMPILED,) if has_compiled() else (),
         )
 
     def _now(self) -> int:
@@ -317,7 +317,7 @@ class _Live(weakref.ref[Any]):
         return live
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Whether torch.compile has made any graph in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
