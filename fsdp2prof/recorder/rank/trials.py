@@ -36,7 +36,7 @@ from fsdp2prof.trial import (
     why_never_tried,
 )
 
-__all__ = ["RECORD_WARMUP", "Trials"]
+__all__ = ["Trials", "predict_command"]
 
 SETTLED_STEPS = 2
 """Steps before the trial: the first ones allocate, compile and initialise."""
@@ -338,6 +338,12 @@ class Trials:
         raise _EndedError("whatif chose no candidate while the training ran")
 
 
+def predict_command(run: Path) -> list[str]:
+    """Return the command that prints, as JSON, what each change gains in a run's first recording."""
+    options = ["--iteration", "1", "--format", "json", "-q"]
+    return [sys.executable, "-m", "fsdp2prof", "whatif", str(run), *options]
+
+
 class _Chooser:
     """The process that predicts each change on the first recording."""
 
@@ -347,10 +353,9 @@ class _Chooser:
         environment = {
             name: text for name, text in os.environ.items() if name not in (VARIABLE, ALIVE_VARIABLE)
         }
-        command = [sys.executable, "-m", "fsdp2prof", "whatif", str(folder.parent), "--recording", "1"]
         with self._path.open("wb") as out:
             self._process = subprocess.Popen(
-                [*command, "--format", "json", "-q"],
+                predict_command(folder.parent),
                 env=environment | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
