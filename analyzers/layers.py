@@ -14,7 +14,7 @@ from statistics import median
 from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "in_family", "natural_key"]
+__all__ = ["FOLD_FROM", "families", "family_name", "fold_alike", "fold_names", "natural_key"]
 
 FOLD_FROM = 3
 """Siblings that look alike before they are folded."""
@@ -80,24 +80,6 @@ def family_name(names: Sequence[str | None]) -> str:
     name, first = matches[0]
     numbers = sorted({int(match.group()) for _, match in matches})
     return f"{name[: first.start()]}{format_numbers(numbers)}{name[first.end() :]}"
-
-
-def in_family(name: str, family: str) -> bool:
-    """Whether ``layers.0-2`` is the folded name of ``layers.1`` and others."""
-    match = _last_number(name)
-    if match is None:
-        return False
-    before, after = name[: match.start()], name[match.end() :]
-    if not (family.startswith(before) and family.endswith(after)):
-        return False
-    number, parts = int(match.group()), family[len(before) : len(family) - len(after)].split(",")
-    spans = [part.split("-") for part in parts if part != "..."]
-    if not all(part.isdecimal() for span in spans for part in span):
-        return False
-    if "..." in parts and len(spans) == 3:
-        first, second, last = (int(span[0]) for span in spans)
-        return number in range(first, last + 1, max(1, second - first))
-    return any(int(span[0]) <= number <= int(span[-1]) for span in spans)
 
 
 def _last_number(fqn: str | None) -> re.Match[str] | None:

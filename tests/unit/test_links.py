@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from support.results import memory_analysis, run_analysis, trace_analysis
 
-from fsdp2prof.analyzers.layers import family_name, in_family
+from fsdp2prof.analyzers.layers import family_name
 from fsdp2prof.reporters.document import Document, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
+from fsdp2prof.vocabulary import in_family
 
 
 def linked_row(document: Document, target: str) -> dict[str, object]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from fsdp2prof.analyzers.layers import in_family
 from fsdp2prof.reporters.document import Link, Section, Table, Value
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.ledger import LedgerEntry
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.vocabulary import OPS, layer_name
+from fsdp2prof.vocabulary import OPS, in_family, layer_name
 
 __all__ = ["memory_links", "trace_links"]
 
