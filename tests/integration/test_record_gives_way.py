@@ -48,7 +48,7 @@ def train(model: nn.Module, act: Act) -> list[float]:
     return losses
 
 
-def sharded() -> nn.Module:
+def sharded() -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     fully_shard(model[0])
@@ -191,14 +191,11 @@ def allocator(monkeypatch):
         "memory_capture",
         lambda folder, *_, **__: CudaMemoryCapture(folder / "memory.pickle", several_roots=False),
     )
-    for name, answer in (
-        ("device_info", None),
-        ("allocator_stats", {}),
-        ("allocator_settings", {}),
-        ("attention_backends", []),
-    ):
-        answered = devices.device_info("cpu") if answer is None else answer
-        monkeypatch.setattr(devices, name, lambda _, answered=answered: answered)
+    cpu = devices.device_info("cpu")
+    monkeypatch.setattr(devices, "device_info", lambda _: cpu)
+    for name in ("allocator_stats", "allocator_settings"):
+        monkeypatch.setattr(devices, name, lambda _: {})
+    monkeypatch.setattr(devices, "attention_backends", lambda _: [])
     return made
 
 
