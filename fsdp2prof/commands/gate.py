@@ -67,10 +67,11 @@ class Gate:
         if judged.error is not None:
             raise judged.error
         self._write(judged)
-        if failures := [outcome for outcome in judged.outcomes if outcome.ranks]:
+        if failures := [outcome for outcome in judged.outcomes if outcome.failed]:
             raise ThresholdError("; ".join(map(str, failures)))
         if judged.outcomes and not click.get_current_context().params.get("quiet"):
-            passed = f"passed: {plural(len(judged.outcomes), 'condition')} tested, none holds"
+            holds = "none fails" if any(outcome.excuse for outcome in judged.outcomes) else "none holds"
+            passed = f"passed: {plural(len(judged.outcomes), 'condition')} tested, {holds}"
             say("\n".join([passed, *(f"  {outcome}" for outcome in judged.outcomes)]))
 
     def _write(self, judged: Judged) -> None:
