@@ -107,7 +107,7 @@ def _opened(path: Path, *, compressed: bool) -> Iterator[IO[bytes]]:
             path.open("wb") as raw,
             igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0) as file,  # type: ignore[no-untyped-call]
         ):
-            yield file
+            yield file  # type: ignore[misc]
     else:
         with path.open("wb") as plain:
             yield plain
