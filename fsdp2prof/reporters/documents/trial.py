@@ -69,10 +69,10 @@ def _table(result: TrialResult) -> Table:
         c.ms("least_predicted_ns", "least\nstep"),
         c.ms("most_predicted_ns", "most\nstep"),
         c.sized("added_bytes", "memory"),
-        c.number("rounds"),
+        *([c.number("rounds")] if any(one.rounds != result.rounds for one in result.tried) else []),
         c.text("outcome", show=_OUTCOMES.__getitem__),
         c.number("recording"),
     ]
-    note = "ms a step less than with the script's settings: median of pairs of blocks; predicted by whatif"
+    note = "ms a step less than with the script's settings; median of pairs of blocks"
     title = "Measured in the running job"
     return c.table("tried", title, columns, result.tried, note=note, noun="candidate")
