@@ -61,6 +61,7 @@ def _blocks(result: TrialResult) -> list[Block]:
 def _table(result: TrialResult) -> Table:
     columns = [
         c.text("change"),
+        c.text("outcome", show=_OUTCOMES.__getitem__),
         c.ms("gained_ns", "gained\nms"),
         c.ms("low_ns", "95 %\nfrom"),
         c.ms("high_ns", "95 %\nto"),
@@ -70,7 +71,6 @@ def _table(result: TrialResult) -> Table:
         c.ms("most_predicted_ns", "most\nstep"),
         c.sized("added_bytes", "memory"),
         *([c.number("rounds")] if any(one.rounds != result.rounds for one in result.tried) else []),
-        c.text("outcome", show=_OUTCOMES.__getitem__),
         c.number("recording"),
     ]
     note = "ms a step less than with the script's settings; median of pairs of blocks"
