@@ -19,8 +19,11 @@ from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
+from fsdp2prof.estimators.models.build import builtin_of
+from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
@@ -92,7 +95,15 @@ class Described:
         values = {**self.values, **{key: value for key, value in more.items() if value is not None}}
         if self.read is not None and "seq_len" not in values["policy"]:
             raise UsageError("no file says how long a sequence is: add --seq-len")
-        return make_spec(values, **_head_of(values.get("model")))
+        spec = make_spec(values, **_head_of(values.get("model")))
+        _refuse_early(spec)
+        return spec
+
+
+def _refuse_early(spec: EstimateSpec) -> None:
+    """Raise ``ModelError`` for what options alone decide of a built-in model, before torch is loaded."""
+    if spec.model.kind == "builtin":
+        check_parallelism(outline_of(builtin_of(spec.model)), spec.mesh, spec.policy)
 
 
 _HUGGING_FACE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}

@@ -60,6 +60,7 @@ from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
 from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
 
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
@@ -379,7 +380,7 @@ def rows_of_steps(run):
     steps: dict[int, Counter[tuple[object, ...]]] = {}
     for row in analyze_trace(run).groups:
         if row.rank == 0 and row.fqn is not None:
-            key = (row.root, row.fqn, row.op, row.dtype, row.group_size)
+            key = (row.fqn, row.op, row.dtype, row.group_size)
             sums = {(*key, "count"): row.count, (*key, "bytes"): row.payload_bytes}
             steps.setdefault(row.step, Counter()).update(sums)
     return list(steps.values())
@@ -387,8 +388,10 @@ def rows_of_steps(run):
 
 def rows_of_estimate(run):
     counts: Counter[tuple[object, ...]] = Counter()
-    for row in estimate_comm_of_run(manifest_of(open_run(run).ranks[0])).groups:
-        key = (row.root, row.fqn, row.op, row.dtype, row.group_size)
+    manifest = manifest_of(open_run(run).ranks[0])
+    for row in estimate_comm_of_run(manifest).groups:
+        fqn = qualified_fqn(present(row.fqn), row.root, manifest.root_count)
+        key = (fqn, row.op, row.dtype, row.group_size)
         counts.update({(*key, "count"): row.count, (*key, "bytes"): row.payload_bytes})
     return counts
 
