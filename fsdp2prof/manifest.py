@@ -70,11 +70,11 @@ class TrialOptions(_Record):
     """What is tried in a running job, and for how long."""
 
     candidates: list[str] = msgspec.field(default_factory=list)
-    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded step."""
+    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded steps."""
     best: int = 3
     """How many ``whatif`` chooses, those with the largest predicted gain."""
     steps: int = 240
-    """Steps of the trial, its two recorded ones of each candidate left out."""
+    """Timed steps and those before each block; the recorded ones come on top."""
     seed: int = 0
     changes_results: bool = False
     """Whether candidates are allowed that change results."""

@@ -283,9 +283,9 @@ class RankSession:
             return None
         recordings = self._recordings
 
-        def record(plan: RecordingInfo) -> None:
+        def record(plan: RecordingInfo, traced: int) -> None:
             if recordings is not None:
-                guard.run("captures", recordings.begin, plan)
+                guard.run("captures", recordings.begin, plan, traced)
 
         def recorded() -> None:
             if recordings is not None:
