@@ -413,10 +413,10 @@ def rows_of_estimate(run):
     ],
 )
 def test_steps_of_any_kind_are_as_recorded_or_refused(tmp_path, kind):
-    script = [script_path("gan")] if kind == "gan" else [script_path("step_kinds"), "--kind", kind]
+    script, *options = ["gan"] if kind == "gan" else ["step_kinds", "--kind", kind]
     command = [sys.executable, "-m", "fsdp2prof", "record", *SHORT, "-o", str(tmp_path / "run"), "--"]
     done = subprocess.run(
-        [*command, *torchrun(script[0], 2, *script[1:], "--steps", str(STEPS))],
+        [*command, *torchrun(script_path(script), 2, *options, "--steps", str(STEPS))],
         env=training_environment(),
         capture_output=True,
         text=True,
