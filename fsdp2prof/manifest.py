@@ -470,7 +470,7 @@ class RankManifest(_Record):
     """The host in every captured step, the warm-up included."""
     compiled_modules: list[str] | None = None
     """Modules that run compiled, by their names under their root, which is the empty string itself; null if
-    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
+    ``torch.compile`` made no graph, empty if it made those of something else alone, a function say."""
     attention_backends: list[str] = []
     """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
     preferred one first; empty on CPU."""
