@@ -70,11 +70,11 @@ class TrialOptions(_Record):
     """What is tried in a running job, and for how long."""
 
     candidates: list[str] = msgspec.field(default_factory=list)
-    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded step."""
+    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded steps."""
     best: int = 3
     """How many ``whatif`` chooses, those with the largest predicted gain."""
     steps: int = 240
-    """Steps of the trial, its two recorded ones of each candidate left out."""
+    """Timed steps and those before each block; the recorded ones come on top."""
     seed: int = 0
     changes_results: bool = False
     """Whether candidates are allowed that change results."""
@@ -456,7 +456,7 @@ class RankManifest(_Record):
     """The host in every captured step, the warm-up included."""
     compiled_modules: list[str] | None = None
     """Modules that run compiled, by their names under their root, which is the empty string itself; null if
-    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
+    ``torch.compile`` made no graph, empty if it made those of something else alone, a function say."""
     attention_backends: list[str] = []
     """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
     preferred one first; empty on CPU."""
