@@ -130,7 +130,7 @@ def watched(events: list[Seen]) -> Iterator[None]:
 
 def shard(model: Tiny, names: list[str], how: Arrangement, mesh: Any) -> None:
     for name in names:
-        reshard = {"reshard_after_forward": how.reshard[name]} if name in how.reshard else {}
+        reshard: dict[str, Any] = {"reshard_after_forward": how.reshard[name]} if name in how.reshard else {}
         fully_shard(model.get_submodule(name), mesh=mesh, **reshard)
     modules: list[Any] = [model.get_submodule(name) for name in names if name.startswith("blocks")]
     for at, module in enumerate(modules):
@@ -170,17 +170,18 @@ def run(how: Arrangement) -> tuple[list[Seen], list[ScheduledGroup]]:
                     from_gradient.setdefault(name, any(one.requires_grad for one in inputs))
 
             model.get_submodule(name).register_forward_hook(ended)
+        train: Any = model
         tokens = torch.zeros(2, dtype=torch.int64)
         with watched(events):
             for _ in range(2):
                 events.clear()
                 for micro_batch in range(how.micro_batches):
                     uses.clear()
-                    model.set_requires_gradient_sync(how.sync_each or micro_batch == how.micro_batches - 1)
+                    train.set_requires_gradient_sync(how.sync_each or micro_batch == how.micro_batches - 1)
                     if how.reference_forward:
                         with torch.no_grad():
-                            model(tokens)
-                    model(tokens).sum().backward()
+                            train(tokens)
+                    train(tokens).sum().backward()
                 for parameter in model.parameters():
                     parameter.grad = None
         groups = {
