@@ -11,7 +11,16 @@ from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 from fsdp2prof.units import dtype_bytes
 
-__all__ = ["Due", "Key", "Layer", "has_several_roots", "recorded_groups", "step_cycles", "unknown_dtypes"]
+__all__ = [
+    "Due",
+    "Key",
+    "Layer",
+    "has_several_roots",
+    "recorded_groups",
+    "scheduled_group",
+    "step_cycles",
+    "unknown_dtypes",
+]
 
 Key: TypeAlias = tuple[str | None, str, int | None]
 """Process group, operation, bytes of one rank's input."""
@@ -82,7 +91,7 @@ def recorded_groups(manifest: RankManifest, root: int) -> list[ScheduledGroup]:
         trained = _trained(infos, positions)
     first = min(trained, default=None)
     groups = {
-        index: _scheduled(
+        index: scheduled_group(
             info,
             manifest,
             has_backward=first is not None and first <= at,
@@ -140,9 +149,14 @@ def _depth(fqn: str) -> int:
     return 0 if fqn == "" else fqn.split(", ")[-1].count(".") + 1
 
 
-def _scheduled(
-    info: ParamGroupInfo, manifest: RankManifest, *, has_backward: bool, input_has_gradient: bool
+def scheduled_group(
+    info: ParamGroupInfo,
+    manifest: RankManifest,
+    *,
+    has_backward: bool = True,
+    input_has_gradient: bool = False,
 ) -> ScheduledGroup:
+    """Return a recorded group as the schedule reads it; sizes of unknown data types are 0."""
     known = {group.name: group for group in manifest.process_groups}
 
     def axis(name: str | None, size: int) -> Axis:

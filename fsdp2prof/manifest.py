@@ -294,6 +294,20 @@ class ParamGroupInfo(_Record):
     """Forwards of its modules with gradients in each captured step, recomputed ones too; null as above."""
     evaluations: Index | None = None
     """Forwards of its modules without gradients; null as above."""
+    counts_vary: bool | None = None
+    """Whether gathers or reductions differed between captured steps; null where they were not counted."""
+    backward_gathers: Index | None = None
+    """Those of ``gathers`` made in a backward."""
+    post_forward_gathers: Index | None = None
+    """Those of ``backward_gathers`` over the ranks of ``post_forward_group``."""
+    reductions: Index | None = None
+    """Reduce-scatters of its gradients in each captured step (all-reduces alone where it is not sharded)."""
+    reduced_numel: Amount | None = None
+    """Elements of one rank's padded shards in all of them: of parameters that had a gradient."""
+    all_reductions: Index | None = None
+    """Those of ``reductions`` that went on over the replicas."""
+    all_reduced_numel: Amount | None = None
+    """``reduced_numel`` of those."""
 
 
 class RootInfo(_Record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from fsdp2prof.analyzers.recorded_groups import recorded_groups, unknown_dtypes
+from fsdp2prof.analyzers.recorded_groups import recorded_groups, scheduled_group, unknown_dtypes
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.config.choices import Sync
@@ -14,7 +14,7 @@ from fsdp2prof.estimators.of_run.steps import step_of_root
 from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
-from fsdp2prof.schedule import steady_step
+from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 
 __all__ = ["estimate_comm_of_run"]
 
@@ -24,19 +24,21 @@ def estimate_comm_of_run(
 ) -> CommEstimate:
     """Estimate a recorded rank's collectives in a steady step from its parameter groups.
 
-    ``grad_accum`` and ``sync`` override what the manifest says about micro-batches. Raises ``ModelError`` if
-    the rank recorded no parameter group, or micro-batches that follow no rule.
+    A root whose collectives were counted has as many as in each captured step. The others, and all with
+    ``grad_accum`` or ``sync`` (which override the manifest), follow FSDP2's rules. Raises ``ModelError`` for
+    a rank without a parameter group, captured steps that differ, and micro-batches that follow no rule.
     """
     if not manifest.param_groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
     if unknown := unknown_dtypes(manifest):
         raise ModelError(f"rank {manifest.rank}: size of data type {unknown[0]!r} is not known")
     ledger = Ledger()
-    steps = {
-        root: step_of_root(manifest, root, grad_accum, sync)
-        for root in sorted({group.root for group in manifest.param_groups})
-    }
-    for root, step in steps.items():
+    for root in sorted({group.root for group in manifest.param_groups}):
+        infos = [group for group in manifest.param_groups if group.root == root]
+        if grad_accum is None and sync is None and _is_counted(manifest, infos):
+            _add_counted(infos, manifest, ledger)
+            continue
+        step = step_of_root(manifest, root, grad_accum, sync)
         ledger.add_events(
             steady_step(
                 recorded_groups(manifest, root),
@@ -44,11 +46,10 @@ def estimate_comm_of_run(
                 sync=step.sync,
                 all_reduce=step.all_reduce,
                 keep_between=step.keep_between,
-                trains=any(group.requires_grad for group in manifest.param_groups if group.root == root),
+                trains=any(group.requires_grad for group in infos),
             )
         )
     first = manifest.param_groups[0]
-    first_step = steps[first.root]
     return summarise(
         ledger.to_rows(),
         model=EstimatedModel(
@@ -62,19 +63,83 @@ def estimate_comm_of_run(
         ),
         mesh=_mesh(first, manifest.world_size),
         policy=policy_as_recorded(
-            grad_accum=first_step.micro_batches,
-            sync=first_step.sync,
+            **_accumulation(manifest, grad_accum, sync),
             param_dtype=first.param_dtype,
             reduce_dtype=first.reduce_dtype,
         ),
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
-            _order_note(manifest.param_groups),
-            "gradient clipping, unshard() called by the training and collectives outside FSDP are not in a "
-            "manifest and not counted",
-            "a root without trainable parameters runs forward only, without gradients",
+            _how(manifest, grad_accum, sync),
+            "gradient clipping and other collectives outside FSDP are not in a manifest and not counted",
         ],
     )
+
+
+def _is_counted(manifest: RankManifest, infos: Sequence[ParamGroupInfo]) -> bool:
+    """Whether the recorder counted a root's collectives. Raises ``ModelError`` if captured steps differ."""
+    varying = next((info for info in infos if info.counts_vary), None)
+    if varying is not None:
+        raise ModelError(
+            f"{varying.fqn or 'the root module'} is not gathered and reduced equally often in each captured "
+            "step: no step stands for all; record steps that are alike (--wait, --active), or say the "
+            "micro-batches of a plain step with --grad-accum"
+        )
+    return bool(manifest.roots) and all(info.counts_vary is False for info in infos)
+
+
+def _add_counted(infos: Sequence[ParamGroupInfo], manifest: RankManifest, ledger: Ledger) -> None:
+    """Add what the recorder counted of a root, forward before backward, with the bytes of its groups."""
+    groups = [(info, scheduled_group(info, manifest)) for info in infos]
+    for info, group in groups:
+        _add_gathers(
+            ledger, group, "forward", group.shard, (info.gathers or 0) - (info.backward_gathers or 0)
+        )
+    for info, group in reversed(groups):
+        again = info.post_forward_gathers or 0
+        _add_gathers(ledger, group, "backward", group.shard, (info.backward_gathers or 0) - again)
+        _add_gathers(ledger, group, "backward", group.post_forward, again)
+        ledger.add_sum(
+            group,
+            "reduce_scatter",
+            group.reduce,
+            count=info.reductions or 0,
+            elements=(info.reduced_numel or 0) * group.shard.size,
+        )
+        ledger.add_sum(
+            group,
+            "all_reduce",
+            group.replicate,
+            count=info.all_reductions or 0,
+            elements=info.all_reduced_numel or 0,
+        )
+
+
+def _add_gathers(ledger: Ledger, group: ScheduledGroup, phase: str, axis: Axis, count: int) -> None:
+    ledger.add(
+        root=group.root,
+        fqn=group.fqn,
+        phase=phase,
+        op="all_gather",
+        axis=axis,
+        dtype=group.gather_dtype,
+        payload_bytes=group.gather_bytes,
+        count=count,
+    )
+
+
+def _accumulation(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> dict[str, object]:
+    """Micro-batches of the first root and when it reduces; None where no rule says them."""
+    try:
+        step = step_of_root(manifest, manifest.param_groups[0].root, grad_accum, sync)
+    except ModelError:
+        return {"grad_accum": None, "sync": None}
+    return {"grad_accum": step.micro_batches, "sync": step.sync}
+
+
+def _how(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> str:
+    if grad_accum is None and sync is None and _is_counted(manifest, manifest.param_groups):
+        return "each group is gathered and reduced as often as in each captured step of the recording"
+    return f"{_order_note(manifest.param_groups)}; a root without trainable parameters runs forward only"
 
 
 def _order_note(groups: Sequence[ParamGroupInfo]) -> str:
