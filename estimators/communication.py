@@ -26,7 +26,7 @@ from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,
@@ -36,8 +36,9 @@ from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.estimators.weight_sync import weight_sync
 from fsdp2prof.results.estimate import CommEstimate
+from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 
-__all__ = ["estimate_built", "estimate_comm", "group_traffic"]
+__all__ = ["estimate_built", "estimate_comm", "scheduled_groups"]
 
 _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
@@ -78,13 +79,14 @@ def estimate_built(
     flow = _flow(groups, built, policy)
     groups = tuple(_without_gradients(group, flow) for group in groups)
     ledger = Ledger()
-    walk_step(
-        _traffic(groups, flow, mesh),
-        ledger,
-        micro_batches=policy.grad_accum,
-        sync=policy.sync,
-        keep_between=mesh.pp > 1,
-        forwards=2 if policy.runs_itself_before else 1,
+    ledger.add_events(
+        steady_step(
+            _scheduled(groups, flow, mesh),
+            micro_batches=policy.grad_accum,
+            sync=policy.sync,
+            keep_between=mesh.pp > 1,
+            forwards=2 if policy.runs_itself_before else 1,
+        )
     )
     rule = reshard_rule(built, policy)
     notes = [*_notes(policy, flow), *built.all_notes, *([] if rule is None else [rule])]
@@ -124,23 +126,18 @@ def _add_second_model(
     model = part_of(built, mesh, frozen)
     model.module.requires_grad_(False)
     groups = parameter_groups(model, mesh, frozen)
-    walk_step(
-        group_traffic(groups, model, mesh, frozen, root=root),
-        ledger,
-        micro_batches=policy.grad_accum,
-        sync="last",
-        trains=False,
-    )
+    scheduled = scheduled_groups(groups, model, mesh, frozen, root=root)
+    ledger.add_events(steady_step(scheduled, micro_batches=policy.grad_accum, trains=False))
     trained = Ledger()
     add_parallel_traffic(trained, model, groups, mesh, frozen)
     ledger.add_forward_of(trained, root)
 
 
-def group_traffic(
+def scheduled_groups(
     groups: Sequence[ParameterGroup], model: Model, mesh: MeshSpec, policy: PolicySpec, root: int = 0
-) -> list[GroupTraffic]:
-    """Describe parameter groups for :func:`walk_step`, in post-forward order."""
-    return _traffic(groups, _flow(groups, model, policy), mesh, root)
+) -> list[ScheduledGroup]:
+    """Describe parameter groups for the schedule, in post-forward order."""
+    return _scheduled(groups, _flow(groups, model, policy), mesh, root)
 
 
 def _flow(groups: Sequence[ParameterGroup], model: Model, policy: PolicySpec) -> Flow:
@@ -163,19 +160,20 @@ def _without_gradients(group: ParameterGroup, flow: Flow) -> ParameterGroup:
     )
 
 
-def _traffic(
+def _scheduled(
     groups: Sequence[ParameterGroup], flow: Flow, mesh: MeshSpec, root: int = 0
-) -> list[GroupTraffic]:
+) -> list[ScheduledGroup]:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
     expert_shard = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
     traffic = [
-        GroupTraffic(
+        ScheduledGroup(
             root=root,
             fqn=group.fqn,
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
             gather_dtype=_one_dtype(p.gather_dtype for p in group.parameters),
-            reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
+            reduce_bytes=dtype_bytes(group.gradient_dtype)
+            * sum(p.padded_numel for p in group.parameters if p.requires_grad),
             reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.has_backward.get(group.fqn, False),
@@ -183,7 +181,8 @@ def _traffic(
             reduce=expert_shard if group.is_expert else shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
-            backward_prefetch=group.backward_prefetch or None,
+            forward_prefetch=group.forward_prefetch,
+            backward_prefetch=group.backward_prefetch,
             unshard_in_backward=group.unshard_in_backward,
         )
         for group in groups
