@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import base_of
+from fsdp2prof.estimators.config.choices import ChunkedBackward, base_of
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -20,13 +20,14 @@ from fsdp2prof.estimators.description import mesh_as_given, model_as_built, poli
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, reduce_unit, walk_step
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,
@@ -78,8 +79,11 @@ def estimate_built(
     flow = _flow(groups, built, policy)
     groups = tuple(_without_gradients(group, flow) for group in groups)
     ledger = Ledger()
+    traffic = _traffic(groups, flow, mesh)
+    if isinstance(policy.loss, ChunkedBackward):
+        traffic = _head_apart(traffic, groups, built, policy, ledger)
     walk_step(
-        _traffic(groups, flow, mesh),
+        traffic,
         ledger,
         micro_batches=policy.grad_accum,
         sync=policy.sync,
@@ -189,6 +193,50 @@ def _traffic(
         for group in groups
     ]
     return [group for fqn in flow.has_backward for group in traffic if group.fqn == fqn]
+
+
+def _head_apart(
+    traffic: list[GroupTraffic],
+    groups: Sequence[ParameterGroup],
+    built: Model,
+    policy: PolicySpec,
+    ledger: Ledger,
+) -> list[GroupTraffic]:
+    """Groups where ``loss=chunked-backward`` gathers and reduces the head behind the model's forward.
+
+    A head that shares a unit, as torchtitan's ``norm+output``, is gathered for the norm, for the pieces, and
+    for the norm's backward; its own gradients are reduced before the others of its unit. Behind the pieces of
+    a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
+    micro-batches accumulated.
+    """
+    head = f"{head_of(built.module)}.weight"
+    own = next(group for group in groups if any(p.fqn == head for p in group.parameters))
+    waits = policy.sync == "last" and policy.grad_accum > 1
+    reductions = policy.grad_accum if policy.sync == "each" else 1
+    if len(own.parameters) == 1:
+        for group in traffic:
+            if waits and group.fqn != own.fqn:
+                reduce_unit(group, ledger, times=1)
+        return [replace(group, reshard=group.fqn != own.fqn) for group in traffic]
+    changed = []
+    for group in traffic:
+        if group.fqn == own.fqn:
+            alone = next(p.padded_numel for p in own.parameters if p.fqn == head)
+            first = group.reduce_numel if waits else alone
+            reduce_unit(replace(group, reduce_numel=first), ledger, times=reductions)
+            ledger.add(
+                root=group.root,
+                fqn=group.fqn,
+                phase="forward",
+                op="all_gather",
+                axis=group.shard,
+                dtype=group.gather_dtype,
+                payload_bytes=group.gather_bytes,
+                count=policy.grad_accum,
+            )
+            group = replace(group, reshard=True, reduce_numel=group.reduce_numel - alone)
+        changed.append(group)
+    return changed
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:

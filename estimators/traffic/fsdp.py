@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.choices import Sync
 from fsdp2prof.estimators.config.policy import dtype_bytes
 from fsdp2prof.results.estimate import CommRow
 
-__all__ = ["AllReduce", "Axis", "GroupTraffic", "Ledger", "walk_step"]
+__all__ = ["AllReduce", "Axis", "GroupTraffic", "Ledger", "reduce_unit", "walk_step"]
 
 AllReduce = Literal["each", "last", "never"]
 """Every reduction of a step is all-reduced, or the last one, or none (``set_requires_all_reduce``)."""
@@ -157,7 +157,7 @@ def walk_step(
             replicated = all_reduce == "each" or (all_reduce == "last" and is_last)
             for group in reversed(passes.distinct):
                 times = 2 if waiting and passes.reduces_early(group) else 1
-                _reduce(group, book, times=times, replicated=replicated)
+                reduce_unit(group, book, times=times, replicated=replicated)
             waiting = False
 
 
@@ -254,7 +254,8 @@ class _Passes:
         )
 
 
-def _reduce(group: GroupTraffic, ledger: Ledger, *, times: int, replicated: bool) -> None:
+def reduce_unit(group: GroupTraffic, ledger: Ledger, *, times: int, replicated: bool = True) -> None:
+    """Add a group's reduce-scatters, and over replicas its all-reduces."""
     if group.reduce_numel == 0:
         return
     payload = group.reduce_numel * dtype_bytes(group.reduce_dtype)
