@@ -9,7 +9,6 @@ the highest resident memory of one process, of the client, and of the fuller wor
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import resource
@@ -21,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -102,22 +100,14 @@ def analysed(run: Path, output: Path, cluster: str | None) -> dict[str, float]:
 
 def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
     """Do one analysis, and say what it took."""
-    from benchmarks.cluster import rendered  # by the name that workers know, too
-    from fsdp2prof.reporters.renderers import RenderOptions
-    from fsdp2prof.workflows.finished import finished
+    from fsdp2prof.reporters.documents import build
+    from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+    from fsdp2prof.workflows.analyze import analyze_run
     from fsdp2prof.workflows.job.job_files import open_job
-    from fsdp2prof.workflows.ranks.places import TraceOptions
-    from fsdp2prof.workflows.rendering import Rendering
 
     started = time.monotonic()
-    options: TraceOptions = {"workers": None if cluster else 1, "cluster": cluster}
-    rendering = Rendering(format="json", options=RenderOptions(), sort=None, top=None, copies={})
-    with (
-        finished("run", open_job(run), options, functools.partial(rendered, rendering)) as made,
-        output.open("wb") as file,
-    ):
-        for piece in made.content or ():
-            file.write(piece.encode() if isinstance(piece, str) else piece)
+    result = analyze_run(open_job(run), workers=None if cluster else 1, cluster=cluster)
+    output.write_text(str(RENDERERS["json"].render(build(result), RenderOptions())))
     took = time.monotonic() - started
     usage = resource.getrusage(resource.RUSAGE_SELF)
     print(
@@ -129,11 +119,6 @@ def analyse_here(run: Path, output: Path, cluster: str | None) -> None:
             }
         )
     )
-
-
-def rendered(rendering: Any, result: Any) -> tuple[Any, None]:
-    """What is made of a result, on a worker too."""
-    return rendering.of(result), None
 
 
 def _highest_bytes(process: int | str = "self") -> int:

@@ -70,11 +70,11 @@ class TrialOptions(_Record):
     """What is tried in a running job, and for how long."""
 
     candidates: list[str] = msgspec.field(default_factory=list)
-    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded step."""
+    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded steps."""
     best: int = 3
     """How many ``whatif`` chooses, those with the largest predicted gain."""
     steps: int = 240
-    """Steps of the trial, its two recorded ones of each candidate left out."""
+    """Timed steps and those before each block; the recorded ones come on top."""
     seed: int = 0
     changes_results: bool = False
     """Whether candidates are allowed that change results."""
@@ -294,6 +294,20 @@ class ParamGroupInfo(_Record):
     """Forwards of its modules with gradients in each captured step, recomputed ones too; null as above."""
     evaluations: Index | None = None
     """Forwards of its modules without gradients; null as above."""
+    counts_vary: bool | None = None
+    """Whether gathers or reductions differed between captured steps; null where they were not counted."""
+    backward_gathers: Index | None = None
+    """Those of ``gathers`` made in a backward."""
+    post_forward_gathers: Index | None = None
+    """Those of ``backward_gathers`` over the ranks of ``post_forward_group``."""
+    reductions: Index | None = None
+    """Reduce-scatters of its gradients in each captured step (all-reduces alone where it is not sharded)."""
+    reduced_numel: Amount | None = None
+    """Elements of one rank's padded shards in all of them: of parameters that had a gradient."""
+    all_reductions: Index | None = None
+    """Those of ``reductions`` that went on over the replicas."""
+    all_reduced_numel: Amount | None = None
+    """``reduced_numel`` of those."""
 
 
 class RootInfo(_Record):
@@ -456,7 +470,7 @@ class RankManifest(_Record):
     """The host in every captured step, the warm-up included."""
     compiled_modules: list[str] | None = None
     """Modules that run compiled, by their names under their root, which is the empty string itself; null if
-    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
+    ``torch.compile`` made no graph, empty if it made those of something else alone, a function say."""
     attention_backends: list[str] = []
     """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
     preferred one first; empty on CPU."""

@@ -37,6 +37,7 @@ __all__ = [
     "category_label",
     "doing_label",
     "dtype_label",
+    "in_family",
     "layer_name",
     "op_label",
     "packing_label",
@@ -321,6 +322,24 @@ def layer_name(fqn: str | None) -> str:
     if fqn is None:
         return NO_LAYER
     return f"{fqn}(root)" if is_root(fqn) else _WRAPPERS.sub("", fqn) or fqn
+
+
+def in_family(name: str, family: str) -> bool:
+    """Whether ``layers.0-2`` is the folded name of ``layers.1`` and others."""
+    match = next(reversed(list(re.finditer(r"\d{1,18}", name))), None)
+    if match is None:
+        return False
+    before, after = name[: match.start()], name[match.end() :]
+    if not (family.startswith(before) and family.endswith(after)):
+        return False
+    number, parts = int(match.group()), family[len(before) : len(family) - len(after)].split(",")
+    spans = [part.split("-") for part in parts if part != "..."]
+    if not all(part.isdecimal() for span in spans for part in span):
+        return False
+    if "..." in parts and len(spans) == 3:
+        first, second, last = (int(span[0]) for span in spans)
+        return number in range(first, last + 1, max(1, second - first))
+    return any(int(span[0]) <= number <= int(span[-1]) for span in spans)
 
 
 def printable(text: str) -> str:

@@ -105,6 +105,7 @@ def _finding(entry: LedgerEntry) -> Finding:
         message=f"{entry.said} {change}" if change else entry.said,
         change=change,
         evidence=dict(entry.evidence) | gain,
+        place=entry.place,
     )
 
 

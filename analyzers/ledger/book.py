@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
-from fsdp2prof.results.finding import EvidenceValue, Severity
+from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 from fsdp2prof.results.ledger import GainBasis, LedgerEntry, LedgerPlace, LedgerRemedy
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
@@ -186,6 +186,7 @@ class Book:
             confidence_reason=said.why_sure,
             places=self._places(charges),
             evidence=sums | said.evidence,
+            place=_costliest([one for one in charges if one.fqn == said.fqn] or charges),
         )
         self.entries.append(entry)
         self.booked += [(said.cause, charge) for charge in charges]
@@ -232,6 +233,21 @@ class Book:
             count=count / self.rank_steps if count else None,
             bytes=size / self.rank_steps if size else None,
         )
+
+
+def _costliest(charges: Sequence[Charge]) -> Place | None:
+    """Return the layer, phase and operation with most of the time, and the rank and step with most of it."""
+    sums: Counter[tuple[str | None, str, str | None]] = Counter()
+    windows: dict[tuple[str | None, str, str | None], Counter[tuple[int, int]]] = defaultdict(Counter)
+    for one in charges:
+        key = one.fqn, one.phase, one.op
+        sums[key] += one.ns
+        windows[key][one.rank, one.step] += one.ns
+    if not sums:
+        return None
+    (fqn, phase, op), _ = sums.most_common(1)[0]
+    (rank, step), _ = windows[fqn, phase, op].most_common(1)[0]
+    return Place(fqn=fqn, phase=phase, op=op, rank=rank, step=step)
 
 
 def by_layer(charges: Iterable[Charge]) -> list[tuple[str | None, int]]:

@@ -23,20 +23,21 @@ def estimate_comm_of_run(
 ) -> CommEstimate:
     """Estimate a recorded rank's collectives in a steady step from its parameter groups.
 
-    ``grad_accum`` and ``sync`` override what the manifest says about micro-batches. Raises ``ModelError`` if
-    the rank recorded no parameter group, or micro-batches that follow no rule.
+    A root whose collectives were counted has as many as in each captured step. The others, and all with
+    ``grad_accum`` or ``sync`` (which override the manifest), follow FSDP2's rules. Raises ``ModelError`` for
+    a rank without a parameter group, captured steps that differ, and micro-batches that follow no rule.
     """
     if not manifest.param_groups:
         raise ModelError(f"rank {manifest.rank} recorded no FSDP parameter group: nothing to estimate")
     dims = {group.name: group.mesh_dim or _described_dim(group) for group in manifest.process_groups}
     sizes = {group.name: len(group.ranks) for group in manifest.process_groups}
     ledger = Ledger()
-    steps = {
-        root: step_of_root(manifest, root, grad_accum, sync)
-        for root in sorted({group.root for group in manifest.param_groups})
-    }
-    for root, step in steps.items():
+    for root in sorted({group.root for group in manifest.param_groups}):
         infos = [group for group in manifest.param_groups if group.root == root]
+        if grad_accum is None and sync is None and _is_counted(manifest, infos):
+            _add_counted(infos, dims, sizes, ledger)
+            continue
+        step = step_of_root(manifest, root, grad_accum, sync)
         walk_step(
             _root_traffic(infos, dims, sizes),
             ledger,
@@ -47,7 +48,6 @@ def estimate_comm_of_run(
             trains=any(group.requires_grad for group in infos),
         )
     first = manifest.param_groups[0]
-    first_step = steps[first.root]
     return summarise(
         ledger.to_rows(),
         model=EstimatedModel(
@@ -61,19 +61,85 @@ def estimate_comm_of_run(
         ),
         mesh=_mesh(first, manifest.world_size),
         policy=policy_as_recorded(
-            grad_accum=first_step.micro_batches,
-            sync=first_step.sync,
+            **_accumulation(manifest, grad_accum, sync),
             param_dtype=first.param_dtype,
             reduce_dtype=first.reduce_dtype,
         ),
         assumptions=[
             f"read from the manifest of rank {manifest.rank}: groups, dtypes, padding, reshard policy",
-            _order_told(manifest.param_groups),
-            "gradient clipping, unshard() called by the training and collectives outside FSDP are not in a "
-            "manifest and not counted",
-            "a root without trainable parameters runs forward only, without gradients",
+            _how(manifest, grad_accum, sync),
+            "gradient clipping and other collectives outside FSDP are not in a manifest and not counted",
         ],
     )
+
+
+def _is_counted(manifest: RankManifest, infos: Sequence[ParamGroupInfo]) -> bool:
+    """Whether the recorder counted a root's collectives. Raises ``ModelError`` if captured steps differ."""
+    varying = next((info for info in infos if info.counts_vary), None)
+    if varying is not None:
+        raise ModelError(
+            f"{varying.fqn or 'the root module'} is not gathered and reduced equally often in each captured "
+            "step: no step stands for all; record steps that are alike (--wait, --active), or say the "
+            "micro-batches of a plain step with --grad-accum"
+        )
+    return bool(manifest.roots) and all(info.counts_vary is False for info in infos)
+
+
+def _add_counted(
+    infos: Sequence[ParamGroupInfo], dims: dict[str, str | None], sizes: dict[str, int], ledger: Ledger
+) -> None:
+    """Add what the recorder counted of a root, forward before backward, with the bytes of its groups."""
+    groups = [(info, _traffic(info, True, dims, sizes)) for info in infos]
+    for info, group in groups:
+        _add_gathers(
+            ledger, group, "forward", group.shard, (info.gathers or 0) - (info.backward_gathers or 0)
+        )
+    for info, group in reversed(groups):
+        again = info.post_forward_gathers or 0
+        _add_gathers(ledger, group, "backward", group.shard, (info.backward_gathers or 0) - again)
+        _add_gathers(ledger, group, "backward", group.post_forward, again)
+        ledger.add_sum(
+            group,
+            "reduce_scatter",
+            group.reduce,
+            count=info.reductions or 0,
+            elements=(info.reduced_numel or 0) * group.shard.size,
+        )
+        ledger.add_sum(
+            group,
+            "all_reduce",
+            group.replicate,
+            count=info.all_reductions or 0,
+            elements=info.all_reduced_numel or 0,
+        )
+
+
+def _add_gathers(ledger: Ledger, group: GroupTraffic, phase: str, axis: Axis, count: int) -> None:
+    ledger.add(
+        root=group.root,
+        fqn=group.fqn,
+        phase=phase,
+        op="all_gather",
+        axis=axis,
+        dtype=group.gather_dtype,
+        payload_bytes=group.gather_bytes,
+        count=count,
+    )
+
+
+def _accumulation(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> dict[str, object]:
+    """Micro-batches of the first root and when it reduces; None where no rule says them."""
+    try:
+        step = step_of_root(manifest, manifest.param_groups[0].root, grad_accum, sync)
+    except ModelError:
+        return {"grad_accum": None, "sync": None}
+    return {"grad_accum": step.micro_batches, "sync": step.sync}
+
+
+def _how(manifest: RankManifest, grad_accum: int | None, sync: Sync | None) -> str:
+    if grad_accum is None and sync is None and _is_counted(manifest, manifest.param_groups):
+        return "each group is gathered and reduced as often as in each captured step of the recording"
+    return f"{_order_told(manifest.param_groups)}; a root without trainable parameters runs forward only"
 
 
 def _root_traffic(

@@ -89,6 +89,19 @@ class Ledger:
         row[1] += count * payload_bytes
         row[2] += count * wire_bytes
 
+    def add_sum(self, group: GroupTraffic, op: str, axis: Axis, *, count: int, elements: int) -> None:
+        """Add ``count`` reductions of a group that have so many elements together, not all equally many."""
+        if axis.size == 1 or count == 0:
+            return
+        payload = elements * dtype_bytes(group.reduce_dtype)
+        passes = 2 if op == "all_reduce" else 1
+        key = (
+            *(group.root, group.fqn, "backward", op),
+            *(axis.process_group, axis.mesh_dim, group.reduce_dtype, axis.size),
+        )
+        row = self.rows.setdefault(key, [0, 0, 0])
+        row[:] = [row[0] + count, row[1] + payload, row[2] + passes * payload * (axis.size - 1) // axis.size]
+
     def add_forward_of(self, other: Ledger, root: int) -> None:
         """Add what ``other`` has of forward, as of the root with that index."""
         for (_, fqn, phase, *rest), sums in other.rows.items():

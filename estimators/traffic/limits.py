@@ -8,7 +8,6 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.parts import expert_count
 from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, order_of
 
 __all__ = ["check_parallelism"]
@@ -118,7 +117,7 @@ def _check_expert_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(f"mesh: ep={mesh.ep} for {model.name}, which has no experts")
     if model.reach_experts is None:
         raise ModelError(f"mesh: ep={mesh.ep}: {model.name} {model.no_expert_parallel}")
-    count = expert_count(model)
+    count = model.expert_count
     if count % mesh.ep:
         raise ModelError(f"mesh: ep={mesh.ep} does not divide the {count} experts of {model.name}")
     if (ranks := mesh.fsdp_size * mesh.tp) % mesh.ep:

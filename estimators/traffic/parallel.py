@@ -18,7 +18,6 @@ from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
 from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
-from fsdp2prof.estimators.traffic.parts import expert_count
 from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 
 __all__ = ["add_parallel_traffic", "counted_by_execution"]
@@ -73,7 +72,7 @@ def add_parallel_traffic(
 
 def _expert_note(model: Model, mesh: MeshSpec, policy: PolicySpec) -> str:
     config = model.config
-    held = "a part" if not model.experts else str(expert_count(model))
+    held = "a part" if not model.experts else str(model.expert_count)
     chosen = f" go to {config.experts.top_k}," if config is not None and config.experts is not None else ""
     shares = "; tensor-parallel ranks share theirs among themselves" if mesh.tp > 1 else ""
     return (

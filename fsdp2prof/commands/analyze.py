@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.finishing import write_analysis
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.help import Group, option
 from fsdp2prof.commands.options import JobChoice, job_options, one_of, refuse_given
@@ -24,7 +23,6 @@ from fsdp2prof.commands.view import VIEW_FLAGS, View, view_part_options
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["analyze"]
 
@@ -66,10 +64,12 @@ def trace(
     if hta_view is not None or diff is not None:
         write_view(path, hta_view, diff, choice=choice, steps=options["steps"], output=output)
         return
-    doing = f"analysing the traces of {path}"
-    write_analysis(
-        "trace", path, lambda: choice.open(path), options, output, doing=doing, view=view, gate=gate
-    )
+    with output.progress(f"analysing the traces of {path}"):
+        from fsdp2prof.workflows.analyze import analyze_trace
+
+        analysis = analyze_trace(choice.open(path), **options)
+    output.render(view.of(analysis), source=path)
+    gate.check(analysis)
 
 
 @analyze.command(
@@ -112,11 +112,12 @@ def memory(
             comparison = compare_memory(choice.open(diff), choice.open(path))
         output.render(comparison)
         return
-    options: TraceOptions = {"cluster": cluster}
-    doing = f"analysing the memory of {path}"
-    write_analysis(
-        "memory", path, lambda: choice.open(path), options, output, doing=doing, view=view, gate=gate
-    )
+    with output.progress(f"analysing the memory of {path}"):
+        from fsdp2prof.workflows.analyze import analyze_memory
+
+        analysis = analyze_memory(choice.open(path), cluster=cluster)
+    output.render(view.of(analysis), source=path)
+    gate.check(analysis)
 
 
 @analyze.command(
@@ -147,12 +148,14 @@ def run(
     RUN is the folder that `fsdp2prof record -o RUN` wrote, or one with traces and memory snapshots.
     """
 
-    def found() -> JobFiles:
+    with output.progress(f"analysing {run}"):
+        from fsdp2prof.workflows.analyze import analyze_run
+
         job = choice.open(run)
         refuse_without_traces(job)
-        return job
-
-    write_analysis("run", run, found, options, output, doing=f"analysing {run}", view=view, gate=gate)
+        analysis = analyze_run(job, **options)
+    output.render(view.of(analysis), source=run)
+    gate.check(analysis)
 
 
 @analyze.command(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from fsdp2prof.commands.finishing import write_finished
 from fsdp2prof.commands.help import Group, option
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
@@ -19,7 +16,7 @@ from fsdp2prof.commands.trace_options import cluster_options, refuse_without_tra
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural
 from fsdp2prof.workflows.exports.trackers import TRACKERS, Tracker, tracking
-from fsdp2prof.workflows.job.urls import copies, shown
+from fsdp2prof.workflows.job.urls import shown
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
@@ -171,43 +168,21 @@ def metrics(
         return
     if output.path is not None:
         refuse_existing(output.path, output.force)
-    write_finished(
-        None, lambda: _job(path, choice), options, output, _Metrics(copies()), doing=f"analysing {path}"
-    )
+    result = _analysis(path, choice, options, output)
+    from fsdp2prof.reporters.open_metrics import open_metrics
 
-
-@dataclass(frozen=True, slots=True)
-class _Metrics:
-    """A result as OpenMetrics; it may travel to where the result is."""
-
-    copies: Mapping[str, str]
-
-    def __call__(self, result: Any) -> tuple[str, None]:
-        from fsdp2prof.reporters.open_metrics import open_metrics
-
-        return open_metrics(shown(result, self.copies)), None
-
-
-@dataclass(frozen=True, slots=True)
-class _Scalars:
-    """What a tracker logs of a result, in the same way."""
-
-    copies: Mapping[str, str]
-
-    def __call__(self, result: Any) -> tuple[None, dict[str, float]]:
-        from fsdp2prof.reporters.open_metrics import tracker_scalars
-
-        return None, tracker_scalars(shown(result, self.copies))
+    output.write(open_metrics(result))
 
 
 def _log(tracker: Tracker, path: Path, choice: JobChoice, options: TraceOptions, output: Output) -> None:
     if tracker == "tensorboard" and output.path is None:
         raise UsageError("--log tensorboard writes into a folder: add -o FOLDER")
     if tracker != "tensorboard":
-        refuse_given("--output", because=f"{tracker} is told by its environment variables where to log")
-    scalars = write_finished(
-        None, lambda: _job(path, choice), options, output, _Scalars(copies()), doing=f"analysing {path}"
-    )
+        refuse_given("--output", because=f"{tracker} takes the destination from its environment variables")
+    result = _analysis(path, choice, options, output)
+    from fsdp2prof.reporters.open_metrics import tracker_scalars
+
+    scalars = tracker_scalars(result)
     with tracking(tracker, name=path.name, folder=output.path) as log:
         log(scalars)
         output.tell(f"logged {plural(len(scalars), 'number')} to {log.where}")

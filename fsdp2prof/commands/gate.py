@@ -18,20 +18,8 @@ from fsdp2prof.units import plural
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.fail_on import Analysis, Condition, Kind, Outcome
-    from fsdp2prof.errors import Fsdp2ProfError
 
-__all__ = ["Gate", "Judged", "fail_on_option"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """What came of the conditions of a gate."""
-
-    outcomes: Sequence[Outcome] = ()
-    verdict: Sequence[str] = ()
-    """Of the result they were tested on."""
-    error: Fsdp2ProfError | None = None
-    """Why they could not be tested."""
+__all__ = ["Gate", "fail_on_option"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +31,36 @@ class Gate:
     junit: Path | None = None
 
     def check(self, result: Analysis) -> None:
-        """Test the conditions on a result, and :meth:`tell` of them."""
-        self.tell(self.judge(result))
+        """Test the conditions on a result; write the reports, then raise ``ThresholdError`` if one holds.
 
-    def judge(self, result: Analysis) -> Judged:
-        """Test the conditions on a result, and keep what came of it."""
-        from fsdp2prof.analyzers.fail_on import judge
-        from fsdp2prof.errors import Fsdp2ProfError
-
-        try:
-            outcomes = judge(self.conditions, result)
-        except Fsdp2ProfError as error:
-            return Judged(error=error)
-        return Judged(outcomes=outcomes, verdict=getattr(result, "verdict", []))
-
-    def tell(self, judged: Judged) -> None:
-        """Raise ``ThresholdError`` if a condition holds, naming each with its value; write reports before.
-
-        A gate that passes says on stderr how far each value was from failing.
+        The error names each condition that holds with its value. A gate that passes says on stderr how far
+        each value was from failing.
         """
+        if not self.conditions:
+            return
+        from fsdp2prof.analyzers.fail_on import judge
         from fsdp2prof.errors import ThresholdError
 
-        if judged.error is not None:
-            raise judged.error
-        self._write(judged)
-        if failures := [outcome for outcome in judged.outcomes if outcome.ranks]:
+        outcomes = judge(self.conditions, result)
+        self._write(outcomes, getattr(result, "verdict", []))
+        if failures := [outcome for outcome in outcomes if outcome.failed]:
             raise ThresholdError("; ".join(map(str, failures)))
-        if judged.outcomes and not click.get_current_context().params.get("quiet"):
-            passed = f"passed: {plural(len(judged.outcomes), 'condition')} tested, none holds"
-            say("\n".join([passed, *(f"  {outcome}" for outcome in judged.outcomes)]))
+        if not click.get_current_context().params.get("quiet"):
+            holds = "none fails" if any(outcome.excuse for outcome in outcomes) else "none holds"
+            passed = f"passed: {plural(len(outcomes), 'condition')} tested, {holds}"
+            say("\n".join([passed, *(f"  {outcome}" for outcome in outcomes)]))
 
-    def _write(self, judged: Judged) -> None:
+    def _write(self, outcomes: Sequence[Outcome], verdict: Sequence[str]) -> None:
         from fsdp2prof.errors import InputError
         from fsdp2prof.reporters.gate import junit, markdown
 
         try:
             if self.markdown is not None:
                 with self.markdown.open("a", encoding="utf-8") as file:
-                    file.write(markdown(judged.outcomes, judged.verdict))
+                    file.write(markdown(outcomes, verdict))
             if self.junit is not None:
                 with replacing(self.junit) as temporary:
-                    temporary.write_bytes(junit(judged.outcomes))
+                    temporary.write_bytes(junit(outcomes))
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
@@ -103,10 +80,12 @@ def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Ca
             gate_junit: Path | None,
             **rest: Any,
         ) -> None:
+            if not fail_on:
+                refuse_given("--gate-markdown", "--gate-junit", because="there is no --fail-on to report")
+                command(*args, gate=Gate(()), **rest)
+                return
             from fsdp2prof.analyzers.fail_on import parse
 
-            if not fail_on:
-                refuse_given("--gate-markdown", "--gate-junit", because="there is no --fail-on to tell of")
             conditions = [parse(text, of) for text in fail_on]
             command(*args, gate=Gate(conditions, markdown=gate_markdown, junit=gate_junit), **rest)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -24,8 +23,7 @@ from fsdp2prof.files import replacing
 from fsdp2prof.progress import watched
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
-from fsdp2prof.workflows.job.urls import copies, shown, url_of
-from fsdp2prof.workflows.rendering import Rendering
+from fsdp2prof.workflows.job.urls import shown, url_of
 
 __all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
 
@@ -71,10 +69,16 @@ class Output:
 
     def render(self, result: Any, *, source: str | Path = "") -> None:
         """Write a result in the chosen format; ``source`` is what the user named, the title of a page."""
-        self.write(self.rendering(source).of(result))
+        self.write(self.rendered(result, source=source))
 
-    def rendering(self, source: str | Path = "") -> Rendering:
-        """Return how a result is to be written; ``source`` as for :meth:`render`."""
+    def rendered(self, result: Any, *, source: str | Path = "") -> str | bytes:
+        """Return a result in the chosen format; ``source`` as for :meth:`render`.
+
+        Raises ``UsageError`` for options that the format cannot serve.
+        """
+        from fsdp2prof.reporters.arrange import arranged
+        from fsdp2prof.reporters.documents import build
+
         options = RenderOptions(
             source=shown(str(source)),
             verbose=self.verbose,
@@ -84,24 +88,23 @@ class Output:
             width=_text_width(self.to_terminal),
             colour=self.to_terminal and _wants_colour(),
         )
-        return Rendering(format=self.format, options=options, sort=self.sort, top=self.top, copies=copies())
+        document = arranged(build(shown(result)), self.sort, self.top)
+        return RENDERERS[self.format].render(document, options)
 
     @property
     def to_terminal(self) -> bool:
         """Whether a person reads the result on a terminal."""
         return self.path is None and sys.stdout.isatty()
 
-    def write(self, content: str | bytes | Iterable[str | bytes]) -> None:
-        """Write the result, or its pieces: to stdout, or to the file, which appears whole or not at all."""
-        pieces = [content] if isinstance(content, str | bytes) else content
+    def write(self, content: str | bytes) -> None:
+        """Write the result to stdout, or to the file, which appears whole or not at all."""
         if self.path is None:
-            _print(pieces)
+            _print(content if isinstance(content, str) else content.decode())
             return
         refuse_existing(self.path, self.force)
         try:
-            with replacing(self.path) as temporary, temporary.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece.encode() if isinstance(piece, str) else piece)
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror})") from error
         self.publish()
@@ -357,12 +360,10 @@ def _choose_format(path: Path | None, chosen: str | None, formats: Sequence[str]
     return chosen
 
 
-def _print(pieces: Iterable[str | bytes]) -> None:
+def _print(content: str) -> None:
     """Write to stdout; a reader that went away (``| head``) ends the command as a signal would, silently."""
-    decoder = getincrementaldecoder("utf-8")()
     try:
-        for piece in pieces:
-            click.echo(piece if isinstance(piece, str) else decoder.decode(piece), nl=False)
+        click.echo(content, nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.finishing import write_analysis
 from fsdp2prof.commands.help import Command, option
 from fsdp2prof.commands.options import JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
@@ -20,7 +19,6 @@ from fsdp2prof.workflows.job.urls import shown, url_of
 
 if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
-    from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = ["report"]
 
@@ -49,12 +47,13 @@ def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Outp
     output = _beside(path, output) if told else output
     options["what_if"] = True
 
-    def found() -> JobFiles:
+    with output.progress(f"analysing {path}"):
+        from fsdp2prof.workflows.analyze import analyze_any
+
         job = choice.open(path)
         refuse_without_traces(job)
-        return job
-
-    write_analysis(None, path, found, options, output, doing=f"analysing {path}")
+        page = output.rendered(analyze_any(job, **options), source=path)
+    output.write(page)
     if told:
         click.echo(printable(shown(str(output.path))))
     if show and output.path is not None:

@@ -29,6 +29,8 @@ class View:
 
     def of(self, result: Focused) -> Focused:
         """Return the part of a result; raises ``UsageError`` for what is not in it."""
+        if self.layers is None and self.ranks is None and self.steps is None:
+            return result
         from fsdp2prof.analyzers.focus import focus_on
         from fsdp2prof.results.focus import Focus
 

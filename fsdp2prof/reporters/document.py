@@ -30,6 +30,7 @@ __all__ = [
     "Facts",
     "Findings",
     "KeyFigure",
+    "Link",
     "Section",
     "Sentences",
     "Spark",
@@ -214,6 +215,18 @@ class KeyFigure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A place of a page."""
+
+    label: str
+    target: str
+    """Anchor of a section, or of a table's row: ``communication-by_layer-3``, counted from 0;
+    ``communication-by_layer-all-3`` where the row is behind the fold."""
+    window: tuple[int, int, int] | None = None
+    """Rank, begin and end in nanoseconds on the timeline's clock; None of what is no timeline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
     """A result laid out."""
 
@@ -232,8 +245,8 @@ class Document:
     """What it was made from, which is also its JSON."""
     data: Sequence[Table] = field(default=())
     """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""
-    places: Mapping[str, str] = field(default_factory=dict)
-    """Sentence of the verdict, the changes or a finding -> anchor of the section that shows its numbers."""
+    places: Mapping[str, Sequence[Link]] = field(default_factory=dict)
+    """Sentence of the verdict, the changes or a finding -> where a page shows its numbers."""
     brief: Sequence[Section] = ()
     """The sections of the short form, in the order of their worth; empty where the whole is short."""
     brief_lines: int = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp2prof.results.finding import EvidenceValue, Severity
+from fsdp2prof.results.finding import EvidenceValue, Place, Severity
 
 __all__ = ["GainBasis", "Ledger", "LedgerEntry", "LedgerPlace", "LedgerRemedy", "LedgerStep"]
 
@@ -90,6 +90,8 @@ class LedgerEntry:
     places: list[LedgerPlace] = field(default_factory=list)
     """The costliest first; what is beyond the first ones is summed in the last."""
     evidence: dict[str, EvidenceValue] = field(default_factory=dict)
+    place: Place | None = None
+    """Where most of it is lost; null of an entry without time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

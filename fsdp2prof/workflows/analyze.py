@@ -1,57 +1,45 @@
 """From the files of a job to an analysis: read them, analyse them, put ranks together.
 
 A rank whose file cannot be read does not stop the others: it becomes a warning. Large traces are analysed in
-processes of their own, one rank each; the result is the same. Every file is decoded once.
+processes of their own, one rank each; the result is the same. Every file is decoded once. The analysis of
+traces and that of memory are imported by the function that needs them: each has its own readers and rules.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from fsdp2prof.analyzers.memory.analysis import merge as merge_memory
-from fsdp2prof.analyzers.run_analysis import combine
-from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
-from fsdp2prof.analyzers.sharding.check import check_run
-from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
-from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References, merge
-from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
-from fsdp2prof.analyzers.whatif.what_if import replay_job, with_what_ifs
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
 from fsdp2prof.progress import counted
-from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.memory import AtPeak, MemoryAnalysis
-from fsdp2prof.results.run import RunAnalysis, RunSummary
-from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.workflows.job.choices import require
 from fsdp2prof.workflows.job.job_files import JobFiles, was_tried
 from fsdp2prof.workflows.job.one_job import Found, RankFile
-from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, read_rank_trace, reduce_rank
-from fsdp2prof.workflows.ranks.places import RankPlace, TraceOptions, place_of
-from fsdp2prof.workflows.ranks.summaries import analysis_of_summaries
+from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, TraceOptions, read_rank_trace, reduce_rank
+from fsdp2prof.workflows.ranks.places import place_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from fsdp2prof.analyzers.trace.analysis import RankAnalysis
+    from fsdp2prof.analyzers.trace.rank_tables import RankTables
+    from fsdp2prof.results.finding import Finding
+    from fsdp2prof.results.memory import AtPeak, MemoryAnalysis
+    from fsdp2prof.results.run import RunAnalysis, RunSummary
+    from fsdp2prof.results.trace import TraceAnalysis
+    from fsdp2prof.results.trial import TrialResult
+
 __all__ = [
-    "Part",
     "TraceOptions",
     "analyze_any",
     "analyze_memory",
-    "analyze_part",
     "analyze_ranks",
     "analyze_run",
     "analyze_trace",
-    "part_of",
     "read_tables",
-    "works_of",
 ]
-
-Part: TypeAlias = Literal["trace", "memory", "run"]
-"""What of a job is analysed: its traces, its memory recordings, or the whole."""
 
 
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
@@ -60,7 +48,7 @@ def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalys
     Raises ``TraceError`` when no trace can be read, and ``InputError`` for steps that are not in them.
     """
     if job.summaries.files:
-        kept = analysis_of_summaries(job, options)
+        kept = _of_summaries(job, options)
         if kept.trace is None:
             raise TraceError(f"{job.path}: its summaries hold no trace: record with --active 1 or more")
         return replace(kept.trace, warnings=[*job.messages, *kept.warnings, *kept.trace.warnings])
@@ -75,12 +63,15 @@ def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[Trace
     with place_of(options) as place:
         works = _works(job, job.traces.files, (), options)
         reduced = list(counted(place.map(reduce_rank, works), works))
-    part = _merged_traces(job, reduced, options)
-    return replace(part.result, warnings=[*job.messages, *part.result.warnings]), part.ranks
+    result = _merged_traces(job, reduced, options)
+    ranks = [one.trace.analysis for one in reduced if one.trace is not None]
+    return replace(result, warnings=[*job.messages, *result.warnings]), ranks
 
 
 def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tuple[RankFile, RankTables]]:
-    """Read the ranks of a job one after the other, each with its tables joined up; unreadable ones not."""
+    """Read the ranks of a job one after the other, each with its tables joined up; skip unreadable ones."""
+    from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+
     manifests = job.manifests
     for file in job.traces.files:
         try:
@@ -91,16 +82,14 @@ def read_tables(job: JobFiles, **options: Unpack[TraceOptions]) -> Iterator[tupl
         yield file, rank_tables(trace, manifests.get(file.rank), window, chosen)
 
 
-def analyze_memory(
-    job: JobFiles, *, cluster: str | None = None, place: RankPlace | None = None
-) -> MemoryAnalysis:
+def analyze_memory(job: JobFiles, *, cluster: str | None = None) -> MemoryAnalysis:
     """Analyse the memory recordings of a job, or else the memory events in its traces.
 
-    The highest peak is looked up in its rank's trace; ``cluster`` and ``place`` are those of
-    :class:`TraceOptions`. Raises ``SnapshotError`` when no recording can be read.
+    The highest peak is looked up in its rank's trace; ``cluster`` is that of :class:`TraceOptions`. Raises
+    ``SnapshotError`` when no recording can be read.
     """
     if job.summaries.files:
-        kept = analysis_of_summaries(job, {"cluster": cluster})
+        kept = _of_summaries(job, {"cluster": cluster})
         if kept.memory is None:
             raise SnapshotError(f"{job.path}: its summaries hold no memory: record without --no-memory")
         return replace(kept.memory, warnings=[*job.messages, *kept.warnings, *kept.memory.warnings])
@@ -108,8 +97,6 @@ def analyze_memory(
     if not found.files:
         raise SnapshotError(found.absent)
     options: TraceOptions = {"workers": None if cluster else 1, "cluster": cluster}
-    if place is not None:
-        options["place"] = place
     traces = {} if found is job.traces else {file.rank: file for file in job.traces.files}
     with place_of(options) as place:
         works = _works(job, (), found.files, options)
@@ -137,6 +124,8 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
+    from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
+
     return replace(
         _analyze_run(job, options),
         sharding=shards_of_run(str(job.path), job.manifests),
@@ -155,9 +144,11 @@ def _trial(job: JobFiles) -> TrialResult | None:
 
 
 def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
+    from fsdp2prof.analyzers.run_analysis import combine
+
     summary = _summary(job)
     if job.summaries.files:
-        kept = analysis_of_summaries(job, options)
+        kept = _of_summaries(job, options)
         return combine(summary, kept.trace, kept.memory, kept.warnings, _setup(job))
     with place_of(options) as place:
         works = _works(job, job.traces.files, job.memory.files, options)
@@ -173,7 +164,7 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
             warnings.append(str(error))
     if job.traces.files:
         try:
-            trace = _merged_traces(job, reduced, options).result
+            trace = _merged_traces(job, reduced, options)
         except TraceError as error:
             warnings.append(str(error))
     return combine(summary, trace, memory, warnings, _setup(job))
@@ -181,7 +172,11 @@ def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
 
 def _setup(job: JobFiles) -> list[Finding]:
     """Return what ``check`` finds in a run's manifests."""
-    return [] if job.run is None or not job.manifests else check_run(job.run, job.manifests).findings
+    if job.run is None or not job.manifests:
+        return []
+    from fsdp2prof.analyzers.sharding.check import check_run
+
+    return check_run(job.run, job.manifests).findings
 
 
 def analyze_any(
@@ -191,37 +186,22 @@ def analyze_any(
 
     Raises the errors of the three.
     """
-    return analyze_part(part_of(job), job, **options)
-
-
-def part_of(job: JobFiles) -> Part:
-    """Say what a job left."""
     if job.run is not None or (job.traces.files and job.memory.files):
-        return "run"
-    return "memory" if job.memory.files else "trace"
-
-
-def analyze_part(
-    part: Part, job: JobFiles, **options: Unpack[TraceOptions]
-) -> RunAnalysis | TraceAnalysis | MemoryAnalysis:
-    """Analyse one part of a job. Raises the errors of the three."""
-    if part == "run":
         return analyze_run(job, **options)
-    if part == "trace":
-        return analyze_trace(job, **options)
-    return analyze_memory(job, cluster=options.get("cluster"), place=options.get("place"))
+    if job.memory.files:
+        return analyze_memory(job, cluster=options.get("cluster"))
+    return analyze_trace(job, **options)
 
 
-def works_of(part: Part, job: JobFiles, options: TraceOptions) -> list[RankWork]:
-    """Return what is reduced for an analysis, in order of rank; nothing where ranks left summaries."""
-    if job.summaries.files:
-        return []
-    if part == "memory":
-        return _works(job, (), job.recordings.files, {})
-    return _works(job, job.traces.files, job.memory.files if part == "run" else (), options)
+def _of_summaries(job: JobFiles, options: TraceOptions) -> RunAnalysis:
+    from fsdp2prof.workflows.ranks.summaries import analysis_of_summaries
+
+    return analysis_of_summaries(job, options)
 
 
 def _summary(job: JobFiles) -> RunSummary:
+    from fsdp2prof.analyzers.run_summary import summarize_files, summarize_run
+
     if job.run is None:
         traces, memory = job.traces, job.memory
         if not traces.files or not memory.files:
@@ -239,14 +219,10 @@ def _summary(job: JobFiles) -> RunSummary:
     return summarize_run(job.run)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TracePart:
-    result: TraceAnalysis
-    ranks: list[RankAnalysis]
-
-
-def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> _TracePart:
+def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> TraceAnalysis:
     """Merge what is kept of the ranks' traces. Raises ``TraceError`` where none can be read."""
+    from fsdp2prof.analyzers.trace.analysis import References, merge
+
     traces = [one.trace for one in reduced if one.trace is not None]
     unreadable = [one.trace_unreadable for one in reduced if one.trace_unreadable is not None]
     if not traces:
@@ -259,18 +235,21 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
     result = merge(analyses, references, list(job.manifests.values()))
     programs = [(one.program, one.analysis.summary) for one in traces if one.program is not None]
     if programs and result.totals.windows and not any(one.rank.misses_records for one in analyses):
+        from fsdp2prof.analyzers.whatif.what_if import replay_job, with_what_ifs
+
         result = with_what_ifs(result, replay_job(programs), references.thresholds)
-    warnings = [*job.traces.warnings, *unreadable, *result.warnings]
-    return _TracePart(result=replace(result, warnings=warnings), ranks=analyses)
+    return replace(result, warnings=[*job.traces.warnings, *unreadable, *result.warnings])
 
 
 def _merged_memory(found: Found, reduced: Sequence[Reduced]) -> MemoryAnalysis:
     """Merge what is kept of the ranks' recordings. Raises ``SnapshotError`` where none can be read."""
+    from fsdp2prof.analyzers.memory.analysis import merge
+
     analyses = [one for rank in reduced for one in rank.memory]
     unreadable = [text for rank in reduced for text in rank.memory_unreadable]
     if not analyses:
         raise SnapshotError(unreadable[0] if unreadable else found.absent)
-    result = merge_memory(analyses)
+    result = merge(analyses)
     return replace(result, warnings=[*found.warnings, *unreadable, *result.warnings])
 
 

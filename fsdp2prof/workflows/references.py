@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
-from fsdp2prof.estimators.config.hardware import HardwareSpec
+
+if TYPE_CHECKING:
+    from fsdp2prof.estimators.config.hardware import HardwareSpec
 
 __all__ = ["references"]
 
@@ -22,7 +26,7 @@ def references(
     bandwidth against its peak; ``thresholds`` when a finding is worth reporting. Raises ``ModelError`` for
     unknown hardware, and ``UsageError`` for hardware of which only the memory is known.
     """
-    device = HardwareSpec.parse(hardware) if isinstance(hardware, str) else hardware
+    device = _named(hardware) if isinstance(hardware, str) else hardware
     if device is not None and not device.flops:
         raise UsageError(f"hardware {device.name} is a size of memory: name an accelerator, such as h100-sxm")
     return References(
@@ -32,3 +36,9 @@ def references(
         peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
         thresholds=thresholds or FindingThresholds(),
     )
+
+
+def _named(hardware: str) -> HardwareSpec:
+    from fsdp2prof.estimators.config.hardware import HardwareSpec
+
+    return HardwareSpec.parse(hardware)

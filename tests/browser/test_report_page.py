@@ -26,6 +26,7 @@ from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.run import RunAnalysis
@@ -220,3 +221,53 @@ def test_sentences_link_to_their_place_and_open_it(page: Page, report: Path) -> 
     page.evaluate("(() => { location.hash = 'step'; return null; })()")
     page.evaluate("new Promise(done => setTimeout(() => done(null), 200))")
     assert page.evaluate("document.getElementById('step').open")
+
+
+def test_a_click_shows_and_marks_the_place_of_a_sentence(page: Page, tmp_path: Path) -> None:
+    run = large_run(4)
+    assert run.trace is not None
+    assert run.trace.timeline is not None
+    place = Place(fqn="layers.60", phase="forward", op="all_gather", rank=2, step=3)
+    finding = Finding(id="x", severity="high", fqn=place.fqn, message="It waits.", place=place)
+    document = build(replace(run, trace=replace(run.trace, findings=[finding]), findings=[finding]))
+    window, row = document.places["It waits."]
+    file = tmp_path / "run.html"
+    file.write_text(str(RENDERERS["html"].render(document, RenderOptions())), encoding="utf-8")
+    page.open(file, width=1440, height=900)
+
+    def click(label: str) -> None:
+        page.evaluate(
+            "(() => { document.documentElement.style.scrollBehavior = 'auto';"
+            " [...document.querySelectorAll('.findings a.place')]"
+            f".find(link => link.textContent === '{label}').click(); }})()"
+        )
+        page.evaluate("new Promise(done => setTimeout(() => done(null), 400))")
+
+    click("timeline")
+    assert window.window is not None
+    rank, low, high = window.window
+    timeline = "timelines.get('timeline')"
+    page.evaluate(f"{timeline}.drawn.then(() => null)")
+    view = page.evaluate(f"{timeline}.view")
+    assert view[0] < low < high < view[1] < low + 3 * (high - low)
+    framed = page.evaluate(
+        "document.querySelector('#timeline .chart').layout.shapes.filter(one => one.type === 'rect')"
+        ".map(one => [one.x0, one.x1])"
+    )
+    assert framed == [[low / 1e6, high / 1e6]]
+    assert rank == 2
+    assert page.evaluate(f"{timeline}.rows.some(row => row.rank.rank === 2)")
+    seen = "(box => box.top < innerHeight && box.bottom > 0)({}.getBoundingClientRect())"
+    assert page.evaluate(seen.format("document.querySelector('#timeline .chart')"))
+
+    click("table")
+    found = f"document.getElementById('{row.target}')"
+    assert page.evaluate(f"{found}.closest('details') === null || {found}.closest('details').open")
+    assert page.evaluate(seen.format(found))
+    colour = "getComputedStyle({}.cells[0]).backgroundColor"
+    assert page.evaluate(colour.format(found)) != page.evaluate(
+        colour.format(f"({found}.nextElementSibling ?? {found}.previousElementSibling)")
+    )
+    assert "layers.60" in page.evaluate(f"{found}.textContent") or "-" in page.evaluate(
+        f"{found}.cells[0].textContent"
+    )

@@ -6,9 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.cli import call
+from synthetic import Schedule, record, transformer, write
 
 HEAVY = ("torch", "pandas", "plotly", "hta", "numpy", "rich", "jinja2")
 
@@ -27,6 +29,25 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_an_analysis_imports_only_what_it_needs(tmp_path: Path) -> None:
+    """Of one rank's trace: nothing of memory, sharding, estimates, clusters, pages or run directories."""
+    trace = tmp_path / "trace.json.gz"
+    write(record(Schedule(roots=(transformer(2),), shard=2))[0], trace)
+    code = (
+        "import sys\nfrom fsdp2prof.cli import main\n"
+        f"sys.argv = ['fsdp2prof', 'analyze', 'trace', {str(trace)!r}, '-q']\n"
+        "try:\n    main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('fsdp2prof')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    unwanted = (
+        *("analyzers.memory", "analyzers.sharding", "analyzers.whatif", "estimators"),
+        *("readers.memory", "readers.run", "workflows.ranks.cluster", "workflows.ranks.kept"),
+    )
+    assert [name for name in loaded if name.removeprefix("fsdp2prof.").startswith(unwanted)] == []
 
 
 def test_every_verb_has_help(capfd: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,9 @@ class Captures:
         if memory is not None:
             guard.run("description", self._file.describe_tensors, memory.address)
             _stop("memory", memory)
+            if memory.lost is not None:
+                self._file.tell(f"memory is not recorded: {memory.lost}")
+                self._leave_out("memory")
             self._manifest.allocator_settings |= memory.allocator_settings
             stats = guard.run("description", devices.allocator_stats, self._manifest.device.type)
             self._manifest.allocator = stats or {}
@@ -262,6 +265,8 @@ class Captures:
     def _begin_traced_step(self, kind: StepKind) -> None:
         if self._trace is None:
             self._trace = TraceCapture(self._file.folder / TRACE_FILE, self._options)
+            if (device := self._file.device_type) not in ("cpu", "cuda"):
+                self._file.tell(f"the trace holds the host's work alone: {device} devices are not recorded")
             guard.run("description", self._file.describe)
         if kind == "warmup":
             self._trace.prepare()
@@ -288,7 +293,7 @@ class Captures:
         self._was_put_off = self._gave_way = True
 
     def _skip_memory_if_it_would_disturb(self) -> None:
-        reason = why_not(self._file.device_type, self._roots)
+        reason = why_not(self._file.device_type)
         if reason is not None:
             self._without_memory = True
             self._schedule.put_off(self._step, begun=True, keep=True)

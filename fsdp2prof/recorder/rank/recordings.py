@@ -104,11 +104,11 @@ class Recordings:
             self._decide(step)
             self._look(step)
 
-    def begin(self, plan: RecordingInfo) -> None:
-        """Begin a recording that every rank plans alike: of one traced step and one of memory."""
+    def begin(self, plan: RecordingInfo, traced: int) -> None:
+        """Begin a recording that every rank plans alike: of ``traced`` steps and one of memory."""
         if self._leads:
             announce(self._run, plan)
-        options = msgspec.structs.replace(self._options, warmup=1, active=1, memory_steps=1)
+        options = msgspec.structs.replace(self._options, warmup=1, active=traced, memory_steps=1)
         self._take_up(plan, plan.announced_at_step, options)
 
     def end(self) -> None:

@@ -73,14 +73,19 @@ const seen = new IntersectionObserver(entries => {
 }, { rootMargin: "-15% 0px -75% 0px" });
 for (const section of document.querySelectorAll("main section[id], main details[id]")) seen.observe(section);
 
-// A link into a closed part opens it.
+// A link into a closed part opens it; one to a row that a filter hides goes to its section.
 function reveal() {
-  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  const part = target?.closest("details");
-  if (part && !part.open) {
-    part.open = true;
-    target.scrollIntoView();
+  const anchor = decodeURIComponent(location.hash.slice(1));
+  const target = document.getElementById(anchor) ?? document.getElementById(anchor.split("-")[0]);
+  const closed = [];
+  for (let part = target?.closest("details"); part; part = part.parentElement.closest("details")) {
+    if (!part.open) closed.push(part);
   }
+  for (const part of closed) part.open = true;
+  if (closed.length) requestAnimationFrame(() => target.scrollIntoView({ block: "center" }));
 }
 addEventListener("hashchange", reveal);
+addEventListener("click", event => {
+  if (event.target.closest("a.place")) setTimeout(reveal);
+});
 reveal();

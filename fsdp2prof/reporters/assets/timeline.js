@@ -276,6 +276,15 @@ class Timeline {
   // Where each rank's step begins and ends, and a line between ranks.
   edges(paper, ink) {
     const shapes = [];
+    if (this.mark) {
+      const marked = this.rows.flatMap((row, i) => (row.rank === this.mark.rank ? [i] : []));
+      if (marked.length) {
+        shapes.push({
+          type: "rect", x0: this.mark.from / MS, x1: this.mark.to / MS, y0: marked[0] - 0.5, y1: marked.at(-1) + 0.5,
+          line: { color: ink, width: 2 },
+        });
+      }
+    }
     this.rows.forEach((row, i) => {
       const first = i === 0 || this.rows[i - 1].rank !== row.rank;
       if (!row.key || !first) return;
@@ -364,6 +373,16 @@ class Timeline {
     if (this.row(stall.rank, "compute") < 0 || !this.rows[0].key) this.choose(String(this.ranks.indexOf(stall.rank)));
     this.look(from - 0.4 * (to - from), to + 0.4 * (to - from));
     this.say([`${this.worst + 1} of ${this.stalls.length}: ${this.saysStall(stall.rank, stall).join("; ")}.`]);
+  }
+
+  // The window that a sentence of the page is about.
+  showWindow(rank, from, to) {
+    const index = this.ranks.findIndex(one => one.rank === rank);
+    if (index < 0) return;
+    this.mark = { rank: this.ranks[index], from, to };
+    if (!this.rows[0].key || !this.rows.some(row => row.rank === this.mark.rank)) this.choose(String(index));
+    this.look(from - 0.6 * (to - from), to + 0.6 * (to - from));
+    this.say([`Framed: ${this.title(this.mark.rank)}, ${milliseconds(to - from)} from ${milliseconds(from)}.`]);
   }
 
   say(lines) {
@@ -467,3 +486,9 @@ for (const box of document.querySelectorAll("[data-timeline]")) {
   const { timeline: name } = box.dataset;
   timelines.set(name, new Timeline(box, figures[name], details[name]));
 }
+addEventListener("click", event => {
+  const link = event.target.closest("a.place[data-from]");
+  if (!link) return;
+  const { rank, from, to } = link.dataset;
+  timelines.values().next().value?.showWindow(Number(rank), Number(from), Number(to));
+});

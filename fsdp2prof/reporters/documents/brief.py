@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Findings, Section, Sentences, Value
-from fsdp2prof.reporters.documents.trial import trial_section
 from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.ledger import LedgerEntry
-from fsdp2prof.results.memory import MemoryAnalysis
-from fsdp2prof.results.peak import LayerMemory, Peak
-from fsdp2prof.results.run import RunAnalysis, RunRank
-from fsdp2prof.results.step import RankMeans
-from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, GAIN_BASES
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.ledger import LedgerEntry
+    from fsdp2prof.results.memory import MemoryAnalysis
+    from fsdp2prof.results.peak import LayerMemory, Peak
+    from fsdp2prof.results.run import RunAnalysis, RunRank
+    from fsdp2prof.results.step import RankMeans
+    from fsdp2prof.results.trace import TraceAnalysis
 
 __all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
 
@@ -39,11 +41,19 @@ def run_brief(analysis: RunAnalysis) -> list[Section]:
     """Return the short form of a run."""
     trace, memory = analysis.trace, analysis.memory
     return [
-        *(trial_section(analysis.trial, brief=True) if analysis.trial else ()),
+        *_tried(analysis),
         *(trace_brief(trace, analysis.findings) if trace else _findings(analysis.findings)),
         *(memory_brief(memory, ()) if memory else ()),
         *_ranks(analysis),
     ]
+
+
+def _tried(analysis: RunAnalysis) -> list[Section]:
+    if analysis.trial is None:
+        return []
+    from fsdp2prof.reporters.documents.trial import trial_section
+
+    return trial_section(analysis.trial, brief=True)
 
 
 def trace_brief(analysis: TraceAnalysis, findings: Sequence[Finding]) -> list[Section]:

@@ -9,7 +9,7 @@ from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 
-__all__ = ["changes_worth_most", "findings_section", "places_of"]
+__all__ = ["changes_worth_most", "findings_section"]
 
 _WORTH_MOST = 3
 
@@ -28,42 +28,6 @@ def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
     """
     gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
     return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
-
-
-def places_of(
-    sections: Sequence[Section],
-    verdict: Sequence[str],
-    changes: Sequence[str],
-    findings: Sequence[Finding],
-    of_memory: Sequence[Finding] = (),
-) -> dict[str, str]:
-    """Return the section that shows the numbers of each sentence: by what the sentence is about."""
-    there = {section.anchor for section in sections}
-    wanted = {
-        **{line: _ABOUT[word] for line in verdict for word in _ABOUT if word in line.lower()},
-        **dict.fromkeys(changes, "what_if"),
-        **{one.message: _place(one) for one in findings},
-        **{one.message: "memory" for one in of_memory},
-    }
-    return {line: anchor for line, anchor in wanted.items() if anchor in there}
-
-
-_ABOUT = {
-    "step": "timeline",
-    "rank": "ranks",
-    "layer": "communication",
-    "memory": "memory",
-    "gib": "memory",
-    "peak": "memory",
-    "faster": "what_if",
-}
-"""Word of a sentence -> section; the last one that a sentence has decides."""
-
-
-def _place(finding: Finding) -> str:
-    if "rank" in finding.evidence or "ranks" in finding.evidence:
-        return "ranks"
-    return "timeline" if finding.fqn is None else "communication"
 
 
 def _gain(row: WhatIfChange) -> str:

@@ -15,7 +15,8 @@ from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigur
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import memory_tables as tables
 from fsdp2prof.reporters.documents.brief import in_order, memory_brief
-from fsdp2prof.reporters.documents.findings import findings_section, places_of
+from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.reporters.documents.links import memory_links
 from fsdp2prof.results.allocator import OutOfMemory
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
@@ -44,7 +45,7 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
         warnings=analysis.warnings,
         result=analysis,
         data=memory_data(analysis),
-        places=places_of(sections, analysis.verdict, (), (), findings),
+        places=memory_links(analysis, sections),
         brief=memory_brief(analysis, findings),
         brief_lines=40,
     )

@@ -10,7 +10,8 @@ from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, Facts, Section, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.brief import in_order, run_brief
-from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section, places_of
+from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks
 from fsdp2prof.reporters.documents.sharding import rows_blocks
@@ -43,7 +44,6 @@ def run_document(analysis: RunAnalysis) -> Document:
             *_run_sections(run),
         ]
     )
-    of_memory = memory.findings if memory else ()
     return Document(
         kind="run_analysis",
         title=f"Run {run.path}",
@@ -55,7 +55,10 @@ def run_document(analysis: RunAnalysis) -> Document:
         warnings=[*run.messages, *analysis.warnings, *(line for part in parts for line in part.warnings)],
         result=analysis,
         data=[*(trace_data(trace) if trace else ()), *(memory_data(memory) if memory else ())],
-        places=places_of(sections, analysis.verdict, changes, analysis.findings, of_memory),
+        places={
+            **(trace_links(trace, sections, analysis.verdict, changes, analysis.findings) if trace else {}),
+            **(memory_links(memory, sections) if memory else {}),
+        },
         brief=run_brief(analysis),
     )
 

@@ -19,7 +19,8 @@ from fsdp2prof.reporters.document import (
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.documents.brief import in_order, trace_brief
-from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section, places_of
+from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.formats import show_gb_per_s, show_op
@@ -68,7 +69,7 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         warnings=analysis.warnings,
         result=analysis,
         data=trace_data(analysis),
-        places=places_of(sections, analysis.verdict, changes, analysis.findings),
+        places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings),
         brief_lines=40,
     )

@@ -66,11 +66,13 @@ def _table(result: TrialResult) -> Table:
         c.ms("high_ns", "95 %\nto"),
         c.frac("gained_frac", "of the\nstep"),
         c.ms("predicted_ns", "predicted\nms"),
+        c.ms("least_predicted_ns", "least\nstep"),
+        c.ms("most_predicted_ns", "most\nstep"),
         c.sized("added_bytes", "memory"),
         c.number("rounds"),
         c.text("outcome", show=_OUTCOMES.__getitem__),
         c.number("recording"),
     ]
-    note = "ms a step less than with the script's settings; median of pairs of blocks"
+    note = "ms a step less than with the script's settings: median of pairs of blocks; predicted by whatif"
     title = "Measured in the running job"
     return c.table("tried", title, columns, result.tried, note=note, noun="candidate")

@@ -9,16 +9,14 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile, ZipFile
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.manifest import RankManifest
-from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
-from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, TRIAL_FILE, PackedManifest, RunDirectory
-from fsdp2prof.workflows.job.at_hand import located, seen_from_anywhere
+from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, TRIAL_FILE
+from fsdp2prof.workflows.job.at_hand import located
 from fsdp2prof.workflows.job.choices import listed, require
 from fsdp2prof.workflows.job.file_names import read_name
 from fsdp2prof.workflows.job.folders import (
@@ -29,6 +27,10 @@ from fsdp2prof.workflows.job.folders import (
     refuse_special,
 )
 from fsdp2prof.workflows.job.one_job import Found, RankFile, same_files
+
+if TYPE_CHECKING:
+    from fsdp2prof.manifest import RankManifest
+    from fsdp2prof.run_directory import PackedManifest, RunDirectory
 
 __all__ = ["JobFiles", "open_job", "was_tried"]
 
@@ -47,14 +49,24 @@ def open_job(
     """
     root = Path(path)
     refuse_special(root)
-    run = open_run(root) if is_run_directory(root) else None
-    if run is not None and run.recordings:
-        newest = run.recordings[0 if was_tried(root) else -1]
-        run = open_recording(run, newest if iteration is None else iteration)
-    elif iteration is not None and (run is not None or root.is_file()):
+    run = _run_at(root, iteration) if root.is_dir() else None
+    if iteration is not None and (root.is_file() or (run is not None and not run.recordings)):
         what = "a run directory with one recording" if run is not None else "one file"
         raise InputError(f"{root}: is {what} and has no iterations: leave out --iteration")
     return JobFiles(root, run, ranks, iteration)
+
+
+def _run_at(root: Path, iteration: int | None) -> RunDirectory | None:
+    """Open a run directory, and of several recordings in it one; None for another folder."""
+    from fsdp2prof.readers.run.directory import is_run_directory, open_recording, open_run
+
+    if not is_run_directory(root):
+        return None
+    run = open_run(root)
+    if not run.recordings:
+        return run
+    newest = run.recordings[0 if was_tried(root) else -1]
+    return open_recording(run, newest if iteration is None else iteration)
 
 
 def was_tried(run: Path) -> bool:
@@ -131,14 +143,6 @@ class JobFiles:
         """The same, packed."""
         records = self.run.ranks if self.run is not None else ()
         return {record.rank: record.packed for record in records if record.packed is not None}
-
-    def seen_from_anywhere(self, *kinds: Literal["traces", "memory", "summaries"]) -> JobFiles:
-        """Return the job with its files of these kinds found, for a process that runs in another folder."""
-        abroad = JobFiles(self.path, self.run, self._ranks, self._iteration)
-        for kind in kinds:
-            found: Found = getattr(self, kind)
-            vars(abroad)[kind] = replace(found, files=tuple(map(seen_from_anywhere, found.files)))
-        return abroad
 
     def _one_file(self, rank: int | None = None, world_size: int | None = None) -> Found:
         if rank is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-__all__ = ["copies", "hide_secrets", "is_url", "local_path", "register", "shown", "url_of"]
+__all__ = ["hide_secrets", "is_url", "local_path", "register", "shown", "url_of"]
 
 T = TypeVar("T")
 
@@ -52,18 +52,9 @@ def url_of(path: Path) -> str | None:
     return None
 
 
-def copies() -> dict[str, str]:
-    """Return which paths are copies of which URLs, for a process that has to show them."""
-    return dict(_COPIES)
-
-
-def shown(item: T, of: Mapping[str, str] | None = None) -> T:
-    """Return a text, a path or a result with URLs in place of the paths of copies.
-
-    ``of`` are another process's :func:`copies`; by default those of this one.
-    """
-    known = _COPIES if of is None else of
-    return _shown(item, known) if known else item
+def shown(item: T) -> T:
+    """Return a text, a path or a result with URLs in place of the paths of copies."""
+    return _shown(item, _COPIES) if _COPIES else item
 
 
 def hide_secrets(text: str) -> str:

@@ -1,22 +1,19 @@
 """A Dask cluster that reduces ranks: one on this machine, or one that a scheduler's address names.
 
-A function and one rank's work go to a worker, what it returns comes back or stays there for further work;
-never more at a time than keeps every worker busy, so that neither the scheduler nor this process holds what
-nobody waits for. What a worker that died had not handed over is done again by another.
+A function and one rank's work go to a worker and what it returns comes back, never more at a time than keeps
+every worker busy, so that neither the scheduler nor this process holds what nobody waits for. What a worker
+that died had not handed over is done again by another.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import pickle
 import re
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -26,7 +23,7 @@ import fsdp2prof
 from fsdp2prof.errors import ClusterError, Fsdp2ProfError, UsageError
 from fsdp2prof.worker_processes import usable_cores
 
-__all__ = ["LOCAL", "Cluster", "Kept", "LostError", "check_address", "open_cluster"]
+__all__ = ["LOCAL", "Cluster", "LostError", "check_address", "open_cluster"]
 
 Item = TypeVar("Item")
 T = TypeVar("T")
@@ -41,13 +38,6 @@ _AHEAD = 3
 
 class LostError(Fsdp2ProfError):
     """One piece of work that ended every worker that took it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a function returned, on the worker where it did."""
-
-    future: Any
 
 
 def check_address(address: str) -> str:
@@ -111,48 +101,22 @@ class Cluster:
 
         Raises what the function raised of this package's errors, and ``ClusterError`` for any other.
         """
-        for kept in self.keep(function, items):
-            yield kept if isinstance(kept, LostError) else self.bring(kept)
-
-    def keep(self, function: Callable[[Item], T], items: Sequence[Item]) -> Iterator[Kept | LostError]:
-        """Do as :meth:`map` does, and leave what the function returns where it was done.
-
-        It stays there, packed, for as long as what is yielded is referred to here.
-        """
         rest = iter(items)
         waiting = deque(self._submit(function, islice(rest, self._at_once())))
         while waiting:
             future = waiting.popleft()
-            yield self._lost(future.exception()) or Kept(future)
+            yield self._brought(future)
             del future
             waiting.extend(self._submit(function, islice(rest, max(0, self._at_once() - len(waiting)))))
 
-    def bring(self, kept: Kept) -> Any:
-        """Return what stayed on a worker, and let it go there; raises what :meth:`map` does."""
+    def _brought(self, future: Any) -> Any:
+        """Return what a worker made, and let it go there; of what was lost, the error."""
         try:
-            packed = kept.future.result()
+            packed = future.result()
         except Exception as error:
-            lost = self._lost(error)
-            assert lost is not None
-            return lost
-        kept.future.release()
-        return _unpack(packed)
-
-    def pieces_of(
-        self, function: Callable[[T, list[Any]], Sequence[Any]], given: T, kept: Sequence[Kept | LostError]
-    ) -> Iterator[Any]:
-        """Call ``function(given, [what was kept, ...])`` on a worker; yield the items of what it returns.
-
-        What was kept goes there from the workers that have it, and only one item at a time comes here.
-        Raises ``LostError`` where this ends every worker that takes it, and what :meth:`map` raises.
-        """
-        futures = [one if isinstance(one, LostError) else one.future for one in kept]
-        with warnings.catch_warnings():  # that what is given is large
-            warnings.simplefilter("ignore")
-            whole = self._client.submit(_put_together, function, _pack(given), futures, pure=False)
-        count = self._outcome(self._client.submit(len, whole, pure=False))
-        for index in range(count):
-            yield _unpack(self._outcome(self._client.submit(operator.getitem, whole, index, pure=False)))
+            return self._lost(error)
+        future.release()
+        return pickle.loads(zlib.decompress(packed))
 
     def require_files(self, locations: Iterable[str]) -> None:
         """Raise ``ClusterError`` unless every worker sees these files (those that are on a disk)."""
@@ -167,18 +131,10 @@ class Cluster:
                     "share, or at a URL"
                 )
 
-    def _outcome(self, future: Any) -> Any:
-        try:
-            return future.result()
-        except Exception as error:
-            raise self._lost(error) or error from None
-
-    def _lost(self, error: BaseException | None) -> LostError | None:
+    def _lost(self, error: Exception) -> LostError:
         """Say that work was lost, if an error says so; raise any other."""
         from distributed import KilledWorker
 
-        if error is None:
-            return None
         if isinstance(error, KilledWorker):
             return LostError("every worker that read it died, of too little memory perhaps")
         if isinstance(error, Fsdp2ProfError):
@@ -209,23 +165,7 @@ class Cluster:
 
 def _packed(function: Callable[[Any], Any], item: Any) -> bytes:
     """On a worker: what a function returns, as small as it travels."""
-    return _pack(function(item))
-
-
-def _put_together(
-    function: Callable[[Any, list[Any]], Sequence[Any]], given: bytes, kept: list[Any]
-) -> list[bytes]:
-    """On a worker: what a function makes of what others have kept, piece by piece."""
-    unpacked = [one if isinstance(one, LostError) else _unpack(one) for one in kept]
-    return [_pack(piece) for piece in function(_unpack(given), unpacked)]
-
-
-def _pack(item: Any) -> bytes:
-    return zlib.compress(pickle.dumps(item, pickle.HIGHEST_PROTOCOL), 1)
-
-
-def _unpack(packed: bytes) -> Any:
-    return pickle.loads(zlib.decompress(packed))
+    return zlib.compress(pickle.dumps(function(item), pickle.HIGHEST_PROTOCOL), 1)
 
 
 def _version() -> str:

@@ -1,47 +1,61 @@
 """One rank's files to what is kept of it: small, picklable, ready to be merged with the other ranks'.
 
-This is all that is ever done with a rank's own events, here, in a process beside this one or on another
-machine: who reduces ranks elsewhere calls the same function, and only what it returns travels.
+Nothing else touches a rank's own events, here, in a process beside this one or on another machine: whoever
+reduces ranks elsewhere calls the same function, and only its result travels. The analysis of memory is
+imported only where there is a recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
-from fsdp2prof.analyzers.memory.analysis import RecordingAnalysis, analyze_prepared
-from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
-from fsdp2prof.analyzers.memory.trace_join import find_peak
-from fsdp2prof.analyzers.steps import host_steps, trained_steps
-from fsdp2prof.analyzers.trace.analysis import RankAnalysis, analyze_tables
-from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
-from fsdp2prof.analyzers.whatif.program import RankProgram
-from fsdp2prof.analyzers.whatif.what_if import program_of
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
-from fsdp2prof.manifest import RankManifest
-from fsdp2prof.readers.memory.recording import read_memory
-from fsdp2prof.readers.trace.chrome_trace import read_trace
-from fsdp2prof.results.memory import AtPeak
-from fsdp2prof.run_directory import PackedManifest
-from fsdp2prof.tables import MemoryRecording, Trace
 from fsdp2prof.workflows.job.at_hand import at_hand
 from fsdp2prof.workflows.job.folders import is_trace_name
 from fsdp2prof.workflows.job.one_job import RankFile
-from fsdp2prof.workflows.ranks.rank_options import RankOptions
+
+if TYPE_CHECKING:
+    from fsdp2prof.analyzers.memory.analysis import RecordingAnalysis
+    from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+    from fsdp2prof.analyzers.steps import Window
+    from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References
+    from fsdp2prof.analyzers.trace.rank_tables import RankTables
+    from fsdp2prof.analyzers.whatif.program import RankProgram
+    from fsdp2prof.manifest import RankManifest
+    from fsdp2prof.results.memory import AtPeak
+    from fsdp2prof.run_directory import PackedManifest
+    from fsdp2prof.tables import MemoryRecording, Trace
 
 __all__ = [
     "RankWork",
     "Reduced",
     "ReducedTrace",
+    "TraceOptions",
     "cut_short",
     "peak_in_trace",
     "read_rank_trace",
     "read_recordings",
     "reduce_rank",
 ]
+
+
+class TraceOptions(TypedDict, total=False):
+    """How the traces of a job are analysed; each has a default."""
+
+    window: Window
+    steps: Collection[int] | None
+    """None, the default, is all."""
+    workers: int | None
+    """Processes; by default what the files are worth."""
+    cluster: str | None
+    """Where each rank is read: ``local`` or a Dask scheduler's address; by default here."""
+    references: References
+    what_if: bool
+    """Also try, by replaying the recording, what would make a step faster; off by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +65,7 @@ class RankWork:
     packed: PackedManifest | None
     trace: RankFile | None = None
     memory: tuple[RankFile, ...] = ()
-    options: RankOptions = field(default_factory=RankOptions)
+    options: TraceOptions = field(default_factory=TraceOptions)
     workers: int | None = None
     """Processes that decode one file; by default what it is worth."""
     keep_fullest: bool = False
@@ -100,6 +114,8 @@ def reduce_rank(work: RankWork) -> Reduced:
     fullest: PreparedRecording | None = None
     highest = -1
     for rank, view in _views(work, unreadable):
+        from fsdp2prof.analyzers.memory.analysis import analyze_prepared
+
         analysis = analyze_prepared(rank, view, work.manifest)
         memory.append(analysis)
         if analysis.rank.peak.allocated_bytes > highest:
@@ -110,7 +126,10 @@ def reduce_rank(work: RankWork) -> Reduced:
     if work.trace is not None:
         try:
             trace, tables = _reduce_trace(work, work.trace)
-            at_peak = None if fullest is None else find_peak(fullest, tables)
+            if fullest is not None:
+                from fsdp2prof.analyzers.memory.trace_join import find_peak
+
+                at_peak = find_peak(fullest, tables)
         except TraceError as error:
             trace_unreadable = str(error)
     return Reduced(
@@ -128,6 +147,9 @@ def peak_in_trace(work: RankWork, fullest: PreparedRecording | None = None) -> A
 
     ``fullest`` is the recording, if it is at hand already. Raises ``TraceError``.
     """
+    from fsdp2prof.analyzers.memory.trace_join import find_peak
+    from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+
     assert work.trace is not None
     if fullest is None:
         views = [view for _, view in _views(work, [])]
@@ -142,12 +164,16 @@ def read_recordings(file: RankFile) -> list[MemoryRecording]:
     Raises ``SnapshotError``, and ``TraceError`` for such a trace.
     """
     if is_trace_name(file.path):
+        from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
+
         recordings = kineto_recordings(read_rank_trace(file))
         if not recordings:
             raise SnapshotError(
                 f"{file.path}: no memory events in this trace; record it with profile_memory=True"
             )
         return recordings
+    from fsdp2prof.readers.memory.recording import read_memory
+
     with _at_hand(file, SnapshotError) as local:
         try:
             return read_memory(local)
@@ -162,6 +188,8 @@ def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
     """
     if manifest is None:
         return []
+    from fsdp2prof.analyzers.steps import host_steps, trained_steps
+
     worth_showing = set(manifest.traced_steps) or trained_steps(trace.labels)
     return [step for step in host_steps(trace.labels).step.tolist() if step not in worth_showing]
 
@@ -174,11 +202,16 @@ def _views(work: RankWork, unreadable: list[str]) -> Iterator[tuple[int, Prepare
         except (SnapshotError, TraceError) as error:
             unreadable.append(str(error))
             continue
+        from fsdp2prof.analyzers.memory.prepared import prepare
+
         for recording in recordings:
             yield file.rank, prepare(recording, work.manifest)
 
 
 def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTables]:
+    from fsdp2prof.analyzers.trace.analysis import analyze_tables
+    from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+
     trace = _read(work, file)
     window, chosen = work.options.get("window", "steps"), work.options.get("steps")
     left_out = cut_short(trace, work.manifest) if window == "steps" and chosen is None else []
@@ -190,10 +223,15 @@ def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTab
     whose = trace.rank if work.manifest is None or work.manifest.rank == trace.rank else None
     if whose is not None and whose != file.rank:
         told.append(f"{trace.source}: is a trace of rank {whose}, read as that of rank {file.rank}")
+    program: RankProgram | None = None
+    if work.options.get("what_if"):
+        from fsdp2prof.analyzers.whatif.what_if import program_of
+
+        program = program_of(tables, analysis.summary)
     reduced = ReducedTrace(
         analysis=replace(analysis, warnings=[*analysis.warnings, *told]),
         steps=tables.measurable,
-        program=program_of(tables, analysis.summary) if work.options.get("what_if") else None,
+        program=program,
     )
     return reduced, tables
 
@@ -205,8 +243,10 @@ def _read(work: RankWork, file: RankFile) -> Trace:
 def read_rank_trace(file: RankFile, *, workers: int | None = None) -> Trace:
     """Read a rank's trace from where it lies; it is called as the user called it.
 
-    ``workers`` are those of :class:`RankOptions`. Raises ``TraceError``.
+    ``workers`` are those of :class:`TraceOptions`. Raises ``TraceError``.
     """
+    from fsdp2prof.readers.trace.chrome_trace import read_trace
+
     with _at_hand(file, TraceError) as local:
         try:
             trace = read_trace(local, rank=file.rank, workers=workers)

@@ -1,27 +1,25 @@
-"""Where ranks are reduced: in this process, in processes beside it, or on the workers of a cluster.
-
-On a cluster what is kept of a rank comes here, or stays with the worker that reduced it until one of them
-puts all ranks together (:mod:`fsdp2prof.workflows.finished`).
-"""
+"""Where ranks are reduced: in this process, in processes beside it, or on the workers of a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording
 from fsdp2prof.errors import TraceError
-from fsdp2prof.results.memory import AtPeak
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
 from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
 from fsdp2prof.workflows.job.one_job import RankFile
-from fsdp2prof.workflows.ranks.cluster import Cluster, Kept, LostError, open_cluster
-from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, peak_in_trace
-from fsdp2prof.workflows.ranks.rank_options import RankOptions
+from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, TraceOptions, peak_in_trace
 
-__all__ = ["OnCluster", "RankPlace", "ReducedOnes", "TraceOptions", "place_of"]
+if TYPE_CHECKING:
+    from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+    from fsdp2prof.results.memory import AtPeak
+    from fsdp2prof.workflows.ranks.cluster import Cluster
+
+__all__ = ["RankPlace", "place_of"]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
@@ -40,25 +38,17 @@ class RankPlace(Protocol):
         """
 
 
-class TraceOptions(RankOptions, total=False):
-    """How the traces of a job are analysed; each has a default."""
-
-    place: RankPlace
-    """Where each rank is read, if it is open already; ``workers`` and ``cluster`` are then its own."""
-
-
 @contextmanager
 def place_of(options: TraceOptions) -> Iterator[RankPlace]:
     """Give the place that the options ask for. Raises ``ClusterError`` for a cluster that cannot be used."""
-    if "place" in options:
-        yield options["place"]
-        return
     address, workers = options.get("cluster"), options.get("workers")
     if address is None:
         yield _Here(workers)
         return
+    from fsdp2prof.workflows.ranks.cluster import open_cluster
+
     with open_cluster(address, workers) as cluster:
-        yield OnCluster(cluster)
+        yield _OnCluster(cluster)
 
 
 class _Here:
@@ -72,56 +62,38 @@ class _Here:
         jobs = [
             replace(work, workers=each, keep_fullest=workers == 1 and work.trace is None) for work in works
         ]
+        if workers > 1:
+            _import_once(works)
         return map_in_processes(reduce, jobs, workers)
 
     def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
         return _peak_or_reason(work, fullest)
 
 
-class OnCluster:
+class _OnCluster:
     """A cluster: only files' names go there, and only what is kept of a rank comes back."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
-        """Yield what is kept of each rank, in the order given."""
-        for work, kept in zip(works, self.keep(reduce, works), strict=True):
-            yield self.bring(work, kept)
-
-    def keep(
-        self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]
-    ) -> Iterator[Kept | LostError]:
-        """Reduce each rank, in the order given, and leave what is kept of it with the worker that did."""
         jobs = [_abroad(work) for work in works]
         self._cluster.require_files([file.location or "" for work in jobs[:1] for file in _files(work)])
-        return self._cluster.keep(reduce, jobs)
-
-    def bring(self, work: RankWork, kept: Kept | LostError) -> Reduced:
-        """Return what is kept of a rank; of one that was lost, why."""
-        outcome = kept if isinstance(kept, LostError) else self._cluster.bring(kept)
-        return _not_reduced(work, str(outcome)) if isinstance(outcome, LostError) else outcome
+        for work, outcome in zip(works, self._cluster.map(reduce, jobs), strict=True):
+            yield outcome if isinstance(outcome, Reduced) else _not_reduced(work, str(outcome))
 
     def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
-        """Look a rank's highest peak up in its trace, on a worker."""
-        outcome = next(iter(self._cluster.map(_peak_or_reason, [_abroad(work)])))
-        return str(outcome) if isinstance(outcome, LostError) else outcome
+        outcome = next(self._cluster.map(_peak_or_reason, [_abroad(work)]))
+        return str(outcome) if isinstance(outcome, Exception) else outcome
 
 
-class ReducedOnes:
-    """Ranks that were reduced already, on the worker of a cluster that puts them together."""
-
-    def __init__(self, outcomes: Sequence[Reduced | LostError]) -> None:
-        self._outcomes = outcomes
-
-    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
-        """Yield what is kept of each rank; of one that was lost, why."""
-        for work, one in zip(works, self._outcomes, strict=True):
-            yield _not_reduced(work, str(one)) if isinstance(one, LostError) else one
-
-    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
-        """Look a rank's highest peak up in its trace, in this process."""
-        return _peak_or_reason(work, fullest)
+def _import_once(works: Sequence[RankWork]) -> None:
+    """Import the analysis here: the processes that are forked from this one have it then."""
+    if any(work.trace for work in works):
+        import_module("fsdp2prof.analyzers.trace.analysis")
+    if any(work.memory for work in works):
+        import_module("fsdp2prof.analyzers.memory.analysis")
+        import_module("fsdp2prof.readers.memory.recording")
 
 
 def _peak_or_reason(work: RankWork, fullest: PreparedRecording | None = None) -> AtPeak | str | None:

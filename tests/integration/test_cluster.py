@@ -141,49 +141,7 @@ def test_a_worker_that_is_killed_loses_nothing(
     assert len({one.trace.analysis.rank.rank for one in reduced if one.trace}) == 5
 
 
-def test_what_a_killed_worker_kept_is_made_again(
-    monkeypatch: pytest.MonkeyPatch, local: Any, address: str
-) -> None:
-    """Killed when all is done and nothing put together: the sum needs what was lost with it, too."""
-    with distributed.Client(address, set_as_default=False) as client, open_cluster(address) as cluster:
-        client.wait_for_workers(2, timeout=60)
-        monkeypatch.setattr(local.scheduler, "allowed_failures", 3)
-        kept = list(cluster.keep(abs, range(-20, 0)))
-        os.kill(min(client.run(os.getpid).values()), signal.SIGKILL)
-        assert list(cluster.pieces_of(_sums, 1000, kept)) == [
-            1000 + sum(range(1, 21)),
-            list(range(20, 0, -1)),
-        ]
-
-
-def _sums(start: int, numbers: list[int]) -> list[Any]:
-    return [start + sum(numbers), numbers]
-
-
-def test_ranks_that_no_worker_can_put_together_are_put_together_here(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, run: Path, address: str
-) -> None:
-    command = ("analyze", "memory", run, "--format", "json")
-    here = call(capfd, *command)
-    with distributed.Client(address, set_as_default=False) as client:
-        client.wait_for_workers(2, timeout=60)
-    pieces_of, ended = Cluster.pieces_of, []
-
-    def out_of_memory(cluster: Cluster, function: object, given: object, kept: list[Any]) -> Iterator[Any]:
-        ended.append(len(kept))
-        return pieces_of(cluster, _end, given, kept)
-
-    monkeypatch.setattr(Cluster, "pieces_of", out_of_memory)
-    there = call(capfd, *command, "--cluster", address)
-    assert (there.code, there.err, ended) == (0, "", [RANKS])
-    assert there.out == here.out
-
-
-def _end(given: object, kept: list[Any]) -> list[Any]:
-    os._exit(1)
-
-
-def test_a_gate_is_tested_where_the_result_is(
+def test_a_gate_is_tested_on_the_same_result(
     capfd: pytest.CaptureFixture[str], run: Path, address: str
 ) -> None:
     command = ("analyze", "trace", run, "--format", "csv", "--fail-on", "step_time_ms>0")
