@@ -149,14 +149,14 @@ def _in_pieces(
 
     if isinstance(how, ChunkedTokens):
         hidden_bsd, targets = hidden_bsd.flatten(0, 1).unsqueeze(0), targets_bs.view(1, -1)
-        pieces = zip(hidden_bsd.split(how.count, dim=1), targets.split(how.count, dim=1), strict=True)
+        parts = [(hidden_bsd[:, some], targets[:, some]) for some in _slices(hidden_bsd.shape[1], how.count)]
     else:
-        pieces = zip(hidden_bsd.chunk(how.count, dim=1), targets_bs.chunk(how.count, dim=1), strict=True)
+        parts = list(zip(hidden_bsd.chunk(how.count, dim=1), targets_bs.chunk(how.count, dim=1), strict=True))
     losses = [
         piece_loss(hidden, targets)
         if isinstance(how, ChunkedKept)
         else checkpoint(piece_loss, hidden, targets, use_reentrant=False)
-        for hidden, targets in pieces
+        for hidden, targets in parts
     ]
     return torch.stack(losses).sum() / targets_bs.numel()
 
@@ -259,17 +259,17 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
         leaf = hidden.detach().flatten(0, 1).unsqueeze(0)
         gradient, total = torch.zeros_like(leaf, dtype=torch.float32), leaf.new_zeros((), dtype=torch.float32)
         parts = [part.contiguous().requires_grad_() for part in leaf.chunk(pieces, dim=1)]
-        is_unit = isinstance(head, FSDPModule)
-        if is_unit:
-            head.set_reshard_after_forward(False)
-            head.set_reshard_after_backward(False)
-            syncs = _syncs(head)
-            head.set_requires_gradient_sync(False, recurse=False)
-            head.unshard()
+        unit: Any = head if isinstance(head, FSDPModule) else None
+        if unit is not None:
+            unit.set_reshard_after_forward(False)
+            unit.set_reshard_after_backward(False)
+            syncs = _syncs(unit)
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.unshard()
         start = 0
         for part, labels in zip(parts, targets.flatten().chunk(len(parts)), strict=True):
-            if is_unit and part is parts[-1]:
-                head.set_requires_gradient_sync(syncs, recurse=False)
+            if unit is not None and part is parts[-1]:
+                unit.set_requires_gradient_sync(syncs, recurse=False)
             logits = after(head(part)).flatten(0, 1).float()
             loss = F.cross_entropy(logits, labels, reduction="sum") / targets.numel()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -278,10 +278,10 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
             gradient[:, start : start + part.shape[1]] = part.grad
             part.grad, start = None, start + part.shape[1]
             del logits, loss
-        if is_unit:
-            head.set_reshard_after_forward(True)
-            head.set_reshard_after_backward(True)
-            head.reshard()
+        if unit is not None:
+            unit.set_reshard_after_forward(True)
+            unit.set_reshard_after_backward(True)
+            unit.reshard()
     known = gradient.to(hidden.dtype).view(hidden.shape)
     whole: Tensor = _WithGradient.apply(hidden, known, total)  # type: ignore[no-untyped-call]
     return whole
@@ -350,7 +350,7 @@ def _in_place_of(
             if head.bias is not None:
                 raise ModelError(f"loss={how}: prime-rl's fused head takes no bias: use chunked:8")
             tokens = how.count if isinstance(how, ChunkedBlocks) else len(hidden)
-            loss = _ByVocabulary.apply(hidden, head.weight, labels, tokens, how.count)  # type: ignore[no-untyped-call]
+            loss = _ByVocabulary.apply(hidden, head.weight, labels, tokens, how.count)
             loss = loss / len(labels)
         elif isinstance(how, InPieces):
             loss = _in_pieces(lambda piece: after(apart(piece)), hidden_bsd, targets, how)

@@ -204,7 +204,7 @@ def test_every_collective_of_a_step(case):
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 def test_a_head_whose_backward_runs_in_the_forward(options):
     """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
-    policy, mesh = PolicySpec(**SIZES | options, loss="chunked-backward:4"), MeshSpec(dp_shard=4)
+    policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
     sums: Counter[tuple[str, str]] = Counter()
     for (_, op, dtype, payload), count in executed(tiny(), mesh, policy).items():
         sums[op, dtype] += count * payload
