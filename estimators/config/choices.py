@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fsdp2prof.estimators.config.option import ByUnit, Counted
+from fsdp2prof.schedule import Sync
 
 __all__ = [
     "PIECES",
@@ -50,7 +51,6 @@ Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
 
 ExpertShards = Literal["auto", "experts", "hidden"]
-Sync = Literal["last", "each"]
 KeptLogits = Literal["own", "fp32"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]

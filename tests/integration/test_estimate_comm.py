@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.api import analyze_trace
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
+from fsdp2prof.estimators.communication import estimate_built, estimate_comm, scheduled_groups
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -58,10 +58,11 @@ from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
-from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.schedule import steady_step
 
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
 
@@ -328,8 +329,8 @@ def test_a_frozen_model_run_forward_only(reshard):
                 model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
     ledger = Ledger()
     model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
-    groups = group_traffic(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
-    walk_step(groups, ledger, micro_batches=1, sync="last", trains=False)
+    groups = scheduled_groups(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
+    ledger.add_events(steady_step(groups, trains=False))
     counts: Counter[tuple[object, ...]] = Counter()
     for row in ledger.to_rows():
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
