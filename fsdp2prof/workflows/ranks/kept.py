@@ -72,6 +72,9 @@ def read_kept(path: Path) -> Kept | None:
         trace = result if isinstance(result, TraceAnalysis) else getattr(result, "trace", None)
         check_timeline(getattr(trace, "timeline", None))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        if str(error).startswith("Invalid enum value"):  # a word that is in no list here
+            reason = f"{path}: a newer fsdp2prof wrote it ({error}); upgrade, or write it again"
+            raise InputError(reason) from error
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
     memory = result if isinstance(result, MemoryAnalysis) else getattr(result, "memory", None)
     if focus := getattr(trace, "focus", None) or getattr(memory, "focus", None):
