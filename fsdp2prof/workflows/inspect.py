@@ -28,7 +28,7 @@ def inspect_sharding(described: Described) -> ShardingMap:
 
 
 def inspect_checkpoint(path: Path, described: Described | None) -> CheckpointMap:
-    """Return a checkpoint's contents and what a model misses in it. Raises ``InputError`` for another folder."""
+    """Return a checkpoint's contents and a model's gaps in it. Raises ``InputError`` for another folder."""
     table = read_checkpoint(path)
     return map_checkpoint(table, None if described is None else _table(described))
 
