@@ -122,9 +122,9 @@ class Guard:
         """
         return None if self.is_off(part) else self.clean(part, action, *arguments, **named)
 
-    def run_at_import(self, part: Part, action: Callable[[], Any]) -> Any:
-        """As :meth:`run`, while torch is imported: half imported, dynamo cannot be disabled, nor compile."""
-        return None if self.is_off(part) else self._clean(part, action)
+    def run_in_dynamo(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """As :meth:`run`, where dynamo cannot be disabled: in its own code, or half imported."""
+        return None if self.is_off(part) else self._clean(part, action, *arguments, **named)
 
     @_disable_dynamo
     def clean(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -162,15 +162,18 @@ class Guard:
         enter: Enter,
         *,
         at: tuple[object, str] | None = None,
+        in_dynamo: bool = False,
     ) -> Callable[..., Any]:
         """Return ``original``, of torch or of the training, with ``enter`` around each call.
 
         With ``at``, an owner and an attribute, what the training has put there by then is called instead.
+        A function that dynamo calls to disable itself is one ``in_dynamo``.
         """
+        run = self.run_in_dynamo if in_dynamo else self.run
 
         @wraps(original)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            leave = self.run(part, enter, *arguments, **named)
+            leave = run(part, enter, *arguments, **named)
             call = original if at is None else getattr(*at)
             if leave is None:
                 return call(*arguments, **named)
@@ -179,7 +182,7 @@ class Guard:
                 result = call(*arguments, **named)
                 returned = True
             finally:
-                self.run(part, leave, returned, result)
+                run(part, leave, returned, result)
             return result
 
         return guarded

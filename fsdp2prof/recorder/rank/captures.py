@@ -55,6 +55,7 @@ class Captures:
         self._micro_batches: set[tuple[int, int | None]] = set()
         self._trace: TraceCapture | None = None
         self._memory: MemoryCapture | None = None
+        guard.when_off("host", self._host.stop)
         guard.when_off("trace", lambda: self._leave_out("traced"))
         guard.when_off("memory", lambda: self._leave_out("memory"))
         guard.when_off("profilers", self._leave_profiler)
@@ -99,7 +100,7 @@ class Captures:
     def step_runs(self) -> None:
         """The step's own time begins: what is ours to do before it is done."""
         if self._kind != "plain":
-            self._host.begin()
+            self._host.begin(traced=self._kind == "traced")
 
     def step_ran(self) -> None:
         """The step's own time is over; what is ours to do after it begins."""
@@ -176,6 +177,7 @@ class Captures:
 
     def finish(self) -> None:
         """End the captures that run and write them."""
+        guard.clean("host", self._host.stop)
         if (trace := self._trace) is not None:
             _stop("trace", trace)
             self._trace = None
@@ -186,6 +188,9 @@ class Captures:
         if memory is not None:
             guard.run("description", self._file.describe_tensors, memory.address)
             _stop("memory", memory)
+            if memory.lost is not None:
+                self._file.tell(f"memory is not recorded: {memory.lost}")
+                self._leave_out("memory")
             self._manifest.allocator_settings |= memory.allocator_settings
             stats = guard.run("description", devices.allocator_stats, self._manifest.device.type)
             self._manifest.allocator = stats or {}
@@ -228,6 +233,7 @@ class Captures:
     def forget(self) -> None:
         """In a forked child: leave the captures to the parent, whose they are."""
         memory, self._memory, self._trace = self._memory, None, None
+        self._host.stop()
         if memory is not None:
             memory.forget()
 
@@ -262,6 +268,8 @@ class Captures:
     def _begin_traced_step(self, kind: StepKind) -> None:
         if self._trace is None:
             self._trace = TraceCapture(self._file.folder / TRACE_FILE, self._options)
+            if (device := self._file.device_type) not in ("cpu", "cuda"):
+                self._file.tell(f"the trace holds the host's work alone: {device} devices are not recorded")
             guard.run("description", self._file.describe)
         if kind == "warmup":
             self._trace.prepare()
@@ -288,7 +296,7 @@ class Captures:
         self._was_put_off = self._gave_way = True
 
     def _skip_memory_if_it_would_disturb(self) -> None:
-        reason = why_not(self._file.device_type, self._roots)
+        reason = why_not(self._file.device_type)
         if reason is not None:
             self._without_memory = True
             self._schedule.put_off(self._step, begun=True, keep=True)

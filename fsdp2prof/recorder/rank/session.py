@@ -350,8 +350,12 @@ class RankSession:
         self.write_manifest()
 
     def _watch_memory(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        try:
             self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
+        except (AttributeError, RuntimeError) as error:  # cudaMallocAsync, an allocator of the training's own
+            self.tell(f"an out-of-memory error will leave no snapshot: {_reason(error)}")
 
     def _stop(self) -> None:
         """Stop for good: the recording failed, and the manifest says so."""
