@@ -521,7 +521,7 @@ def tensor_parallel() -> TraceBuilder:
         begin += 10
     begin = 70
     for op, large, small in (("allgather_into_tensor", 1, 0), ("reduce_scatter_tensor", 0, 1)):
-        sizes = {"in_nelems": (64, 128)[small], "out_nelems": (64, 128)[large]}
+        sizes: dict[str, Any] = {"in_nelems": (64, 128)[small], "out_nelems": (64, 128)[large]}
         trace.host(f"c10d::{op}_coalesced_", begin, begin + 1, dtype="float", **sizes)
         title = "gloo:all_gather" if large else "gloo:all_reduce"
         seen = sizes if large else {"in_nelems": 128, "out_nelems": 128}
