@@ -313,9 +313,8 @@ def _too_coarse(book: Book) -> None:
     root, alone = is_root(fqn), len(shares) == 1
     if share < (book.thresholds.root_frac if root else book.thresholds.coarse_frac):
         return
-    if not root and (share < book.thresholds.coarse_frac or not _has_parts(book, fqn)):
-        return
-    mine = book.take("communication", lambda one: one.fqn == fqn and (alone or one.op == "all_gather"))
+    ops = ("all_gather",) if root and not alone else ("all_gather", "reduce_scatter", "all_reduce")
+    mine = book.take("communication", lambda one: one.fqn == fqn and one.op in ops)
     cost = sum(one.ns for one in mine)
     name = named_layer(fqn)
     if alone:
@@ -338,6 +337,10 @@ def _too_coarse(book: Book) -> None:
         problem = f"One unit, {name}, holds {format_frac(share)} of all parameters ({format_bytes(payload)})"
         change = (
             f"Apply fully_shard to the modules inside {name}, too: its blocks, or its large Linear layers."
+            if _has_parts(book, fqn)
+            else f"{name[0].upper()}{name[1:]} has no modules inside to wrap: gather it earlier "
+            "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch on the blocks before it), or "
+            "split it into several modules."
         )
         named, title = "wrapping_too_coarse", f"one large FSDP unit, {name}"
     exposed = book.per_step(cost)
