@@ -5,12 +5,12 @@ Only tensor parallelism that no formula describes is executed for it, on tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import base_of
+from fsdp2prof.estimators.config.choices import ChunkedBackward, base_of
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -20,6 +20,7 @@ from fsdp2prof.estimators.description import mesh_as_given, model_as_built, poli
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
@@ -36,7 +37,7 @@ from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.estimators.weight_sync import weight_sync
 from fsdp2prof.results.estimate import CommEstimate
-from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
+from fsdp2prof.schedule import Axis, Event, ScheduledGroup, steady_step
 
 __all__ = ["estimate_built", "estimate_comm", "scheduled_groups"]
 
@@ -79,9 +80,12 @@ def estimate_built(
     flow = _flow(groups, built, policy)
     groups = tuple(_without_gradients(group, flow) for group in groups)
     ledger = Ledger()
+    scheduled = _scheduled(groups, flow, mesh)
+    if isinstance(policy.loss, ChunkedBackward):
+        scheduled = _head_apart(scheduled, groups, built, policy, ledger)
     ledger.add_events(
         steady_step(
-            _scheduled(groups, flow, mesh),
+            scheduled,
             micro_batches=policy.grad_accum,
             sync=policy.sync,
             keep_between=mesh.pp > 1,
@@ -188,6 +192,44 @@ def _scheduled(
         for group in groups
     ]
     return [group for fqn in flow.has_backward for group in traffic if group.fqn == fqn]
+
+
+def _head_apart(
+    scheduled: list[ScheduledGroup],
+    groups: Sequence[ParameterGroup],
+    built: Model,
+    policy: PolicySpec,
+    ledger: Ledger,
+) -> list[ScheduledGroup]:
+    """Groups where ``loss=chunked-backward`` gathers and reduces the head behind the model's forward.
+
+    A head that shares a unit, as torchtitan's ``norm+output``, is gathered for the norm, for the pieces, and
+    for the norm's backward; its own gradients are reduced before the others of its unit. Behind the pieces of
+    a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
+    micro-batches accumulated.
+    """
+    head = f"{head_of(built.module)}.weight"
+    own = next(group for group in groups if any(p.fqn == head for p in group.parameters))
+    waits = policy.sync == "last" and policy.grad_accum > 1
+    if len(own.parameters) == 1:
+        others = [group for group in scheduled if waits and group.fqn != own.fqn]
+        ledger.add_events(_reductions(others))
+        return [replace(group, reshard=group.fqn != own.fqn) for group in scheduled]
+    at = next(index for index, group in enumerate(scheduled) if group.fqn == own.fqn)
+    unit = scheduled[at]
+    size = dtype_bytes(unit.reduce_dtype) * next(p.padded_numel for p in own.parameters if p.fqn == head)
+    first = replace(unit, reduce_bytes=unit.reduce_bytes if waits else size)
+    ledger.add_events(_reductions([first] * (policy.grad_accum if policy.sync == "each" else 1)))
+    ledger.add_events([Event("all_gather", unit, "forward")] * policy.grad_accum)
+    scheduled[at] = replace(unit, reshard=True, reduce_bytes=unit.reduce_bytes - size)
+    return scheduled
+
+
+def _reductions(groups: Iterable[ScheduledGroup]) -> Iterator[Event]:
+    for group in groups:
+        if group.reduce_bytes:
+            yield Event("reduce_scatter", group, "backward")
+            yield Event("all_reduce", group, "backward")
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import is_fake
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.local_tensors import as_local
-from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["Attention", "FeedForward", "LatentAttention", "LlamaTransformer", "TransformerBlock"]
 
@@ -249,16 +248,17 @@ class LlamaTransformer(nn.Module):
                 angles = torch.cat((angles, angles), dim=-1)
                 self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
 
-    def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
-        """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, by transformers' name for it."""
+        return self.output
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        """Return logits (B, S, V)."""
         hidden = self.tok_embeddings(tokens_bs)
         rotary = self.rotary
         if self.config.family != "llama":
             rotary = rotary.to(hidden.dtype)
         for layer in self.layers.children():
             hidden = layer(hidden, rotary)
-        hidden = self.norm(hidden)
-        if targets_bs is None:
-            logits: Tensor = self.output(hidden)
-            return logits
-        return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits
