@@ -191,6 +191,8 @@ def _why_together(held: Collection[str | None], manifest: RankManifest | None) -
 
 def _unsharded_gradients(view: PreparedRecording, manifest: RankManifest | None) -> Finding | None:
     """Unsharded gradients that outlive their backward: the next forward begins, and they are still there."""
+    if manifest is not None and manifest.micro_batches == 1:
+        return None  # the next forward is an evaluation's or a closure's
     rows, whole = view.allocations, int(view.totals[view.peak_order])
     forward = np.append(np.sort(rows.alloc_order[rows.phase.equals("forward")]), NEVER - 1)
     following = forward[np.searchsorted(forward[:-1], rows.alloc_order, side="right")]

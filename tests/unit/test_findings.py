@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, parse_thresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import RankManifest, RootInfo
+from fsdp2prof.manifest import OptimizerInfo, RankManifest, RootInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.cross_rank import CrossRank, LateRank, LateRanks, Straggler
 from fsdp2prof.results.finding import Finding
@@ -526,3 +526,41 @@ def test_a_straggler_costs_what_is_felt_and_is_not_mistaken_for_wide_reductions(
     found = named(analysis)
     assert set(found) == {"straggler"}
     assert found["straggler"].evidence["wait_frac"] == pytest.approx((together - alone) / together, rel=0.05)
+
+
+def test_the_modules_that_a_large_root_holds_are_named() -> None:
+    """An embedding and a head of 32,000 x 64 beside blocks that are wrapped already."""
+    analysis = replace(trace_analysis(), findings=[])
+    rows = [
+        replace(
+            analysis.groups[0], rank=0, step=4, fqn=fqn, op="all_gather", phase="forward", count=1,
+            payload_bytes=size << 20, exposed_ns=20 * MS,
+        )
+        for fqn, size in (("", 16), ("layers.0", 1), ("layers.1", 1))
+    ]  # fmt: skip
+    root = sharded_group("", [32_000, 64], ranks=2, rows=16_000)
+    (one,) = root.parameters
+    root.parameters = [
+        msgspec.structs.replace(one, fqn=f"{name}.weight", global_shape=shape)
+        for name, shape in (("embedding", [32_000, 64]), ("head", [32_000, 64]), ("norm", [64]))
+    ]
+    blocks = [sharded_group(f"layers.{i}", [64, 64], ranks=2, rows=32) for i in range(2)]
+    found = find(replace(analysis, groups=rows), [RankManifest(param_groups=[root, *blocks])])
+    (told,) = [f for f in found if f.id == "root_holds_most"]
+    assert told.change == "Apply fully_shard to `embedding` and `head` before the root."
+
+
+def test_closures_of_lbfgs_are_not_micro_batches() -> None:
+    """Three reductions in a step: the loss at three places, not three micro-batches."""
+    analysis = replace(trace_analysis(), findings=[])
+    one = replace(
+        analysis.groups[0], rank=0, step=4, op="reduce_scatter", phase="backward", count=3,
+        payload_bytes=6 << 20, exposed_ns=9 * MS,
+    )  # fmt: skip
+    analysis = replace(analysis, groups=[replace(one, fqn="a"), replace(one, fqn="b", count=6)])
+    group = sharded_group("a", [8, 64], ranks=4, rows=2)
+    for name, expected in (("SGD", 1), ("LBFGS", 0)):
+        optimizer = OptimizerInfo(class_name=name, state_bytes=0, param_groups=1, parameters=1)
+        manifest = RankManifest(param_groups=[group], optimizers=[optimizer])
+        found = [f for f in find(analysis, [manifest]) if f.id == "reduced_every_micro_batch"]
+        assert len(found) == expected, name
