@@ -93,8 +93,10 @@ class Captures:
         Returns whether one of the two is captured.
         """
         self._step, self._was_put_off = step, False
+        was_captured = self._kind != "plain"
+        self.give_way()
         self._profiled = training_profilers.active
-        return self._kind != "plain" or self._schedule.kind(step) != "plain"
+        return was_captured or self._schedule.kind(step) != "plain"
 
     def step_runs(self) -> None:
         """The step's own time begins: what is ours to do before it is done."""
@@ -145,6 +147,11 @@ class Captures:
         waits = self._was_put_off and self._kind == "plain" and not training_profilers.active
         if waits and self._schedule.bring_forward(self._step):
             self.begin_step()
+
+    def give_way(self) -> None:
+        """Make way for a profiler of the training's on another thread, which waits for it."""
+        if self._kind != "plain" and training_profilers.active:
+            self.make_way()
 
     def make_way(self) -> None:
         """End what is being captured, for the training's own profiler is about to begin."""
@@ -268,10 +275,11 @@ class Captures:
             if (device := self._file.device_type) not in ("cpu", "cuda"):
                 self._file.tell(f"the trace holds the host's work alone: {device} devices are not recorded")
             guard.run("description", self._file.describe)
-        if kind == "warmup":
-            self._trace.prepare()
-        else:
-            self._trace.begin_step(self._step)
+        begun = self._trace.prepare() if kind == "warmup" else self._trace.begin_step(self._step)
+        if not begun:  # the training's own profiler began on another thread, at this moment
+            self._trace = None
+            self._put_off(begun=True)
+            self._kind = "plain"
 
     def _begin_memory_step(self) -> None:
         if self._memory is None:

@@ -58,22 +58,27 @@ class TraceCapture:
         self._running = False
         self._step: record_function | None = None
 
-    def prepare(self) -> None:
-        """Set the profiler up, one step or more before it records."""
+    def prepare(self) -> bool:
+        """Set the profiler up, one step or more before it records; False where the training has it."""
         global _used
         if not self._prepared:
+            if not training_profilers.claim():
+                return False
             _used = True
             with training_profilers.set_aside():
                 self._profiler.prepare_trace()
                 self._prepared = True
+        return True
 
-    def begin_step(self, step: int) -> None:
-        """Begin a traced step, starting the trace with the first."""
-        self.prepare()
+    def begin_step(self, step: int) -> bool:
+        """Begin a traced step, starting the trace with the first; False where :meth:`prepare` is."""
+        if not self.prepare():
+            return False
         if not self._running:
             self._start()
         self._step = record_function(f"ProfilerStep#{step}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
+        return True
 
     def end_step(self) -> None:
         """End the running step's range."""
@@ -99,16 +104,22 @@ class TraceCapture:
     def discard(self) -> None:
         """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free."""
         self.end_step()
-        if self._prepared:
-            if not self._running:
-                self._start()  # a prepared profiler can only be stopped through a start
-            with training_profilers.set_aside():
-                try:
-                    self._profiler.stop_trace()
-                finally:
-                    if _profiler_enabled():  # a torch whose profiler is stopped in another way
-                        _disable_profiler()
-        self._prepared = self._running = False
+        try:
+            if self._prepared:
+                self._stop()
+            self._prepared = self._running = False
+        finally:
+            training_profilers.release()
+
+    def _stop(self) -> None:
+        if not self._running:
+            self._start()  # a prepared profiler can only be stopped through a start
+        with training_profilers.set_aside():
+            try:
+                self._profiler.stop_trace()
+            finally:
+                if _profiler_enabled():  # a torch whose profiler is stopped in another way
+                    _disable_profiler()
 
     def _start(self) -> None:
         with training_profilers.set_aside():
