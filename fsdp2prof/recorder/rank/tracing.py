@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,10 +16,11 @@ from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from fsdp2prof.errors import Fsdp2ProfError
-from fsdp2prof.files import replacing, scratch
+from fsdp2prof.files import replacing, scratch_prefix
 from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.trace.launch_counts import count_launches
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
+from fsdp2prof.run_directory import TRACE_FILE
 
 __all__ = ["TraceCapture", "adopt_trace", "kineto_is_used"]
 
@@ -91,15 +94,21 @@ class TraceCapture:
         was_running = self._running
         self.discard()
         if was_running:
-            with scratch(self._path.with_suffix("")) as text, training_profilers.set_aside():
-                self._profiler.export_chrome_trace(str(text))
-                partial = text.with_name(f"{text.name}.tmp")  # where Kineto writes first
-                if partial.exists():
-                    partial.unlink()
-                    raise OSError("the trace cannot be written whole; is the disk full?")
-                if self._on_device:
-                    self.warning = _missing_records(text)
-                _compress(text, self._path)
+            self._export()
+
+    def _export(self) -> None:
+        """Write the raw trace on the node's own disk (``$TMPDIR``), and only compressed into the run."""
+        with (
+            tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid())) as folder,
+            training_profilers.set_aside(),
+        ):
+            text = Path(folder, TRACE_FILE).with_suffix("")
+            self._profiler.export_chrome_trace(str(text))
+            if text.with_name(f"{text.name}.tmp").exists():  # where Kineto writes first
+                raise OSError(f"no room for the raw trace in {folder}; point TMPDIR to a larger disk")
+            if self._on_device:
+                self.warning = _missing_records(text)
+            _compress(text, self._path)
 
     def discard(self) -> None:
         """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free."""
