@@ -187,7 +187,7 @@ def test_other_devices_than_cuda_are_not_taken_for_a_cpu(recorded, monkeypatch):
 
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import threading, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import flex_attention
@@ -201,12 +201,12 @@ for step in range(8):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(loss.item().hex())
+    print(loss.item().hex(), [thread.name for thread in threading.enumerate()])
 dist.destroy_process_group()
 """
 
 
-def test_a_script_that_compiles_flex_attention_and_never_calls_it(tmp_path):
+def test_a_script_that_compiles_flex_attention_without_a_call_and_lists_its_threads(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = compare(tmp_path, [sys.executable, str(tmp_path / "train.py")], state={"complete"}, env=one_rank())
     [rank] = open_run(run).ranks
