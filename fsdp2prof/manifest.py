@@ -16,6 +16,7 @@ __all__ = [
     "RECORDING_SCHEMA",
     "RUN_SCHEMA",
     "DeviceInfo",
+    "HostSpan",
     "HostStep",
     "MachineInfo",
     "MeshInfo",
@@ -295,6 +296,20 @@ class ParamGroupInfo(_Record):
     """Forwards of its modules with gradients in each captured step, recomputed ones too; null as above."""
     evaluations: Index | None = None
     """Forwards of its modules without gradients; null as above."""
+    counts_vary: bool | None = None
+    """Whether gathers or reductions differed between captured steps; null where they were not counted."""
+    backward_gathers: Index | None = None
+    """Those of ``gathers`` made in a backward."""
+    post_forward_gathers: Index | None = None
+    """Those of ``backward_gathers`` over the ranks of ``post_forward_group``."""
+    reductions: Index | None = None
+    """Reduce-scatters of its gradients in each captured step (all-reduces alone where it is not sharded)."""
+    reduced_numel: Amount | None = None
+    """Elements of one rank's padded shards in all of them: of parameters that had a gradient."""
+    all_reductions: Index | None = None
+    """Those of ``reductions`` that went on over the replicas."""
+    all_reduced_numel: Amount | None = None
+    """``reduced_numel`` of those."""
 
 
 class RootInfo(_Record):
@@ -389,6 +404,17 @@ class MachineInfo(_Record):
     torch_interop_threads: Amount = 0
 
 
+class HostSpan(_Record):
+    """A stretch of host time: a line that the training's thread was seen on, or a garbage collection."""
+
+    start_ns: Amount
+    """``time.time_ns``."""
+    duration_ns: Amount = 0
+    """From the first to the last time that the line was seen, without another in between; 0: seen once."""
+    line: str = ""
+    """``full_tensor() in train.py:88 (clip)``: a call into a library, its file, line and function."""
+
+
 class HostStep(_Record):
     """The rank's host during one captured step; null where the system does not tell."""
 
@@ -414,6 +440,14 @@ class HostStep(_Record):
     slowed_by: list[str] | None = None
     """Why the GPU's clock was lowered at the end of the step: ``power_cap``, ``hardware_slowdown``,
     ``thermal_slowdown``, ``hardware_thermal_slowdown``, ``power_brake``; null without pynvml."""
+    garbage_collection_ns: Amount | None = None
+    """Time in which Python collected garbage, and nothing else of the process ran Python."""
+    garbage_collections: list[HostSpan] = []
+    """Those of 0.1 ms and more."""
+    lines: list[HostSpan] = []
+    """Lines that the training's thread was seen on in a traced step, in order of time."""
+    python_threads: dict[str, Amount] = {}
+    """CPU time of other Python threads that took 1 % of the step or more, by the line they were seen on."""
 
 
 class TensorInfo(_Record):
