@@ -147,7 +147,7 @@ def test_a_run_directory_that_was_removed_is_said_once(tmp_path: Path, capsys: p
     made = Guard()
     made.start(tmp_path / "removed" / "errors.txt", lambda _: None, lambda: 3)
     for part in ("memory", "trace", "manifest"):
-        made.run(part, (tmp_path / "removed" / "file").write_text, "")  # type: ignore[arg-type]
+        made.run(part, (tmp_path / "removed" / "file").write_text, "")
     assert capsys.readouterr().err == (
         "fsdp2prof: rank 0: the run directory was removed: nothing more is recorded, the training goes on\n"
     )
