@@ -15,11 +15,13 @@ from support.traces import TraceBuilder
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
+from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.trace.collective_names import is_collective_kernel
 from fsdp2prof.analyzers.trace.sighted import sighted
 from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
+from fsdp2prof.results.work import KernelRow
 from fsdp2prof.vocabulary import LEDGER_CAUSES, layer_name
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -138,6 +140,8 @@ def test_a_replay_that_gains_nothing_proposes_nothing(tmp_path: Path) -> None:
         "ubx_kernel_allgather_2",
         "mori::moe::EpDispatchIntraNodeKernel<float>(x)",
         "EpCombineInterNodeKernel",
+        "void torchcomms::rccl::allgather_kernel<float>(int)",
+        "torchcomm::reduceScatterKernel",
     ],
 )
 def test_kernels_of_communication_libraries_are_communication(name: str) -> None:
@@ -223,3 +227,25 @@ def test_a_host_without_a_processor_is_not_the_scripts_fault(threads: int, propo
     assert (entry.remedy is not None) == proposed
     assert ("starved_host" in told(ledger)) == proposed
     assert any("The host was busy" in line for line in ledger.not_judged)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("ampere_sgemm_128x64_tn", True),
+        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", True),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", True),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16", False),
+    ],
+)
+def test_float32_products_without_tensor_cores_are_a_finding(name: str, named: bool) -> None:
+    """60 of 100 ms of compute, of a step of 200 ms: 30 %; TF32 and bfloat16 run on tensor cores."""
+    kernels = [
+        KernelRow(name=each, kind="compute", count=1, total_ns=ms * 1e6, mean_ns=ms * 1e6, step_frac=0.0)
+        for each, ms in ((name, 60), ("softmax", 40))
+    ]
+    found = without_tensor_cores(kernels, 200e6)
+    assert [(one.id, one.severity) for one in found] == (
+        [("float32_without_tensor_cores", "high")] if named else []
+    )
