@@ -25,11 +25,10 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
-from fsdp2prof.estimators.planner.budget import room
 from fsdp2prof.estimators.planner.confirm import Check, EngineMemory, check_memory, check_step
 from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
-from fsdp2prof.estimators.planner.outcome import name_of
+from fsdp2prof.estimators.planner.outcome import name_of, room
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.precision import other_precisions
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure, probes
@@ -41,7 +40,7 @@ from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
 from fsdp2prof.estimators.timeline import micro_batches
 from fsdp2prof.estimators.timeline.commands import Work
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.workflows import plan as workflow
