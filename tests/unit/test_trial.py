@@ -90,7 +90,7 @@ class TestGains:
 
     def test_a_measured_gain_leads_the_verdict_of_a_run(self):
         bare = RunAnalysis(
-            verdict=[f"{NOTHING}.", "The peak."], run=None, trace=None, memory=None, warnings=[]
+            verdict=[f"{NOTHING}.", "The peak."], run=run_summary(), trace=None, memory=None, warnings=[]
         )
         faster = with_trial(bare, analyzed(trial(blocks(8, gain_ns=5 * MS)))).verdict
         assert "reshard=never" in faster[0]
