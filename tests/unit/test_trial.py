@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.results import run_summary
 
 from fsdp2prof.analyzers.ledger.words import NOTHING
 from fsdp2prof.analyzers.run_analysis import with_trial
