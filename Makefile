@@ -35,11 +35,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The inner loop: every test that imports no torch.
+# The inner loop: every test that imports no torch and needs neither real traces nor a cluster.
 quick: lint
-	$(PYTEST) --without-torch tests/unit
+	$(PYTEST) --without-torch -m "not slow and not real_data" tests/unit
 
-test: quick
+test: lint
+	$(PYTEST) --without-torch tests/unit
 	$(PYTEST) --ignore tests/unit
 
 slow: $(STAMP)

@@ -63,6 +63,8 @@ class Metric:
         | Callable[[MemoryAnalysis], _PerRank]
         | Callable[[RunComparison], _PerRank]
     )
+    timed: bool = False
+    """Whether a busy machine changes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,19 @@ class Outcome:
     value: float
     ranks: int
     """Ranks on which it held: the gate fails unless there are none."""
+    excuse: str = ""
+    """Why the gate does not fail although the condition held."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the gate fails for it."""
+        return self.ranks > 0 and not self.excuse
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
         others = f" (it holds on {self.ranks} ranks)" if self.ranks > 1 else ""
-        return f"{self.condition.text}: {self.condition.metric} is {self.value:.4g}{where}{others}"
+        excuse = f"; does not fail: {self.excuse}" if self.excuse else ""
+        return f"{self.condition.text}: {self.condition.metric} is {self.value:.4g}{where}{others}{excuse}"
 
 
 def parse(text: str, of: Kind | None = None) -> Condition:
@@ -117,8 +127,8 @@ def parse(text: str, of: Kind | None = None) -> Condition:
 
 
 def check(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
-    """Return the conditions that hold, in the order given; raises what :func:`judge` does."""
-    return [outcome for outcome in judge(conditions, analysis) if outcome.ranks]
+    """Return the conditions that fail the gate, in the order given; raises what :func:`judge` does."""
+    return [outcome for outcome in judge(conditions, analysis) if outcome.failed]
 
 
 def judge(conditions: Sequence[Condition], analysis: Analysis) -> list[Outcome]:
@@ -141,7 +151,14 @@ def _evaluate(condition: Condition, analysis: Analysis) -> Outcome:
     worst = (
         min(among, key=among.__getitem__) if "<" in condition.operator else max(among, key=among.__getitem__)
     )
-    return Outcome(condition, worst, among[worst], len(held))
+    return Outcome(condition, worst, among[worst], len(held), _excuse(condition, analysis) if held else "")
+
+
+def _excuse(condition: Condition, analysis: Analysis) -> str:
+    """Return why a comparison says nothing about the program's own time; empty where it does."""
+    if isinstance(analysis, RunComparison) and METRICS[condition.metric].timed:
+        return analysis.machine_changed or ""
+    return ""
 
 
 def _values(condition: Condition, analysis: Analysis) -> _PerRank:
@@ -336,36 +353,43 @@ METRICS: dict[str, Metric] = {
         "change of the median unrecorded step, of before; of the mean traced one where none is known",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.unrecorded_step or comparison.step)),
+        timed=True,
     ),
     "step_time_delta_ms": Metric(
         "change of the median unrecorded step, milliseconds; of the mean traced one where none is known",
         "comparison",
         _of_whole(lambda comparison: _delta_ms(comparison.unrecorded_step or comparison.step)),
+        timed=True,
     ),
     "traced_step_time_frac": Metric(
         "change of the mean traced step, of before",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.step)),
+        timed=True,
     ),
     "traced_step_time_delta_ms": Metric(
         "change of the mean traced step, milliseconds",
         "comparison",
         _of_whole(lambda comparison: _delta_ms(comparison.step)),
+        timed=True,
     ),
     "unrecorded_step_frac": Metric(
         "change of the median unrecorded step, of before",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.unrecorded_step)),
+        timed=True,
     ),
     "exposed_time_frac": Metric(
         "change of exposed communication in a mean step, of before",
         "comparison",
         _of_whole(lambda comparison: _frac(comparison.exposed)),
+        timed=True,
     ),
     "exposed_time_delta_ms": Metric(
         "change of exposed communication in a mean step, milliseconds",
         "comparison",
         _of_whole(lambda comparison: _delta_ms(comparison.exposed)),
+        timed=True,
     ),
     "wire_bytes_frac": Metric(
         "change of the bytes a rank sends in a step, of before", "comparison", _of_whole(_wire_frac)

@@ -9,13 +9,14 @@ from math import prod
 import msgspec
 
 from fsdp2prof.analyzers.layers import fold_names
+from fsdp2prof.analyzers.ledger.machine import processor_use
 from fsdp2prof.analyzers.means import known_sum
 from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.run import RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.run_directory import RankRecord, RunDirectory
-from fsdp2prof.units import dtype_bytes, format_bytes
+from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 __all__ = ["shard_families", "summarize_files", "summarize_run"]
 
@@ -46,6 +47,8 @@ def summarize_run(run: RunDirectory) -> RunSummary:
         unrecorded_step=unrecorded_step(manifest.steps for manifest in manifests),
         rehearsed_rank=None if info.rehearsal is None else info.rehearsal.rank,
         shard_families=shard_families(groups),
+        training=next((found for one in manifests if (found := _training(one))), {}),
+        processors=processor_use(manifests),
     )
 
 
@@ -185,3 +188,22 @@ def _mesh(mesh: MeshInfo) -> str:
 
 def _optimizers(manifest: RankManifest) -> list[str]:
     return [f"{o.class_name}, {format_bytes(o.state_bytes)} of state" for o in manifest.optimizers]
+
+
+def _training(manifest: RankManifest) -> dict[str, str]:
+    """Return the settings of the training loop; of several roots each under its number."""
+    found: dict[str, object] = {}
+    for root in manifest.roots:
+        prefix = f"root{root.root}." if len(manifest.roots) > 1 else ""
+        for name in ("micro_batches", "gradient_syncs", "all_reduces", "evaluations"):
+            found[prefix + name] = getattr(root, name)
+    for way in ("forward_prefetch", "backward_prefetch"):
+        groups = sum(bool(getattr(group, way)) for group in manifest.param_groups)
+        found[way] = f"set for {plural(groups, 'group')}" if groups else None
+    if any(group.unshard_async_op for group in manifest.param_groups):
+        found["unshard_async_op"] = True
+    for index, optimizer in enumerate(manifest.optimizers):
+        prefix = f"optimizer{index}" if len(manifest.optimizers) > 1 else "optimizer"
+        found |= {f"{prefix}.{name}": value for name, value in optimizer.defaults.items()}
+    found["torch_threads"] = manifest.machine.torch_threads or None if manifest.machine else None
+    return {name: str(value) for name, value in found.items() if value is not None}

@@ -35,6 +35,9 @@ class Prediction:
 
     gained_ns: float | None
     reason: str | None
+    least_ns: float | None = None
+    """In the recorded step that gains least; None with a single step."""
+    most_ns: float | None = None
 
 
 def analyze_trial(
@@ -121,6 +124,8 @@ def _tried(
         gained_frac=None if gained is None or not step_ns else gained / step_ns,
         rounds=len(differences),
         predicted_ns=None if prediction is None else prediction.gained_ns,
+        least_predicted_ns=None if prediction is None else prediction.least_ns,
+        most_predicted_ns=None if prediction is None else prediction.most_ns,
         predicted_reason="no recording to predict from" if prediction is None else prediction.reason,
         peak_bytes=peak,
         added_bytes=None if peak is None or own_peak is None else peak - own_peak,

@@ -1,160 +1,358 @@
-"""How often the printed ranges hold published numbers: by source left out, not by rows seen.
+"""How often the printed ranges hold published numbers, by source left out.
 
-    python -m benchmarks.coverage [PEAKS.csv ...]
+    python -m benchmarks.coverage [--seconds N] [--cache FILE] [TABLE.csv ...]
 
-Memory: for each source of published peaks, the half-width that 85 % of the rows of all *other* sources need,
-and the share of its own rows within it; then the share of rows inside the range that the estimate prints. The
-tables have the columns of benchmarks/accuracy.py, or those of other trainers (``loss``, ``tp``);
-``data/published_later.csv`` is always read. Every row is predicted, a few seconds each.
+The rows of ``benchmarks/data`` are always read; tables with the same columns as those of accuracy.py,
+throughput.py or of other trainers (``loss`` among the columns) may be added. A prediction takes seconds to a
+minute, so each is kept in the cache as soon as it is made: with ``--seconds`` the run stops then, and the
+next one goes on. Delete the cache after a change of the estimators.
+
+A range has two parts: the alternatives of everything that is not stated, evaluated, and a margin for what
+the model itself misses. The score of a row is the margin that it needs: of memory the distance from the
+evaluated alternatives over the prediction, of speed the distance from the prediction in units of the
+simulated range. The margin of a class is the 85 % point of the scores, each source weighing the same however
+many rows it has, with one source's weight kept for the source that nobody has seen (CDF pooling: Dunn,
+Wasserman and Ramdas, "Distribution-free prediction sets for two-layer hierarchical models", JASA 2023). Each
+source's own rows are then judged by the margin of the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
-import sys
+import hashlib
+import json
+import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.measured import Measured, fitted
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.ranges import range_end
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.step import prior_of, program_of, sensitivities, simulate_program
+from fsdp2prof.estimators.verdict.memory_range import PREDICTION, memory_class
+from fsdp2prof.estimators.verdict.step_range import speed_class
 
+from . import throughput
 from .accuracy import read
 from .later import TABLE, policy_of
 
 GIB = 1 << 30
 WANTED = 0.85
 """Share of rows that a range should hold."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One published peak."""
-
-    id: str
-    source: str
-    model: ModelSpec
-    mesh: MeshSpec
-    policy: PolicySpec
-    published_gib: float
+NOISE = 0.02
+"""Within which a published step repeats, as ``estimate step --measured`` has it."""
+DATA = Path(__file__).with_name("data")
+SPEED = (DATA / "throughput_found_later.csv", DATA / "throughput_same_sources.csv")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row and its prediction."""
+    """A published row and its prediction."""
 
-    row: Row
+    id: str
+    source: str
+    kind: str
+    """Class of its range, as ranges.yaml names it."""
     error: float
     """Predicted over published, less one."""
-    held: bool
-    """Whether the printed range holds the published number."""
-    half_width: float
-    """Of the printed range, over the prediction."""
+    score: float
+    """The margin that its range needs to hold it."""
+    unit: float
+    """Half-width of its range, over the prediction, by which margins of its class are multiplied."""
+    alternatives: float
+    """Half-width of the evaluated alternatives that no margin multiplies."""
+    family: str = ""
+    """Of a speed: accelerator and source, whose rows may anchor each other."""
+    elasticities: Sequence[float] = ()
+    """Of a step: how far it follows compute, links and host."""
+    prior: Sequence[float] = ()
+    """Standard deviations of the logarithms of these, before any measurement."""
+
+    def half_width(self, margin: float) -> float:
+        """Of the range with a margin, over the prediction."""
+        return margin * self.unit + self.alternatives
+
+    @property
+    def held(self) -> bool:
+        """Whether the range printed today holds it."""
+        return self.score <= range_end(self.kind).value
 
 
-def rows(tables: list[Path]) -> Iterator[Row]:
-    """Every published row of the tables."""
+_FIELDS = [one.name for one in fields(Outcome)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published row that can be predicted."""
+
+    id: str
+    source: str
+    what: tuple[object, ...]
+    """Everything that the prediction depends on."""
+    predict: partial[Outcome]
+
+    @property
+    def key(self) -> str:
+        """Names the prediction in the cache."""
+        return hashlib.sha256(repr((self.id, self.what)).encode()).hexdigest()[:16]
+
+
+def memory_rows(tables: Iterable[Path]) -> Iterator[Row]:
+    """Rows of the tables that publish a peak."""
     for path in tables:
-        if "loss" in path.read_text().partition("\n")[0].split(","):
-            yield from of_other_trainers(path)
-            continue
-        for run in read(path):
-            yield Row(run.id, run.stack, run.model, run.mesh, run.policy(run.stack), run.reserved_gib)
-    with TABLE.open(newline="") as file:
-        for row in csv.DictReader(file):
-            source = row["source"].partition("@")[0] + " " + row["stack"]
-            yield Row(
-                row["id"],
-                source,
-                ModelSpec(source=row["model"]),
-                MeshSpec.parse(row["mesh"]),
-                policy_of(row),
-                float(row["peak_gib"]),
-            )
+        columns = _columns(path)
+        if "peak_gib" in columns:
+            for row in _read(path):
+                model, mesh = ModelSpec(source=row["model"]), MeshSpec.parse(row["mesh"])
+                yield _peak(row["id"], row["source"], model, mesh, policy_of(row), float(row["peak_gib"]))
+        elif {"loss", "peak_reserved_gib"} <= columns:
+            for row in _read(path):
+                if row["peak_reserved_gib"] and "prime-rl" in row["source"] and row["certainty"] == "known":
+                    yield _peak(row["id"], row["source"], *_of_prime_rl(row), float(row["peak_reserved_gib"]))
+        elif "activation_checkpointing" in columns:
+            sources = {row["id"]: row["source"] for row in _read(path)}
+            for run in read(path):
+                policy = run.policy(run.stack)
+                yield _peak(run.id, sources[run.id], run.model, run.mesh, policy, run.reserved_gib)
 
 
-def of_other_trainers(path: Path) -> Iterator[Row]:
-    """Rows of prime-rl, by its stack; its older versions kept optimizer states on the device."""
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            if not row["peak_reserved_gib"] or "prime-rl" not in row["source"]:
-                continue
-            options = {
-                "batch_size": int(row["batch_per_gpu"]),
-                "seq_len": int(row["seq_len"]),
-                "ac": row["activation_checkpointing"],
-                "loss": row["loss"],
-                "compile": row["compile"] == "yes",
-            }
-            model = ModelSpec(source=row["model"].removeprefix("hf:"))
-            tied = builtin_config(model.source).tied
-            policy = PolicySpec.from_mapping(with_stack("prime-rl-2026", options, tied=tied))
-            mesh, peak = MeshSpec.parse(row["mesh"]), float(row["peak_reserved_gib"])
-            yield Row(row["id"], "prime-rl", model, mesh, policy, peak)
+def _of_prime_rl(row: dict[str, str]) -> tuple[ModelSpec, MeshSpec, PolicySpec]:
+    """A run of prime-rl by its stack; versions before August 2026 kept optimizer states on the device."""
+    options = {
+        "batch_size": int(row["batch_per_gpu"]),
+        "seq_len": int(row["seq_len"]),
+        "ac": row["activation_checkpointing"],
+        "loss": row["loss"],
+        "compile": row["compile"] == "yes",
+        "optimizer_impl": row["optimizer"].rpartition("-")[2],
+    }
+    model = ModelSpec(source=row["model"].removeprefix("hf:"))
+    tied = builtin_config(model.source).tied
+    policy = PolicySpec.from_mapping(with_stack("prime-rl-2026", options, tied=tied))
+    return model, MeshSpec.parse(row["mesh"]), policy
 
 
-def predicted(row: Row) -> Outcome:
-    """Predict a row. Raises ``ModelError`` for what is refused."""
-    made = estimate_memory(row.model, row.mesh, row.policy)
-    low, high, peak = made.reserved_low_bytes, made.reserved_high_bytes, made.peak.reserved_bytes
-    assert low is not None
-    assert high is not None
-    published = row.published_gib * GIB
-    return Outcome(row, peak / published - 1, low <= published <= high, (high - low) / 2 / peak)
-
-
-def quantile(errors: list[float], share: float) -> float:
-    """The smallest width that holds a share of the errors."""
-    ordered = sorted(map(abs, errors))
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def by_source_left_out(outcomes: list[Outcome]) -> Mapping[str, tuple[float, float, int]]:
-    """Source -> the width that the other sources need, the share of its rows within, its rows."""
-    sources: dict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        sources[outcome.row.source].append(outcome)
-    found = {}
-    for source, own in sources.items():
-        others = [one.error for one in outcomes if one.row.source != source]
-        width = quantile(others, WANTED) if others else 0.0
-        found[source] = (width, mean(abs(one.error) <= width for one in own), len(own))
-    return found
-
-
-def main(paths: list[str]) -> None:
-    """Print coverage by source left out, and that of the printed ranges."""
-    outcomes: list[Outcome] = []
-    for row in rows([Path(path) for path in paths]):
-        try:
-            outcome = predicted(row)
-        except ModelError as refusal:
-            print(f"{row.id:6} refused: {refusal}", flush=True)
-            continue
-        outcomes.append(outcome)
-        held = "inside" if outcome.held else "outside"
-        print(
-            f"{row.id:6}{100 * outcome.error:+8.2f} %  +-{100 * outcome.half_width:.1f} %  {held}", flush=True
-        )
-    if not outcomes:
-        return
-    print(f"\n{'left out':60}{'width of others':>16}{'own rows inside':>17}{'rows':>6}")
-    for source, (width, share, count) in by_source_left_out(outcomes).items():
-        print(f"{source[:59]:60}{width:16.1%}{share:17.0%}{count:6}")
-    left_out = [abs(one.error) <= by_source_left_out(outcomes)[one.row.source][0] for one in outcomes]
-    print(f"\n{mean(left_out):.0%} of {len(outcomes)} rows lie within the width that other sources need")
-    print(
-        f"{mean(one.held for one in outcomes):.0%} lie in the printed range, whose half-width is "
-        f"{mean(one.half_width for one in outcomes):.1%} on average"
+def _peak(
+    name: str, source: str, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, published_gib: float
+) -> Row:
+    what = (model, mesh, policy.to_mapping())
+    return Row(
+        name, _short(source), what, partial(_memory, name, _short(source), *what[:2], policy, published_gib)
     )
 
 
+def _memory(
+    name: str, source: str, model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, published_gib: float
+) -> Outcome:
+    made = estimate_memory(model, mesh, policy)
+    low, high, peak = made.reserved_low_bytes, made.reserved_high_bytes, made.peak.reserved_bytes
+    assert low is not None
+    assert high is not None
+    margin = next(one for one in made.unknowns if one.name == PREDICTION)
+    published = published_gib * GIB
+    least, most = low - margin.low_bytes, high - margin.high_bytes
+    return Outcome(
+        id=name,
+        source=source,
+        kind=memory_class(mesh, policy),
+        error=peak / published - 1,
+        score=max(least - published, published - most, 0) / peak,
+        unit=1.0,
+        alternatives=(most - least) / 2 / peak,
+    )
+
+
+def speed_rows(tables: Iterable[Path]) -> Iterator[Row]:
+    """Rows of the tables that publish a speed. Those that cannot be predicted are named by their refusal."""
+    for path in tables:
+        columns = _columns(path)
+        if not {"tokens_per_s_per_gpu", "interconnect"} <= columns:
+            continue
+        for found in _read(path):
+            yield Row(found["id"], _short(found["source"]), tuple(found.items()), partial(_speed, found))
+
+
+def _speed(found: dict[str, str]) -> Outcome:
+    row = throughput.read(found)
+    program = program_of(row.model, row.mesh, row.policy)
+    made = simulate_program(program, row.model, row.mesh, row.policy, row.cluster).estimate
+    anchor = (Measured(name="step_ms", value=1.0), program, row.model, row.mesh, row.policy)
+    published_ns = made.step_ns * made.tokens_per_s_per_gpu / row.published
+    low, high = made.range.simulated_low_ns, made.range.simulated_high_ns
+    assert low is not None
+    assert high is not None
+    side = high - made.step_ns if published_ns > made.step_ns else made.step_ns - low
+    return Outcome(
+        id=found["id"],
+        source=_short(found["source"]),
+        kind=speed_class(row.policy),
+        error=made.step_ns / published_ns - 1,
+        score=abs(published_ns - made.step_ns) / max(1, side),
+        unit=(high - low) / 2 / made.step_ns,
+        alternatives=0.0,
+        family=" ".join(row.family),
+        elasticities=sensitivities(anchor, row.cluster)[1],
+        prior=prior_of(row.cluster, [anchor]),
+    )
+
+
+def _columns(path: Path) -> set[str]:
+    return set(path.read_text().partition("\n")[0].split(","))
+
+
+def _read(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _short(source: str) -> str:
+    """A source by its commit or its file, without what a row says besides."""
+    return source.partition("(")[0].strip()
+
+
+def margin_of(outcomes: Iterable[Outcome]) -> float:
+    """The 85 % point of the scores, by CDF pooling; the largest score where too few sources give one."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        by_source[outcome.source].append(outcome.score)
+    weighed = sorted(
+        (score, 1 / (len(by_source) + 1) / len(scores)) for scores in by_source.values() for score in scores
+    )
+    total = 0.0
+    for score, weight in weighed:
+        total += weight
+        if total >= WANTED - 1e-9:
+            return score
+    return weighed[-1][0]
+
+
+def held_out(outcomes: Sequence[Outcome]) -> Mapping[str, tuple[float, list[bool]]]:
+    """Source -> the margin of the others, and which of its rows that holds; nothing for a single source."""
+    found = {}
+    for source in sorted({one.source for one in outcomes}):
+        others = [one for one in outcomes if one.source != source]
+        if others:
+            margin = margin_of(others)
+            found[source] = margin, [one.score <= margin for one in outcomes if one.source == source]
+    return found
+
+
+def predictions(rows: Iterable[Row], cache: Path, seconds: float) -> tuple[list[Outcome], int]:
+    """Outcomes of the rows, those of the cache without predicting again, and how many are left."""
+    known: dict[str, dict[str, object]] = {}
+    if cache.exists():
+        for line in cache.read_text().splitlines():
+            entry = json.loads(line)
+            known[entry.pop("key")] = entry
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    outcomes, left, began = [], 0, time.monotonic()
+    for row in rows:
+        entry = known.get(row.key)
+        if entry is None:
+            if time.monotonic() - began > seconds:
+                left += 1
+                continue
+            try:
+                entry = asdict(row.predict())
+            except ModelError as refusal:
+                entry = {"refused": str(refusal)}
+            with cache.open("a") as file:
+                file.write(json.dumps({"key": row.key, **entry}) + "\n")
+        if "refused" in entry:
+            print(f"{row.id:6}not predicted: {entry['refused']}", flush=True)
+            continue
+        outcomes.append(Outcome(**{name: entry[name] for name in _FIELDS if name in entry}))
+        print(_line(outcomes[-1]), flush=True)
+    return outcomes, left
+
+
+def _line(one: Outcome) -> str:
+    held = "inside" if one.held else "outside"
+    return f"{one.id:6}{one.error:+8.1%}  score {one.score:6.3f}  {held:8}{one.kind:33}{one.source[:60]}"
+
+
+def show(kind: str, outcomes: Sequence[Outcome]) -> None:
+    """Print a class: coverage by source left out, and the margin that all of its sources give."""
+    margin, found = margin_of(outcomes), held_out(outcomes)
+    print(f"\n{kind}: {len(outcomes)} rows of {len({one.source for one in outcomes})} sources")
+    print(f"{'left out':70}{'margin of others':>17}{'rows inside':>13}")
+    for source, (width, own) in found.items():
+        print(f"{source[:69]:70}{width:17.3f}{sum(own):9} of {len(own)}")
+    if found:
+        inside = [one for _, own in found.values() for one in own]
+        sources = mean(mean(own) for _, own in found.values())
+        print(
+            f"held out: {mean(inside):.0%} of rows inside, {sources:.0%} with each source weighing the same"
+        )
+    printed = range_end(kind).value
+    for name, value in (("of all its sources", margin), ("printed today", printed)):
+        widths = [one.half_width(value) for one in outcomes]
+        share = mean(one.score <= value for one in outcomes)
+        print(
+            f"margin {name}: {value:.3f}; {share:.0%} of rows inside, "
+            f"half-width {mean(widths):.1%} on average, {max(widths):.1%} at most"
+        )
+
+
+def show_anchoring(outcomes: Sequence[Outcome]) -> None:
+    """Print what measurements of a family's other rows are worth for each of its rows."""
+    families: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.family:
+            families[outcome.family].append(outcome)
+    cold: list[float] = []
+    anchored: dict[str, list[float]] = {"one other row": [], "all other rows": []}
+    for rows in families.values():
+        for own in rows:
+            others = [one for one in rows if one is not own]
+            if not others:
+                continue
+            cold.append(abs(own.error))
+            singly = [abs(_left(own, [one])) for one in others]
+            anchored["one other row"].append(mean(singly))
+            anchored["all other rows"].append(abs(_left(own, others)))
+    if cold:
+        print(f"\nanchoring, {len(cold)} rows with another of the same accelerator and source:")
+        print(f"cold: mean error {mean(cold):.1%}")
+        for name, errors in anchored.items():
+            print(f"anchored on {name}: mean error {mean(errors):.1%}")
+
+
+def _left(own: Outcome, others: Sequence[Outcome]) -> float:
+    """A row's error once the others' measurements have corrected it, to the first order."""
+    off = [-math.log(1 + one.error) for one in others]
+    logs, _ = fitted([one.elasticities for one in others], off, own.prior, NOISE)
+    change = sum(e * x for e, x in zip(own.elasticities, logs, strict=True))
+    return (1 + own.error) * math.exp(change) - 1
+
+
+def main() -> None:
+    """Print coverage by source left out, class by class."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("tables", nargs="*", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long")
+    parser.add_argument("--cache", type=Path, default=Path("build/coverage.jsonl"))
+    given = parser.parse_args()
+    rows = [*memory_rows([TABLE, *given.tables]), *speed_rows([*SPEED, *given.tables])]
+    outcomes, left = predictions(rows, given.cache, given.seconds)
+    for kind in sorted({one.kind for one in outcomes}):
+        show(kind, [one for one in outcomes if one.kind == kind])
+    show_anchoring(outcomes)
+    if left:
+        print(f"\n{left} rows are left: run again to go on")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -21,7 +21,7 @@ from fsdp2prof.workflows.trial import trial_of_run
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "integration" / "scripts" / "trying.py"
-FIXED_STEPS = 24
+FIXED_STEPS = 26
 """Steps around the trial: those that settle and those that are recorded."""
 
 
@@ -74,8 +74,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of trainings")
     args = parser.parse_args()
     chosen = [one for one in TRAININGS if args.only is None or one.name in args.only]
-    print("| training | change | step ms | predicted ms | measured ms | 95 % | rounds | in the interval |")
-    print("|---|---|--:|--:|--:|--:|--:|---|")
+    print(
+        "| training | change | step ms | predicted ms | least to most step | measured ms | 95 % "
+        "| rounds | in the interval |"
+    )
+    print("|---|---|--:|--:|--:|--:|--:|--:|---|")
     inside = total = 0
     with tempfile.TemporaryDirectory() as folder:
         for training in chosen:
@@ -89,9 +92,13 @@ def main() -> None:
                     holds = one.low_ns <= one.predicted_ns <= one.high_ns
                     inside, total = inside + holds, total + 1
                     said = "yes" if holds else "no"
-                predicted = "-" if one.predicted_ns is None else f"{one.predicted_ns / 1e6:.2f}"
+                predicted, steps = "-", "-"
+                if one.predicted_ns is not None:
+                    predicted = f"{one.predicted_ns / 1e6:.2f}"
+                if one.least_predicted_ns is not None and one.most_predicted_ns is not None:
+                    steps = f"{one.least_predicted_ns / 1e6:.2f} to {one.most_predicted_ns / 1e6:.2f}"
                 print(
-                    f"| {training.name} | {one.change} | {result.step_ns / 1e6:.2f} | {predicted} "
+                    f"| {training.name} | {one.change} | {result.step_ns / 1e6:.2f} | {predicted} | {steps} "
                     f"| {one.gained_ns / 1e6:.2f} | {one.low_ns / 1e6:.2f} to {one.high_ns / 1e6:.2f} "
                     f"| {one.rounds} | {said} |",
                     flush=True,

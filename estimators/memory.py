@@ -34,7 +34,7 @@ from fsdp2prof.estimators.verdict.memory_notes import (
     compile_notes,
     outside_allocator_bytes,
 )
-from fsdp2prof.estimators.verdict.memory_range import as_measured, unknowns
+from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured, unknowns
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
@@ -78,11 +78,11 @@ def predict_memory(
     *,
     hardware: HardwareSpec | None = None,
     executed: Execution | None = None,
-    measured_bytes: int | None = None,
+    measured: MeasuredPeaks | None = None,
 ) -> MemoryPrediction:
     """As :func:`estimate_memory`, and keep the predicted allocations.
 
-    ``measured_bytes`` is the reserved peak that the run had, which takes the place of the range.
+    ``measured`` peaks, of this run or of others, take the place of the range.
     """
     check_modelled(mesh, policy)
     built = build_model(model, seq_len=policy.seq_len, orig_dtype=policy.orig_dtype)
@@ -119,8 +119,8 @@ def predict_memory(
     reserved = int(recording.segments.size.sum())
     guessed = execution.blocks if why_guessed is not None else ()
     unknown = unknowns(on_device, released, reserved, guessed, mesh, policy)
-    if measured_bytes is not None:
-        unknown = [as_measured(reserved, measured_bytes)]
+    if measured is not None:
+        unknown = [as_measured(reserved, measured)]
     padding = expert_padding(groups, policy)
     told = [
         how,

@@ -8,12 +8,15 @@ recorded traces say where it goes.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from typing import TypeAlias
 
 from fsdp2prof.analyzers.trace.analysis import References, analyze_trace
 from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.config.cluster import Cluster
-from fsdp2prof.estimators.config.measured import Measured, anchored
+from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fitted
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
@@ -21,7 +24,6 @@ from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.timeline.as_trace import trace_of
 from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
@@ -30,8 +32,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.compiled import compiled
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8_gathers import with_float8_gathers
-from fsdp2prof.estimators.timeline.float8_products import in_float8
+from fsdp2prof.estimators.timeline.float8 import with_float8
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,
@@ -52,12 +53,17 @@ from fsdp2prof.units import format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
 
 __all__ = [
+    "Anchor",
+    "Anchored",
     "StepFigures",
     "StepPrediction",
+    "anchored_on",
     "estimate_step",
     "is_extended",
     "predict_step",
+    "prior_of",
     "program_of",
+    "sensitivities",
     "simulate_program",
     "step_figures",
 ]
@@ -93,19 +99,36 @@ def predict_step(
     cluster: Cluster,
     calibration: Calibration | None = None,
     measured: Measured | None = None,
+    anchors: Sequence[Anchor] = (),
 ) -> StepPrediction:
-    """As :func:`estimate_step`, and keep the predicted trace; ``measured`` is of this very run."""
+    """As :func:`estimate_step`, and keep the predicted trace.
+
+    ``measured`` is of this very run, ``anchors`` are other runs and what was measured of them.
+    """
     program = program_of(model, mesh, policy)
-    if measured is None:
+    if measured is None and not anchors:
         return simulate_program(program, model, mesh, policy, cluster, calibration)
-    cluster, note = anchored_on(measured, program, model, mesh, policy, cluster)
-    made = simulate_program(program, model, mesh, policy, cluster, calibration)
-    spread = StepRange(
-        low_ns=round(made.estimate.step_ns * (1 - _REPEATED)),
-        high_ns=round(made.estimate.step_ns * (1 + _REPEATED)),
-        unknown=[f"the step was measured: it is taken to repeat within {_REPEATED:.0%}"],
+    own = (
+        Measured(name="step_ms", value=1.0) if measured is None else measured,
+        program,
+        model,
+        mesh,
+        policy,
     )
-    estimate = replace(made.estimate, assumptions=[note, *made.estimate.assumptions], range=spread)
+    if measured is not None:
+        known = anchored_on([own], cluster, exact=True)
+        half, why = _REPEATED, f"the step was measured: it is taken to repeat within {_REPEATED:.0%}"
+    else:
+        known = anchored_on(anchors, cluster, exact=False)
+        half = known.half_width(sensitivities(own, known.cluster)[1])
+        why = f"within {half:.0%}: what {len(anchors)} measured runs leave open of compute, links and host"
+    made = simulate_program(program, model, mesh, policy, known.cluster, calibration)
+    spread = StepRange(
+        low_ns=round(made.estimate.step_ns * max(0.0, 1 - half)),
+        high_ns=round(made.estimate.step_ns * (1 + half)),
+        unknown=[why],
+    )
+    estimate = replace(made.estimate, assumptions=[known.note, *made.estimate.assumptions], range=spread)
     return replace(made, estimate=replace(estimate, verdict=_verdict(estimate)))
 
 
@@ -113,31 +136,116 @@ _REPEATED = 0.02
 """How far the steps of a steady run differ: calibrated predictions of recorded runs are off by as much."""
 _ANCHORINGS = 3
 """Simulations, after which the step is the measured one to a fraction of a percent."""
+_NUDGE = 0.05
+"""By how much a part is slowed to see how far the step follows."""
+_PARTS = ("compute", "links", "host")
+
+Anchor: TypeAlias = tuple[Measured, Program, ModelSpec, MeshSpec, PolicySpec]
+"""A number of time, and the run that it was measured of."""
 
 
-def anchored_on(
-    measured: Measured,
-    program: Program,
-    model: ModelSpec,
-    mesh: MeshSpec,
-    policy: PolicySpec,
-    cluster: Cluster,
-) -> tuple[Cluster, str]:
-    """Return a cluster on which a run takes as long as was measured, and say how far off a prediction was."""
-    factor, wanted, predicted = 1.0, 0, 0
-    for _ in range(_ANCHORINGS):
-        made = simulate_program(program, model, mesh, policy, anchored(cluster, factor)).estimate
-        if not predicted:
-            predicted = made.step_ns
-            wanted = measured.step_ns(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Anchored:
+    """What measured runs make of a cluster."""
+
+    cluster: Cluster
+    note: str
+    """How far off the predictions were, and how the correction is split."""
+    covariance: list[list[float]]
+    """Of the logarithms of compute's, links' and host's times, as far as the runs leave them open."""
+
+    def half_width(self, elasticities: Sequence[float]) -> float:
+        """Share of a run's step within which 85 % of its measurements would lie."""
+        pairs = zip(elasticities, self.covariance, strict=True)
+        variance = sum(
+            own * sum(one * covariance for one, covariance in zip(elasticities, row, strict=True))
+            for own, row in pairs
+        )
+        return _OF_85_PERCENT * sqrt(max(0.0, variance) + _REPEATED**2)
+
+
+def anchored_on(anchors: Sequence[Anchor], cluster: Cluster, *, exact: bool) -> Anchored:
+    """Correct a cluster so that runs take as long as was measured.
+
+    The correction is split over compute, links and host by what the runs constrain. ``exact``: the step of
+    the one run is then the measured one.
+    """
+    slower, ratios = Slower(), []
+    prior, covariance = prior_of(cluster, anchors), [[0.0] * len(_PARTS)] * len(_PARTS)
+    wanted = []
+    for measured, program, model, mesh, policy in anchors:
+        made = simulate_program(program, model, mesh, policy, cluster).estimate
+        wanted.append(
+            measured.step_ns(
                 step_ns=made.step_ns, tokens_per_s_per_gpu=made.tokens_per_s_per_gpu, mfu=made.mfu
             )
-        factor *= wanted / made.step_ns
-    note = (
-        f"anchored on what was measured ({measured}): the prediction was {format_ns(predicted)}, "
-        f"{predicted / wanted - 1:+.1%}; products, memory, links and host all count {factor:.2f} x as slow"
+        )
+        ratios.append(made.step_ns / wanted[-1])
+    for _ in range(2):  # elasticities change with the correction
+        rows = [sensitivities(anchor, anchored(cluster, slower)) for anchor in anchors]
+        current = [getattr(slower, part) for part in _PARTS]
+        off = [
+            log(goal / step) + sum(e * log(factor) for e, factor in zip(own, current, strict=True))
+            for goal, (step, own) in zip(wanted, rows, strict=True)
+        ]
+        logs, covariance = fitted([own for _, own in rows], off, prior, _REPEATED)
+        slower = Slower(**dict(zip(_PARTS, map(exp, logs), strict=True)))
+    for _ in range(_ANCHORINGS if exact else 0):
+        _, program, model, mesh, policy = anchors[0]
+        made = simulate_program(program, model, mesh, policy, anchored(cluster, slower)).estimate
+        slower = slower.times(Slower.all(wanted[0] / made.step_ns))
+    open_frac = [covariance[part][part] / prior[part] ** 2 for part in range(len(_PARTS))]
+    parts = ", ".join(
+        f"{part} {getattr(slower, part):.2f} x{'' if share < _OPEN else ' (hardly constrained)'}"
+        for part, share in zip(_PARTS, open_frac, strict=True)
     )
-    return anchored(cluster, factor), note
+    found = ", ".join(f"{ratio - 1:+.1%}" for ratio in ratios)
+    note = (
+        f"anchored on what was measured ({', '.join(str(one[0]) for one in anchors)}): predictions were off "
+        f"by {found}; time is corrected by {parts}"
+    )
+    return Anchored(cluster=anchored(cluster, slower), note=note, covariance=covariance)
+
+
+_OPEN = 0.75
+"""Share of the prior variance that runs leave, from which on a part counts as hardly constrained."""
+_OF_85_PERCENT = 1.44
+"""Standard deviations of a normal distribution within which 85 % of it lie."""
+
+
+def prior_of(cluster: Cluster, anchors: Sequence[Anchor]) -> list[float]:
+    """Standard deviations of the logarithms of compute's, links' and host's times, by the printed ranges."""
+    hardware = cluster.hardware
+    several = cluster.network is not None and any(
+        mesh.world_size > cluster.gpus_per_node for _, _, _, mesh, _ in anchors
+    )
+    network = cluster.network.range if several and cluster.network is not None else (1.0, 1.0)
+    links = (hardware.link_range[0] * network[0], hardware.link_range[1] * network[1])
+    host = (HOST_NS[0], HOST_NS[2])
+    return [
+        max(_REPEATED, log(high / low) / 2 / _OF_85_PERCENT)
+        for low, high in (hardware.compute_range, links, host)
+    ]
+
+
+def sensitivities(anchor: Anchor, cluster: Cluster) -> tuple[int, list[float]]:
+    """Return a run's step in nanoseconds, and by how much of a per cent it follows each part's per cent."""
+    _, program, _, mesh, policy = anchor
+    step = _step_ns(program, mesh, policy, cluster)
+    nudged = [
+        _step_ns(program, mesh, policy, anchored(cluster, Slower(**{part: 1 + _NUDGE}))) for part in _PARTS
+    ]
+    return step, [log(max(1, one) / max(1, step)) / log(1 + _NUDGE) for one in nudged]
+
+
+def _step_ns(program: Program, mesh: MeshSpec, policy: PolicySpec, cluster: Cluster) -> int:
+    program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), None)
+    whole, timeline = repeated(program, simulate(program, costs))
+    busy, begun = timeline.end_ns >= 0, timeline.start_ns >= 0
+    if not busy.any():
+        return 0
+    span = int(timeline.end_ns[busy].max() - timeline.start_ns[begun].min())
+    return span + bubble_ns_of(whole, timeline, mesh, policy)
 
 
 def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
@@ -155,12 +263,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
         elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
         fused = policy.compile and program.guessed_fusion is None
         program = with_context_parallel(program, mesh.cp, elements, fused=fused)
-    if policy.float8 is not None:
-        fused = policy.compile and program.guessed_fusion is None
-        narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
-        program = in_float8(program, built.blocks, fused=fused, casts_before_gathers=narrow)
-    if policy.fp8_all_gather:
-        program = with_float8_gathers(program, parameter_groups(built, mesh, policy))
+    program = with_float8(program, built, mesh, policy)
     if policy.compile:
         program = compiled(program, built.blocks)
     if policy.async_tp:
@@ -191,7 +294,7 @@ def simulate_program(
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = analysis.ranks[0].steps[0]
-    spread = range_of(program, costs, bubble, step.duration_ns)
+    spread = range_of(program, costs, policy, bubble, step.duration_ns)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     if bubble:
         trace = _trace(whole, with_waiting(whole, timeline, bubble), model, mesh, costs)
@@ -209,8 +312,6 @@ class StepFigures:
     idle_ns: int
     """Nothing runs, mostly for a host that issues too slowly; the bubble is not in it."""
     model_flops: int
-    extended_from: int | None = None
-    """Micro-batches that were simulated, where there are more and each takes as long as the last."""
 
 
 _SIMULATED = 3
@@ -240,7 +341,6 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
         bubble_ns=more.bubble_ns,
         idle_ns=more.idle_ns + times * (more.idle_ns - fewer.idle_ns),
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
-        extended_from=_SIMULATED,
     )
 
 

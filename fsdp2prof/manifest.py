@@ -16,12 +16,14 @@ __all__ = [
     "RECORDING_SCHEMA",
     "RUN_SCHEMA",
     "DeviceInfo",
+    "HostSpan",
     "HostStep",
     "MachineInfo",
     "MeshInfo",
     "OptimizerInfo",
     "ParamGroupInfo",
     "ParameterInfo",
+    "Pause",
     "ProcessGroupInfo",
     "RankManifest",
     "RecordOptions",
@@ -70,11 +72,11 @@ class TrialOptions(_Record):
     """What is tried in a running job, and for how long."""
 
     candidates: list[str] = msgspec.field(default_factory=list)
-    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded step."""
+    """``NAME=VALUE`` each; none lets ``whatif`` choose on the first recorded steps."""
     best: int = 3
     """How many ``whatif`` chooses, those with the largest predicted gain."""
     steps: int = 240
-    """Steps of the trial, its two recorded ones of each candidate left out."""
+    """Timed steps and those before each block; the recorded ones come on top."""
     seed: int = 0
     changes_results: bool = False
     """Whether candidates are allowed that change results."""
@@ -294,6 +296,20 @@ class ParamGroupInfo(_Record):
     """Forwards of its modules with gradients in each captured step, recomputed ones too; null as above."""
     evaluations: Index | None = None
     """Forwards of its modules without gradients; null as above."""
+    counts_vary: bool | None = None
+    """Whether gathers or reductions differed between captured steps; null where they were not counted."""
+    backward_gathers: Index | None = None
+    """Those of ``gathers`` made in a backward."""
+    post_forward_gathers: Index | None = None
+    """Those of ``backward_gathers`` over the ranks of ``post_forward_group``."""
+    reductions: Index | None = None
+    """Reduce-scatters of its gradients in each captured step (all-reduces alone where it is not sharded)."""
+    reduced_numel: Amount | None = None
+    """Elements of one rank's padded shards in all of them: of parameters that had a gradient."""
+    all_reductions: Index | None = None
+    """Those of ``reductions`` that went on over the replicas."""
+    all_reduced_numel: Amount | None = None
+    """``reduced_numel`` of those."""
 
 
 class RootInfo(_Record):
@@ -388,6 +404,17 @@ class MachineInfo(_Record):
     torch_interop_threads: Amount = 0
 
 
+class HostSpan(_Record):
+    """A stretch of host time: a line that the training's thread was seen on, or a garbage collection."""
+
+    start_ns: Amount
+    """``time.time_ns``."""
+    duration_ns: Amount = 0
+    """From the first to the last time that the line was seen, without another in between; 0: seen once."""
+    line: str = ""
+    """``full_tensor() in train.py:88 (clip)``: a call into a library, its file, line and function."""
+
+
 class HostStep(_Record):
     """The rank's host during one captured step; null where the system does not tell."""
 
@@ -413,6 +440,14 @@ class HostStep(_Record):
     slowed_by: list[str] | None = None
     """Why the GPU's clock was lowered at the end of the step: ``power_cap``, ``hardware_slowdown``,
     ``thermal_slowdown``, ``hardware_thermal_slowdown``, ``power_brake``; null without pynvml."""
+    garbage_collection_ns: Amount | None = None
+    """Time in which Python collected garbage, and nothing else of the process ran Python."""
+    garbage_collections: list[HostSpan] = []
+    """Those of 0.1 ms and more."""
+    lines: list[HostSpan] = []
+    """Lines that the training's thread was seen on in a traced step, in order of time."""
+    python_threads: dict[str, Amount] = {}
+    """CPU time of other Python threads that took 1 % of the step or more, by the line they were seen on."""
 
 
 class TensorInfo(_Record):
@@ -429,6 +464,16 @@ class TensorInfo(_Record):
     name: str = ""
     root: Index = 0
     """Index of its root, as in :class:`ParamGroupInfo`."""
+
+
+class Pause(_Record):
+    """Time in which the training stood still while a rank stopped a recording and wrote its file."""
+
+    kind: Literal["trace", "memory"]
+    after_step: Index
+    """The last recorded step."""
+    duration_ns: Amount
+    file_bytes: Amount
 
 
 class RankManifest(_Record):
@@ -456,7 +501,7 @@ class RankManifest(_Record):
     """The host in every captured step, the warm-up included."""
     compiled_modules: list[str] | None = None
     """Modules that run compiled, by their names under their root, which is the empty string itself; null if
-    nothing was given to ``torch.compile``, empty if only something else was, a function say."""
+    ``torch.compile`` made no graph, empty if it made those of something else alone, a function say."""
     attention_backends: list[str] = []
     """Kernels of ``scaled_dot_product_attention`` that are allowed outside of the model's own contexts, the
     preferred one first; empty on CPU."""
@@ -479,6 +524,7 @@ class RankManifest(_Record):
     memory_steps: list[Index] = []
     recordings: list[Index] = []
     """Numbers of those it took part in, in a run that may record several times."""
+    pauses: list[Pause] = []
     memory_source: str | None = None
     """``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 __all__ = ["Arguments", "PlainOperators"]
 
@@ -25,8 +25,17 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, before: Callable[[Any, Arguments], None], after: Callable[[Any, Arguments, Any], None]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before = before
-        self._after = after
+        self._observers: tuple[Callable[..., None], Callable[..., None]] | None = before, after
+
+    def leave(self) -> None:
+        """Observe nothing more, and leave torch's stack of modes where this mode is on top of it.
+
+        It is not on top inside an operator, on another thread, or below a mode of the program, which torch
+        would take off the stack instead. There this mode stays and does nothing.
+        """
+        self._observers = None
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,7 +44,10 @@ class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
         arguments = (args, kwargs or {})
-        self._before(func, arguments)
+        if (observers := self._observers) is None:
+            return func(*args, **arguments[1])
+        before, after = observers
+        before(func, arguments)
         result = func(*args, **arguments[1])
-        self._after(func, arguments, result)
+        after(func, arguments, result)
         return result

@@ -49,7 +49,7 @@ from fsdp2prof.tables import (
     StepTable,
 )
 
-__all__ = ["StorageTracker"]
+__all__ = ["StorageTracker", "has_compiled"]
 
 _TICK_NS = 1000
 _RESIZE = "UntypedStorage.resize_"
@@ -80,7 +80,8 @@ class StorageTracker:
     With ``fake_mode`` only that mode's fake tensors count (with the sizes they stand for), without it only
     real tensors. What happens on paper takes no time: the clock then ticks a microsecond whenever it is
     read, from 0, and equal programs give equal recordings. ``stacks`` keeps the Python stack of every
-    allocation. ``around(function, enter)`` puts ``enter`` around one of torch's functions (:func:`_around`).
+    allocation. ``around(function, enter)`` puts ``enter`` around one of torch's functions (:func:`_around`);
+    ``hook(function)`` returns what torch and the interpreter may call of the tracker's.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StorageTracker:
         fake_mode: FakeTensorMode | None = None,
         stacks: bool = True,
         around: Callable[[Callable[..., Any], Callable[..., Any]], Callable[..., Any]] | None = None,
+        hook: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
         self._device = torch.device(device)
         self._fake_mode = fake_mode
@@ -105,6 +107,8 @@ class StorageTracker:
         self._thread = -1
         self._active = ExitStack()
         self._around = around or _around
+        self._hook = hook
+        self._die = hook(self._died)
 
     def __enter__(self) -> StorageTracker:
         self.start()
@@ -130,8 +134,9 @@ class StorageTracker:
         ):
             watched = self._around(getattr(owner, name), enter)
             self._active.enter_context(_patched(owner, name, watched))
-        before, after = self._around(_nothing, self._before), self._around(_nothing, self._after)
-        self._active.enter_context(PlainOperators(before, after))
+        operators = PlainOperators(self._hook(self._before), self._hook(self._after))
+        self._active.callback(operators.leave)
+        operators.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Stop counting; what is still alive stays allocated in the recording."""
@@ -174,7 +179,7 @@ class StorageTracker:
             end_ns=self._end_ns,
             truncated=False,
             settings={},
-            warnings=(_COMPILED,) if _has_compiled() else (),
+            warnings=(_COMPILED,) if has_compiled() else (),
         )
 
     def _now(self) -> int:
@@ -266,7 +271,7 @@ class StorageTracker:
         size = storage.nbytes()
         live = self._live.get(storage._cdata)
         if live is None:
-            live = self._live[storage._cdata] = _Live(storage, self._died)
+            live = self._live[storage._cdata] = _Live(storage, self._die)
         if size == live.size:
             return
         old, live.row, live.size = live.row, -1, size
@@ -298,10 +303,6 @@ def _around(function: Callable[..., Any], enter: Callable[..., Any]) -> Callable
     return watched
 
 
-def _nothing(*_: Any) -> None:
-    """What an operator's observers stand around."""
-
-
 class _Live(weakref.ref[Any]):
     """A tracked storage: reports its death, and knows its row in the log and its size when last seen."""
 
@@ -316,7 +317,7 @@ class _Live(weakref.ref[Any]):
         return live
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Whether torch.compile has made any graph in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0

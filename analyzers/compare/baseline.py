@@ -11,12 +11,14 @@ from fsdp2prof.analyzers.compare.communication import (
     changes_of_sums,
     sums_of_all_layers,
 )
+from fsdp2prof.analyzers.compare.machine import machine_change
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import changed, main_settings
 from fsdp2prof.analyzers.compare.sides import Side, peak_change, unrecorded_of
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
+    is_cut,
     time_change,
     traced_spread,
     unrecorded_change,
@@ -39,6 +41,8 @@ def baseline_of(side: Side) -> Baseline:
     """Sum up a run, a trace or a memory analysis. Raises ``InputError`` for an estimate, and for nothing."""
     if side.kind == "estimate":
         raise InputError(f"{side.path}: is an estimate, not a run: compare with it as it is")
+    if is_cut(side.trace):
+        raise InputError(f"{side.path}: has no step marks (ProfilerStep#N): a baseline needs whole steps")
     steps = [step for rank in side.trace.ranks for step in rank.steps] if side.trace else []
     sums = sums_of_all_layers(side.trace) if side.trace else None
     if not steps and not side.peaks and unrecorded_of(side) is None:
@@ -61,6 +65,7 @@ def baseline_of(side: Side) -> Baseline:
         collectives=None if sums is None else [_collectives(key, one) for key, one in sorted(sums.items())],
         peak=_fullest(side),
         settings=main_settings(side.run),
+        processors=None if side.run is None else side.run.processors,
     )
 
 
@@ -85,6 +90,7 @@ def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunCompar
         breakdown=breakdown,
         exposed=exposed_change(breakdown),
         unrecorded_step=unrecorded,
+        machine_changed=machine_change(before.processors, now.processors),
         beyond_spread=beyond_spread(*spreads),
         communication=communication or [],
         communication_folded=communication or [],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,6 +13,11 @@ from fsdp2prof.vocabulary import dtype_label
 
 __all__ = ["changed", "fold_settings", "main_settings", "setting_changes"]
 
+_NAMED = re.compile(r"-*(?P<name>[A-Za-z_][\w.-]*)=(?P<value>.*)", re.DOTALL)
+_OF_ONE_RUN = re.compile(r"(?i)port$|rdzv[-_](id|endpoint)$|run[-_]?id$")
+"""Arguments that differ from run to run and change nothing."""
+_PORT = re.compile(r"(?<=[\w.\]]):\d{1,5}(?=/|$)")
+
 
 def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list[SettingChange]:
     """Return what was set up otherwise; nothing unless both sides are runs."""
@@ -21,12 +27,54 @@ def setting_changes(before: RunSummary | None, after: RunSummary | None) -> list
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[SettingChange]:
-    """Return the settings that are not the same on both sides."""
+    """Return the settings that are not the same on both sides; of two commands the arguments that differ."""
+    changes = []
+    for name in {**before, **after}:
+        pair = before.get(name), after.get(name)
+        if name == "command" and None not in pair:
+            changes += _arguments_changed(*(one or "" for one in pair))
+        elif not _alike(*pair):
+            changes.append(SettingChange(name=name, before=pair[0], after=pair[1]))
+    return changes
+
+
+def _arguments_changed(before: str, after: str) -> list[SettingChange]:
+    """Return the named arguments that differ; the whole commands where their other words differ."""
+    (words, named), (other_words, other_named) = _arguments(before), _arguments(after)
+    if words != other_words:
+        return [SettingChange(name="command", before=before, after=after)]
     return [
-        SettingChange(name=name, before=before.get(name), after=after.get(name))
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
+        SettingChange(name=f"argument {name}", before=named.get(name), after=other_named.get(name))
+        for name in {**named, **other_named}
+        if not _OF_ONE_RUN.search(name) and not _alike(named.get(name), other_named.get(name))
     ]
+
+
+def _arguments(command: str) -> tuple[list[str], dict[str, str]]:
+    """Split ``torchrun --nproc 2 train.py sync=last`` into its plain words and named arguments."""
+    words: list[str] = []
+    named: dict[str, str] = {}
+    tokens = iter([*command.split(" "), "-"])
+    token = next(tokens)
+    for following in tokens:
+        if match := _NAMED.fullmatch(token):
+            named[match["name"]] = match["value"]
+        elif not token.startswith("-"):
+            words.append(token)
+        elif following.startswith("-") or "=" in following:
+            named[token.lstrip("-")] = ""
+        else:
+            named[token.lstrip("-")] = following
+            following = next(tokens)
+        token = following
+    return words, named
+
+
+def _alike(before: str | None, after: str | None) -> bool:
+    """Whether two values are equal but for the port of an address."""
+    if before is None or after is None:
+        return before == after
+    return _PORT.sub("", before) == _PORT.sub("", after)
 
 
 def main_settings(run: RunSummary | None) -> dict[str, str]:
@@ -53,6 +101,7 @@ def _setup(run: RunSummary) -> dict[str, str]:
         "world_size": "" if run.world_size is None else str(run.world_size),
         "device": ", ".join(sorted({rank.device for rank in run.ranks if rank.device})),
         "optimizer": ", ".join(run.optimizers),
+        **run.training,
         **{f"versions.{name}": value for name, value in run.versions.items()},
         **{f"environment.{name}": value for name, value in run.environment.items()},
     }

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from fsdp2prof.analyzers.compare.communication import communication_changes
 from fsdp2prof.analyzers.compare.folding import fold_changes, fold_differing
+from fsdp2prof.analyzers.compare.machine import machine_change
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import fold_settings, setting_changes
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
+    is_cut,
+    layer_pace,
     step_changes,
     traced_spread,
     unrecorded_change,
@@ -26,12 +29,12 @@ from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import ComparedInput, RankPeakChange, RunComparison, StepSpread
 from fsdp2prof.results.estimate import CommEstimate
 from fsdp2prof.results.peak import Peak
-from fsdp2prof.results.run import RunSummary
+from fsdp2prof.results.run import ProcessorUse, RunSummary
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import RankTrace, TraceAnalysis
+from fsdp2prof.units import format_frac
 
 __all__ = ["Side", "compare", "peak_change", "unrecorded_of"]
-from fsdp2prof.units import format_frac
 
 _BUSY = 0.1
 """Part of a step that ranks wait for a processor, from which on that is said."""
@@ -55,16 +58,19 @@ class Side:
 
 def compare(before: Side, after: Side) -> RunComparison:
     """Compare two sides in all they share. Raises ``InputError`` if that is nothing."""
-    communication = communication_changes(
-        before.trace or before.communication, after.trace or after.communication
-    )
-    step, breakdown = step_changes(before.trace, after.trace)
+    cut = [side for side in (before, after) if is_cut(side.trace)]
+    traces = (None, None) if cut else (before.trace, after.trace)
+    communication = communication_changes(traces[0] or before.communication, traces[1] or after.communication)
+    step, breakdown = step_changes(*traces)
+    pace = layer_pace(before.trace, after.trace) if cut else None
     unrecorded = unrecorded_change(unrecorded_of(before), unrecorded_of(after))
-    spreads = _spreads(before, after)
+    spreads = _spreads(before, after) if pace is None else pace[1:]
     pairs = _rank_pairs(before.peaks, after.peaks)
-    if step is None and unrecorded is None and communication is None and not pairs:
+    if step is None and unrecorded is None and communication is None and pace is None and not pairs:
         raise InputError(
-            f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
+            _uncomparable(cut)
+            if cut
+            else f"{before.path} has {_parts(before)}, {after.path} has {_parts(after)}: nothing to compare"
         )
     peaks = [peak_change(before.peaks[a], after.peaks[b], a, b) for a, b in pairs]
     peaks.sort(key=lambda row: -row.delta_allocated_bytes)
@@ -78,6 +84,8 @@ def compare(before: Side, after: Side) -> RunComparison:
         breakdown=breakdown,
         exposed=exposed_change(breakdown),
         unrecorded_step=unrecorded,
+        layer_pace=None if pace is None else pace[0],
+        machine_changed=machine_change(_processors(before), _processors(after)),
         beyond_spread=beyond_spread(*spreads),
         communication=communication or [],
         communication_folded=fold_changes(communication or []),
@@ -87,11 +95,28 @@ def compare(before: Side, after: Side) -> RunComparison:
         memory=compare_peaks(before.peaks[peaks[0].before_rank], after.peaks[peaks[0].after_rank])
         if peaks
         else None,
-        warnings=[*_warnings(before, after), *_busy(before), *_busy(after)],
+        warnings=[
+            *([_uncomparable(cut)] if cut else []),
+            *_warnings(before, after),
+            *_busy(before),
+            *_busy(after),
+        ],
         before_timeline=before.trace.timeline if before.trace else None,
         after_timeline=after.trace.timeline if after.trace else None,
     )
     return replace(comparison, verdict=verdict(comparison), equalities=equalities(comparison))
+
+
+def _uncomparable(cut: Sequence[Side]) -> str:
+    names = " and ".join(side.path for side in cut)
+    return (
+        f"{names}: without step marks (ProfilerStep#N) a window is as long as the capture, so steps and "
+        "collectives per step are not compared; capture whole steps, or record with fsdp2prof"
+    )
+
+
+def _processors(side: Side) -> ProcessorUse | None:
+    return None if side.run is None else side.run.processors
 
 
 def _busy(side: Side) -> list[str]:
@@ -110,7 +135,8 @@ def _busy(side: Side) -> list[str]:
 
 
 def _describe(side: Side, spread: StepSpread | None) -> ComparedInput:
-    durations = [step.duration_ns for rank in _ranks(side.trace) for step in rank.steps]
+    whole = () if is_cut(side.trace) else _ranks(side.trace)
+    durations = [step.duration_ns for rank in whole for step in rank.steps]
     return ComparedInput(
         path=side.path,
         kind=side.kind,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
+from statistics import median
 
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.results.comparison import StepSpread, TimeChange
-from fsdp2prof.results.step import BreakdownNs, StepBreakdown, UnrecordedStep
+from fsdp2prof.results.step import BreakdownNs, LayerPace, StepBreakdown, UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import EXPOSED_PARTS
 
 __all__ = [
     "beyond_spread",
     "exposed_change",
+    "is_cut",
+    "layer_pace",
     "step_changes",
     "time_change",
     "traced_spread",
@@ -72,6 +76,42 @@ def time_change(part: str, before: float, after: float) -> TimeChange:
         delta_ns=after - before,
         delta_frac=(after - before) / before if before else None,
     )
+
+
+def is_cut(trace: TraceAnalysis | None) -> bool:
+    """Whether the windows of a trace are as long as its capture, not as long as steps."""
+    return trace is not None and any(rank.paces is not None for rank in trace.ranks)
+
+
+def layer_pace(
+    before: TraceAnalysis | None, after: TraceAnalysis | None
+) -> tuple[TimeChange, StepSpread, StepSpread] | None:
+    """Compare the time from layer to layer, of those with the most intervals; None without shared layers."""
+    sides = [_paces(before), _paces(after)]
+    shared = set(sides[0]) & set(sides[1])
+    if not shared:
+        return None
+    layer = max(sorted(shared), key=lambda name: min(side[name].steps for side in sides))
+    first, second = (side[layer] for side in sides)
+    return time_change(layer, first.typical_ns, second.typical_ns), first, second
+
+
+def _paces(trace: TraceAnalysis | None) -> dict[str, StepSpread]:
+    """Return the paces of layers over all ranks: medians of the ranks' own."""
+    found: dict[str, list[LayerPace]] = defaultdict(list)
+    for rank in [] if trace is None else trace.ranks:
+        for pace in rank.paces or ():
+            found[pace.layer].append(pace)
+    return {
+        layer: StepSpread(
+            measured_on="layers",
+            steps=sum(pace.intervals for pace in paces),
+            typical_ns=median(pace.median_ns for pace in paces),
+            low_ns=median(pace.lower_quartile_ns for pace in paces),
+            high_ns=median(pace.upper_quartile_ns for pace in paces),
+        )
+        for layer, paces in found.items()
+    }
 
 
 def unrecorded_spread(step: UnrecordedStep | None) -> StepSpread | None:

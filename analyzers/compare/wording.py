@@ -40,18 +40,25 @@ def equalities(comparison: RunComparison) -> list[str]:
 
 
 def _step(comparison: RunComparison) -> Iterator[str]:
-    change = comparison.unrecorded_step or comparison.step
+    change = comparison.unrecorded_step or comparison.step or comparison.layer_pace
     before, after = comparison.before.spread, comparison.after.spread
     if change is None or before is None or after is None:
         return
     which = f"The {before.measured_on} step"
+    if before.measured_on == "layers":
+        change = comparison.layer_pace or change
+        which = f"From one forward of `{change.part}` to the next the time"
     if not change.delta_ns or change.delta_frac is None:
-        yield f"{which} takes {format_ns(change.after_ns)} on both sides."
+        same = "is" if before.measured_on == "layers" else "takes"
+        yield f"{which} {same} {format_ns(change.after_ns)} on both sides."
         return
     sense = "slower" if change.delta_ns > 0 else "faster"
+    if before.measured_on == "layers":
+        sense = "longer" if change.delta_ns > 0 else "shorter"
+    machine = f"; {comparison.machine_changed}" if comparison.machine_changed else ""
     yield (
         f"{which} is {100 * abs(change.delta_frac):.1f}% {sense}: {format_ns(change.after_ns)} after "
-        f"{format_ns(change.before_ns)}, {_beyond(comparison, before, after)}."
+        f"{format_ns(change.before_ns)}, {_beyond(comparison, before, after)}{machine}."
     )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.units import format_frac
 
-__all__ = ["oversubscribed", "starved_frac", "starved_ranks", "waited_ns"]
+if TYPE_CHECKING:
+    from fsdp2prof.results.run import ProcessorUse
+
+__all__ = ["oversubscribed", "processor_use", "starved_frac", "starved_ranks", "waited_ns"]
 
 _STARVED = 0.1
 """Part of a step that the training thread waits for a processor, from which on its host is called starved."""
@@ -43,6 +47,37 @@ def starved_ranks(manifests: Sequence[RankManifest]) -> dict[int, str]:
         if part >= _STARVED and (not others or part >= _MORE * median(others)):
             found[rank] = f"Its training thread waits {format_frac(part)} of a step for a processor."
     return found
+
+
+def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
+    """Return how much the ranks waited for processors and how much of these others used; None unknown."""
+    waits = [part for one in manifests if (part := starved_frac(one)) is not None]
+    hosts: dict[str, list[RankManifest]] = defaultdict(list)
+    for one in manifests:
+        hosts[one.host].append(one)
+    others = [part for ranks in hosts.values() if (part := _others_frac(ranks)) is not None]
+    if not waits and not others:
+        return None
+    from fsdp2prof.results.run import ProcessorUse  # with it come the results of memory and sharding
+
+    return ProcessorUse(wait_frac=max(waits, default=None), others_frac=max(others, default=None))
+
+
+def _others_frac(ranks: Sequence[RankManifest]) -> float | None:
+    """Return the part of a host's processor time that was not the ranks'; None unknown.
+
+    Each rank's own part is of its own captured steps: ranks capture the same ones.
+    """
+    own, taken = 0.0, []
+    for rank in ranks:
+        steps = [one for one in rank.host_steps if one.machine_busy_ns is not None and one.machine_time_ns]
+        if not steps:
+            return None
+        whole = sum(one.machine_time_ns or 0 for one in steps)
+        busy = sum((one.machine_busy_ns or 0) + (one.machine_steal_ns or 0) for one in steps)
+        taken.append(busy / whole)
+        own += sum(one.cpu_time_ns for one in steps) / whole
+    return min(1.0, max(0.0, median(taken) - own))
 
 
 def oversubscribed(manifests: Sequence[RankManifest]) -> str:

@@ -31,6 +31,7 @@ from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
 from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows, operator_sums
+from fsdp2prof.analyzers.trace.pace import layer_paces
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
@@ -141,6 +142,7 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
             state=manifest.state if manifest else None,
             unrecorded_step=unrecorded_step([manifest.steps]) if manifest else None,
             incomplete_steps=tables.incomplete,
+            paces=layer_paces(tables),
         ),
         groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
         attribution=overlap.attribution(tables.windows, tables.collectives),
@@ -354,6 +356,7 @@ def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSumma
         world_size=world_size,
         group_ranks=_group_ranks(tables),
         loading=loading(tables.trace, tables.phases),
+        lines=tables.sighted.gaps,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
 
-__all__ = ["Pace", "Ran", "RankRun", "dependencies", "mean_step_ns", "prepare", "run"]
+__all__ = ["Pace", "Ran", "RankRun", "dependencies", "mean_step_ns", "mean_steps_ns", "prepare", "run"]
 
 _SEEN_NS = 10_000
 """How soon after the end of something an activity starts that waited for it."""
@@ -328,16 +328,34 @@ def mean_step_ns(ran: Ran, ranks: frozenset[int] | None = None) -> float:
     return sum(map(_steps_ns, chosen)) / count if count else 0.0
 
 
+def mean_steps_ns(ran: Ran, ranks: frozenset[int] | None = None) -> dict[int, float]:
+    """Return each analysed step, a mean over the ranks that have it; their mean is :func:`mean_step_ns`'s."""
+    lengths: dict[int, list[int]] = {}
+    for one in ran.ranks:
+        if ranks is None or one.program.rank in ranks:
+            for step, length in zip(one.program.steps, _each_step_ns(one), strict=True):
+                lengths.setdefault(step, []).append(length)
+    return {step: sum(each) / len(each) for step, each in lengths.items()}
+
+
 def _steps_ns(ran: RankRun) -> int:
-    """All analysed steps of a rank; where one follows another, a border between them moves neither's sum."""
+    return sum(_each_step_ns(ran))
+
+
+def _each_step_ns(ran: RankRun) -> list[int]:
+    """Each analysed step of a rank; a border between two that follow each other moves neither's sum."""
     program = ran.program
-    total = sum(end - begin for begin, end in program.windows)
-    borders = [at for at in range(1, len(program.steps)) if not _follows(program, at)]
-    for first, last in zip([0, *borders], [*borders, len(program.steps)], strict=True):
-        later = _moved_end(ran, program.steps[last - 1])
-        longer = later - _moved_begin(ran, program.steps[first])
-        total += longer if later > 0 else min(0, longer)
-    return total
+    lengths: list[int] = []
+    first = before = 0
+    for at, (step, (begin, end)) in enumerate(zip(program.steps, program.windows, strict=True)):
+        if at == 0 or not _follows(program, at):
+            first = before = _moved_begin(ran, step)
+        later = _moved_end(ran, step)
+        lengths.append(end - begin + later - before)
+        before = later
+        if at + 1 == len(program.steps) or not _follows(program, at + 1):
+            lengths[-1] -= max(0, later - first) if later <= 0 else 0
+    return lengths
 
 
 def _follows(program: RankProgram, at: int) -> bool:

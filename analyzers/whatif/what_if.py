@@ -27,7 +27,7 @@ from fsdp2prof.analyzers.whatif.changes import (
 )
 from fsdp2prof.analyzers.whatif.program import Job, RankProgram
 from fsdp2prof.analyzers.whatif.recorded import job_of, program_of
-from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, prepare, run
+from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.communication import LayerRow
@@ -232,6 +232,10 @@ def _try(job: Job, change: Change, before: Ran) -> tuple[tuple[Changed, Ran] | N
     ran = run(changed.job, changed.pace)
     kept = changed.pace.waits_for
     row = _row(change, before=mean_step_ns(before, kept), after=mean_step_ns(ran, kept), changed=changed)
+    now, was = mean_steps_ns(ran, kept), mean_steps_ns(before, kept)
+    gains = [was[step] - now[step] for step in was]
+    if len(gains) > 1:
+        row = replace(row, least_gained_ns=min(gains), most_gained_ns=max(gains))
     return (changed, ran), row
 
 

@@ -1,17 +1,24 @@
-"""One number that somebody measured of the run at hand: ``tokens_per_s_per_gpu=5600``."""
+"""Numbers that somebody measured, of the run at hand or of several: ``tokens_per_s_per_gpu=5600``."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from fsdp2prof.errors import UsageError
+from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.documents import parse_yaml, read_text
+from fsdp2prof.estimators.config.option import options_of
+from fsdp2prof.estimators.config.policy import PolicySpec
 
-__all__ = ["Measured", "anchored"]
+__all__ = ["Measured", "MeasuredRun", "Slower", "anchored", "fitted", "read_measured"]
 
 _UNITS = {
     "tokens_per_s_per_gpu": "tokens/s on each GPU",
@@ -62,33 +69,131 @@ class Measured:
         return f"{self.value:g} {_UNITS[self.name]}"
 
 
-def anchored(cluster: Cluster, factor: float) -> Cluster:
-    """Return a cluster on which everything takes ``factor`` times as long: products, memory, links, the host.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slower:
+    """How many times as long each part takes as the estimate has it."""
 
-    One number does not tell which of them was slower; all are taken to be.
-    """
+    compute: float = 1.0
+    """Kernels: products, attention and what moves memory."""
+    links: float = 1.0
+    """Collectives and copies to the host."""
+    host: float = 1.0
+    """What the host needs to issue a command."""
+
+    @classmethod
+    def all(cls, factor: float) -> Slower:
+        """Everything alike."""
+        return cls(compute=factor, links=factor, host=factor)
+
+    def times(self, other: Slower) -> Slower:
+        """Both, one after the other."""
+        return Slower(
+            compute=self.compute * other.compute,
+            links=self.links * other.links,
+            host=self.host * other.host,
+        )
+
+
+def anchored(cluster: Cluster, slower: Slower) -> Cluster:
+    """Return a cluster whose parts take so many times as long."""
     hardware = cluster.hardware
     products = hardware.achieved_tflops or {
         name: rate * shares.ACHIEVED_MATMUL for name, rate in hardware.peak_tflops.items()
     }
     attention = hardware.attention_tflops
-    slower = msgspec.structs.replace(
+    changed = msgspec.structs.replace(
         hardware,
-        achieved_tflops={name: rate / factor for name, rate in products.items()},
-        achieved_memory_gb_per_s=hardware.achieved_memory_bytes_per_s / 1e9 / factor,
-        attention_tflops={name: rate / factor for name, rate in attention.items()}
+        achieved_tflops={name: rate / slower.compute for name, rate in products.items()},
+        achieved_memory_gb_per_s=hardware.achieved_memory_bytes_per_s / 1e9 / slower.compute,
+        attention_tflops={name: rate / slower.compute for name, rate in attention.items()}
         if isinstance(attention, dict)
         else None
         if attention is None
-        else attention / factor,
-        host_link_gb_per_s=hardware.host_link_gb_per_s / factor,
-        kernel_floor_ns=round(hardware.kernel_floor_ns * factor),
-        host_operator_ns=round((hardware.host_operator_ns or _HOST_NS) * factor),
+        else attention / slower.compute,
+        host_link_gb_per_s=hardware.host_link_gb_per_s / slower.links,
+        kernel_floor_ns=round(hardware.kernel_floor_ns * slower.compute),
+        host_operator_ns=round((hardware.host_operator_ns or _HOST_NS) * slower.host),
     )
     return replace(
         cluster,
-        hardware=slower,
-        node_frac=cluster.node_frac / factor,
-        small_frac=cluster.small_frac / factor,
-        network_frac=cluster.network_frac / factor,
+        hardware=changed,
+        node_frac=cluster.node_frac / slower.links,
+        small_frac=cluster.small_frac / slower.links,
+        network_frac=cluster.network_frac / slower.links,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """A configuration and what was measured of it."""
+
+    values: Mapping[str, Any]
+    """What differs from the run at hand, as ``make_spec`` takes it; ``policy`` is a table of its own."""
+    measured: Measured
+
+
+_OF_A_RUN = ("model", "layers", "mesh", "stack", "world_size")
+"""Columns that are no option of a policy."""
+
+
+def read_measured(path: Path) -> list[MeasuredRun]:
+    """Read configurations with what was measured of each: a YAML list, or a CSV with a row each.
+
+    Columns are options of ``estimate`` by name (``batch_size``, ``mesh``), and one of ``step_ms``,
+    ``tokens_per_s_per_gpu``, ``mfu`` and ``peak_reserved_gib``. Raises ``InputError``.
+    """
+    try:
+        text = read_text(path)
+        rows = list(csv.DictReader(text.splitlines())) if path.suffix == ".csv" else parse_yaml(text)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{path}: not a list of configurations, each with a number of {', '.join(_UNITS)}")
+    return [_measured_run(row, f"{path}, configuration {index}") for index, row in enumerate(rows, start=1)]
+
+
+def _measured_run(row: Mapping[Any, Any], where: str) -> MeasuredRun:
+    given = {str(name).replace("-", "_"): value for name, value in row.items() if value not in (None, "")}
+    numbers = [name for name in _UNITS if name in given]
+    if len(numbers) != 1:
+        raise InputError(f"{where}: needs one of {', '.join(_UNITS)}")
+    policy = {
+        name: value for name, value in given.items() if name not in (*_OF_A_RUN, *_UNITS) and name != "policy"
+    }
+    policy |= given.get("policy", {})
+    options = options_of(PolicySpec)
+    unknown = [name for name in policy if name not in options]
+    if unknown:
+        raise InputError(f"{where}: unknown option {unknown[0]!r}")
+    return MeasuredRun(
+        values={
+            **{name: given[name] for name in _OF_A_RUN if name in given},
+            "policy": {name: _typed(value) for name, value in policy.items()},
+        },
+        measured=Measured.parse(f"{numbers[0]}={given[numbers[0]]}"),
+    )
+
+
+def _typed(value: Any) -> Any:
+    """A cell of a CSV as YAML has it: numbers, yes and no."""
+    return parse_yaml(value) if isinstance(value, str) and value else value
+
+
+def fitted(
+    elasticities: Sequence[Sequence[float]],
+    off: Sequence[float],
+    prior: Sequence[float],
+    noise: float,
+) -> tuple[list[float], list[list[float]]]:
+    """Return the most likely logarithms of what compute, links and host are slower by, and their covariance.
+
+    ``elasticities`` has a row a run: by how many per cent its step grows when each part takes one per cent
+    longer. ``off`` is the logarithm of measured over predicted. Before any measurement each logarithm is
+    normal around 0 with ``prior`` as its deviation; a measured step repeats within ``noise``.
+    """
+    import numpy as np
+
+    sensitive, spread = np.asarray(elasticities, float), np.diag(np.square(np.asarray(prior, float)))
+    shared = spread @ sensitive.T
+    gain = shared @ np.linalg.inv(sensitive @ shared + noise**2 * np.eye(len(off)))
+    return (gain @ np.asarray(off, float)).tolist(), (spread - gain @ shared.T).tolist()

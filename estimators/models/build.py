@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp2prof.estimators.config.model import ModelSpec
-from fsdp2prof.estimators.models.catalog import builtin_config
+from fsdp2prof.estimators.models.catalog import TransformerConfig, builtin_config
 from fsdp2prof.estimators.models.model import Model
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "builtin_of"]
 
 
 def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -> Model:
@@ -32,7 +32,10 @@ def build_model(spec: ModelSpec, *, seq_len: int, orig_dtype: str = "float32") -
         return build_factory(spec.source, orig_dtype, spec.layers)
     from fsdp2prof.estimators.models.builtin import build_builtin
 
+    return build_builtin(builtin_of(spec), seq_len, orig_dtype)
+
+
+def builtin_of(spec: ModelSpec) -> TransformerConfig:
+    """Return the shape of a built-in model with as many blocks as are asked for. Raises ``ModelError``."""
     config = builtin_config(spec.source)
-    if spec.layers is not None:
-        config = replace(config, layers=spec.layers)
-    return build_builtin(config, seq_len, orig_dtype)
+    return config if spec.layers is None else replace(config, layers=spec.layers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,17 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import Chunked, Loss
-from fsdp2prof.estimators.models.builtin_plan import BuiltinPlan
+from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import TransformerConfig
-from fsdp2prof.estimators.models.experts import reach_experts
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.models.llama import LlamaTransformer
-from fsdp2prof.estimators.models.losses import loss_of_model
-from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
-from fsdp2prof.estimators.models.ring import ring_width
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model
+from fsdp2prof.estimators.models.model import Batch, Model
 
-__all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
+__all__ = ["build_builtin", "meta_construction", "token_batch"]
 
 _RANDOM = {
     *(getattr(Tensor, name) for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")),
@@ -74,20 +72,11 @@ def build_builtin(config: TransformerConfig, seq_len: int, orig_dtype: str) -> M
         )
     with meta_construction(orig_dtype):
         module = GptTransformer(config) if config.family == "gpt" else LlamaTransformer(config, seq_len)
-    sparse = [config.experts is not None and config.experts.is_in(layer) for layer in range(config.layers)]
-    return Model(
-        name=config.name,
+    return replace(
+        outline_of(config),
         module=module,
-        blocks=tuple(f"layers.{index}" for index in range(config.layers)),
-        experts=tuple(f"layers.{layer}.feed_forward.experts" for layer, has in enumerate(sparse) if has),
-        pattern=LayerPattern.of(sparse),
-        config=config,
         make_batch=partial(token_batch, config.vocab_size),
-        loss=token_loss,
-        tensor_parallel=None if config.family == "gpt" else BuiltinPlan(config),
-        no_tensor_parallel="has no tensor-parallel plan here: GPT's blocks have none",
-        reach_experts=None if config.experts is None else reach_experts,
-        ring_width=ring_width(config),
+        loss=partial(loss_of_model, head_of(module)),
     )
 
 
@@ -96,11 +85,3 @@ def token_batch(vocab_size: int, batch_size: int, seq_len: int, device: torch.de
     tokens = torch.randint(vocab_size, (batch_size, seq_len), device=device)
     targets = torch.randint(vocab_size, (batch_size, seq_len), device=device)
     return Batch(args=(tokens,), targets=targets)
-
-
-def token_loss(module: nn.Module, batch: Batch, how: Loss) -> Tensor:
-    """Loss of the next token; what is chunked runs the head inside of the model's own forward."""
-    if isinstance(how, Chunked):
-        loss: Tensor = module(*batch.args, batch.targets, how.count)
-        return loss
-    return loss_of_model("output", module, batch, how)

@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
+from fsdp2prof.estimators.models.model import LayerPattern, Model
+from fsdp2prof.estimators.models.ring import ring_width
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-__all__ = ["BuiltinPlan", "undivided_heads"]
+    from fsdp2prof.estimators.models.experts import ExpertExchange
+
+__all__ = ["BuiltinPlan", "outline_of", "undivided_heads"]
 
 _COLUMNS = ("wq", "wk", "wv", "w1", "w3", "wq_b", "wkv_b", "output", "tok_embeddings")
 _ROWS = ("wo", "w2")
@@ -26,6 +30,32 @@ _ALIGNMENT = 8
 """Elements of bf16 in the 16 bytes to which rows of a grouped product are aligned."""
 _EXPERT_DIMS = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
 """Parameter of stacked experts -> the dimension that is divided."""
+
+
+def outline_of(config: TransformerConfig) -> Model:
+    """A built-in model without its modules: enough for every limit of a mesh, and known without torch."""
+    sparse = [config.experts is not None and config.experts.is_in(layer) for layer in range(config.layers)]
+    unbuilt: Any = None
+    return Model(
+        name=config.name,
+        module=unbuilt,
+        make_batch=unbuilt,
+        loss=unbuilt,
+        blocks=tuple(f"layers.{index}" for index in range(config.layers)),
+        experts=tuple(f"layers.{layer}.feed_forward.experts" for layer, has in enumerate(sparse) if has),
+        pattern=LayerPattern.of(sparse),
+        config=config,
+        tensor_parallel=None if config.family == "gpt" else BuiltinPlan(config),
+        no_tensor_parallel="has no tensor-parallel plan here: GPT's blocks have none",
+        reach_experts=None if config.experts is None else _reach_experts,
+        ring_width=ring_width(config),
+    )
+
+
+def _reach_experts(module: nn.Module, exchange: ExpertExchange, tensor_parallel: DeviceMesh | None) -> None:
+    from fsdp2prof.estimators.models.experts import reach_experts
+
+    reach_experts(module, exchange, tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,14 @@ class Model:
         return tokens // ranks if plan is not None and plan.divides_sequence else tokens
 
     @property
+    def expert_count(self) -> int:
+        """Experts of a block, of those that this rank holds."""
+        if self.config is not None and self.config.experts is not None:
+            return self.config.experts.count // self.expert_ranks
+        experts = self.module.get_submodule(self.experts[0])
+        return int(next(experts.parameters(recurse=False)).shape[0])
+
+    @property
     def running_towers(self) -> tuple[str, ...]:
         """Towers that batches pass through."""
         idle = tuple(f"{fqn}." for fqn in self.idle)

@@ -18,12 +18,7 @@ from fsdp2prof.estimators.models.quantized import quantize_blocks
 from fsdp2prof.estimators.models.transformers_plan import TransformersPlan
 from fsdp2prof.estimators.torch_rules import packed_parameters_refusal
 
-__all__ = ["expert_count", "part_of", "stage_blocks", "stage_of"]
-
-
-def expert_count(model: Model) -> int:
-    """Experts of a block, of those that this rank holds."""
-    return int(next(model.module.get_submodule(model.experts[0]).parameters(recurse=False)).shape[0])
+__all__ = ["part_of", "stage_blocks", "stage_of"]
 
 
 def stage_blocks(layers: int, mesh: MeshSpec, stage: int) -> range:

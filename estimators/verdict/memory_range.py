@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fsdp2prof.estimators.allocator.cuda_kernels import with_least_saved
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
@@ -14,14 +14,22 @@ from fsdp2prof.results.estimate import Unknown
 from fsdp2prof.tables import MemoryRecording
 from fsdp2prof.units import format_bytes
 
-__all__ = ["NOT_DECIDING", "RECORD_STREAMS", "as_measured", "unknowns"]
+__all__ = [
+    "NOT_DECIDING",
+    "PREDICTION",
+    "RECORD_STREAMS",
+    "MeasuredPeaks",
+    "as_measured",
+    "memory_class",
+    "unknowns",
+]
 
 RECORD_STREAMS = "record_streams"
 """The unknown that decides speed and not whether a run fits."""
-_PREDICTION = "prediction"
+PREDICTION = "prediction"
 """How far off predictions of published runs were."""
 _MEASURED = "measured"
-NOT_DECIDING = (RECORD_STREAMS, _PREDICTION)
+NOT_DECIDING = (RECORD_STREAMS, PREDICTION)
 """Unknowns that the verdict on a device leaves out: it rests on what can be found out before the run."""
 
 
@@ -86,29 +94,51 @@ def _unknowns(
         )
 
 
-def as_measured(reserved: int, measured: int) -> Unknown:
-    """Return the difference of a measured peak from the prediction; it replaces every unknown."""
-    off = measured - reserved
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredPeaks:
+    """Reserved peaks that somebody measured: of this run, or of others."""
+
+    own_bytes: int | None = None
+    """Of this run; then the others do not matter."""
+    off_fracs: tuple[float, ...] = ()
+    """Measured over predicted of other runs, less one."""
+
+
+def as_measured(reserved: int, measured: MeasuredPeaks) -> Unknown:
+    """Return the difference of measured peaks from the prediction; it replaces every unknown."""
+    if measured.own_bytes is not None:
+        off = measured.own_bytes - reserved
+        own = format_bytes(measured.own_bytes)
+        why = f"the run's own peak is {own}, {off / reserved:+.1%} from the prediction"
+        low = high = off
+    else:
+        low, high = (round(end * reserved) for end in (min(measured.off_fracs), max(measured.off_fracs)))
+        found = ", ".join(f"{one:+.1%}" for one in measured.off_fracs)
+        why = f"measured peaks of other runs lie {found} from their predictions"
     return Unknown(
         name=_MEASURED,
-        low_bytes=off,
-        high_bytes=off,
-        why=f"the run's own peak is {format_bytes(measured)}, {off / reserved:+.1%} from the prediction; the "
-        "parts and the changes that are listed are predicted",
+        low_bytes=low,
+        high_bytes=high,
+        why=f"{why}; the parts and the changes that are listed are predicted",
     )
+
+
+def memory_class(mesh: MeshSpec, policy: PolicySpec) -> str:
+    """Return the name in ``ranges.yaml`` of the margin of a run."""
+    if mesh.tp > 1 and policy.float8 is not None:
+        return "memory_of_tensor_parallel_float8"
+    stated = None not in (policy.torch, policy.allocator)
+    return "memory_with_software_stated" if stated else "memory_with_software_open"
 
 
 def _prediction(reserved: int, mesh: MeshSpec, policy: PolicySpec) -> Unknown:
     """The spread of published runs around their predictions."""
-    stated = None not in (policy.torch, policy.allocator)
-    name = "memory_with_software_stated" if stated else "memory_with_software_open"
-    if mesh.tp > 1 and policy.float8 is not None:
-        name = "memory_of_tensor_parallel_float8"
-    end = range_end(name)
+    kind = memory_class(mesh, policy)
+    end = range_end(kind)
     size = round(reserved * end.value)
-    more = "" if stated else "; stating torch and the allocator narrows it"
+    more = "; stating torch and the allocator narrows it" if kind == "memory_with_software_open" else ""
     return Unknown(
-        name=_PREDICTION, low_bytes=-size, high_bytes=size, why=f"within {end.value:.0%}: {end.source}{more}"
+        name=PREDICTION, low_bytes=-size, high_bytes=size, why=f"within {end.value:.0%}: {end.source}{more}"
     )
 
 

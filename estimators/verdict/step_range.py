@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.ranges import RangeEnd, range_end
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
@@ -13,7 +15,7 @@ from fsdp2prof.estimators.timeline.micro_batches import repeated
 from fsdp2prof.estimators.timeline.simulate import simulate
 from fsdp2prof.results.step_estimate import StepRange
 
-__all__ = ["CONTENTION", "HOST_NS", "range_of"]
+__all__ = ["CONTENTION", "HOST_NS", "range_of", "speed_class"]
 
 CONTENTION = (0.05, CONTENTION_FRAC, 0.40)
 """How much longer a kernel takes beside a collective: kindest, in the estimate, harshest."""
@@ -41,8 +43,18 @@ class _End:
     """Whether a node whose GPUs may have a switch between them, or none, has one."""
 
 
-def range_of(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int) -> StepRange:
-    """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread."""
+def speed_class(policy: PolicySpec) -> str:
+    """Return the name in ``ranges.yaml`` of the margin of a run."""
+    return "speed_with_software_open" if policy.torch is None else "speed_with_software_stated"
+
+
+def range_of(
+    program: Program, costs: ClusterCosts, policy: PolicySpec, bubble_ns: int, step_ns: int
+) -> StepRange:
+    """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread.
+
+    The margin of ``ranges.yaml`` multiplies both distances from ``step_ns``.
+    """
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:
         spread = f"{calibration.low_frac:.0%} to {calibration.high_frac:.0%}"
@@ -58,12 +70,21 @@ def range_of(program: Program, costs: ClusterCosts, bubble_ns: int, step_ns: int
     if hardware.on_host:
         return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
     kind, harsh = _ends(costs.cluster)
-    low, high = _step_ns(program, costs, kind), _step_ns(program, costs, harsh)
+    low = min(_step_ns(program, costs, kind), step_ns)
+    high = max(_step_ns(program, costs, harsh), step_ns)
+    margin = range_end(speed_class(policy))
     return StepRange(
-        low_ns=min(low, step_ns) + bubble_ns,
-        high_ns=max(high, step_ns) + bubble_ns,
-        unknown=_in_words(costs, kind, harsh),
+        low_ns=max(1, round(step_ns - margin.value * (step_ns - low))) + bubble_ns,
+        high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
+        unknown=[*_in_words(costs, kind, harsh), _margin_in_words(margin, policy)],
+        simulated_low_ns=low + bubble_ns,
+        simulated_high_ns=high + bubble_ns,
     )
+
+
+def _margin_in_words(margin: RangeEnd, policy: PolicySpec) -> str:
+    narrower = "" if policy.torch is not None else "; stating the software (--torch or --stack) narrows it"
+    return f"the range is {margin.value:g} times as wide as these make it: {margin.source}{narrower}"
 
 
 def _ends(cluster: Cluster) -> tuple[_End, _End]:

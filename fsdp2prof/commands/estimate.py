@@ -13,14 +13,20 @@ from click.core import ParameterSource
 
 from fsdp2prof.commands.completion import complete_model, complete_stack
 from fsdp2prof.commands.help import Group, option
-from fsdp2prof.commands.options import CLUSTER_OPTIONS, CONFIG_OPTIONS, MEASURED, MODEL_OPTIONS, refuse_given
+from fsdp2prof.commands.options import (
+    CLUSTER_OPTIONS,
+    CONFIG_OPTIONS,
+    MEASURED,
+    MODEL_OPTIONS,
+    measured_of,
+    refuse_given,
+)
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.config.option import Flag, Integer, Option, options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 
 if TYPE_CHECKING:
-    from fsdp2prof.estimators.config.measured import Measured
     from fsdp2prof.workflows.estimate import Described
 
 __all__ = ["estimate"]
@@ -162,17 +168,6 @@ def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[...,
     return decorate
 
 
-def _measured(text: str | None, *, of_memory: bool) -> Measured | None:
-    """Read ``--measured``; a number of time says nothing of memory, and one of memory nothing of time."""
-    from fsdp2prof.estimators.config.measured import Measured
-
-    measured = None if text is None else Measured.parse(text)
-    if measured is not None and measured.is_memory != of_memory:
-        better = "peak_reserved_gib=GIB" if of_memory else "tokens_per_s_per_gpu=N, step_ms=N or mfu=X"
-        raise UsageError(f"--measured {text} says nothing about this estimate; give {better}")
-    return measured
-
-
 def _not_none(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
@@ -206,7 +201,7 @@ def memory(
     described: Described, place: dict[str, Any], measured: str | None, save_run: Path | None, output: Output
 ) -> None:
     """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
-    known = _measured(measured, of_memory=True)
+    known = None if measured is None else measured_of(measured, of_memory=True)
     with output.progress("executing the model on fake tensors"):
         from fsdp2prof.workflows.estimate import estimate_memory
 
@@ -294,7 +289,7 @@ def step(
     from fsdp2prof.estimators.config.hardware import NetworkSpec
     from fsdp2prof.workflows.estimate import estimate_step
 
-    known = _measured(measured, of_memory=False)
+    known = None if measured is None else measured_of(measured, of_memory=False)
     if known is not None and (calibrate is not None or execution_trace is not None):
         raise UsageError("--measured would have no effect beside --calibrate or --execution-trace")
     if execution_trace is not None:

@@ -43,10 +43,11 @@ class Gate:
 
         outcomes = judge(self.conditions, result)
         self._write(outcomes, getattr(result, "verdict", []))
-        if failures := [outcome for outcome in outcomes if outcome.ranks]:
+        if failures := [outcome for outcome in outcomes if outcome.failed]:
             raise ThresholdError("; ".join(map(str, failures)))
         if not click.get_current_context().params.get("quiet"):
-            passed = f"passed: {plural(len(outcomes), 'condition')} tested, none holds"
+            holds = "none fails" if any(outcome.excuse for outcome in outcomes) else "none holds"
+            passed = f"passed: {plural(len(outcomes), 'condition')} tested, {holds}"
             say("\n".join([passed, *(f"  {outcome}" for outcome in outcomes)]))
 
     def _write(self, outcomes: Sequence[Outcome], verdict: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from fsdp2prof.commands.help import option
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
+    from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
     from fsdp2prof.workflows.job.job_files import JobFiles
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MODEL_OPTIONS",
     "JobChoice",
     "job_options",
+    "measured_of",
     "numbers_option",
     "one_of",
     "refuse_given",
@@ -96,11 +98,28 @@ CONFIG_OPTIONS = (
 
 MEASURED = option(
     "--measured",
-    metavar="NAME=NUMBER",
-    help="What this very run measured: tokens_per_s_per_gpu=5600, step_ms=, mfu= or peak_reserved_gib=. The "
-    "prediction is corrected by it.",
+    metavar="NAME=NUMBER|FILE",
+    help="What this run measured: tokens_per_s_per_gpu=5600, step_ms=, mfu= or peak_reserved_gib=; or a CSV "
+    "or YAML file of other runs, each with its options and one of these. The prediction is corrected.",
     group="Run",
 )
+
+
+def measured_of(text: str, *, of_memory: bool) -> Measured | list[MeasuredRun]:
+    """Read ``--measured``: a number of this run, or a file of others.
+
+    A number of time says nothing of memory, and one of memory nothing of time. Raises ``UsageError`` and
+    ``InputError``.
+    """
+    from fsdp2prof.estimators.config.measured import Measured, read_measured
+
+    runs = read_measured(Path(text)) if "=" not in text or Path(text).is_file() else None
+    numbers = [Measured.parse(text)] if runs is None else [run.measured for run in runs]
+    if any(number.is_memory != of_memory for number in numbers):
+        better = "peak_reserved_gib=GIB" if of_memory else "tokens_per_s_per_gpu=N, step_ms=N or mfu=X"
+        raise UsageError(f"--measured {text} says nothing about this estimate; give {better}")
+    return numbers[0] if runs is None else runs
+
 
 _MOST_NUMBERS = 1 << 20
 """A million ranks or steps: more than any job has."""

@@ -10,7 +10,7 @@ import click
 
 from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
 from fsdp2prof.commands.help import Command, option
-from fsdp2prof.commands.options import CONFIG_OPTIONS, MEASURED
+from fsdp2prof.commands.options import CONFIG_OPTIONS, MEASURED, measured_of
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 
@@ -175,7 +175,7 @@ def plan(
     from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
     from fsdp2prof.estimators.config.measured import Measured
     from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
-    from fsdp2prof.workflows.estimate import describe
+    from fsdp2prof.workflows.estimate import anchors_of, describe
     from fsdp2prof.workflows.plan import given_of, in_the_file
     from fsdp2prof.workflows.plan import plan as make
 
@@ -205,18 +205,17 @@ def plan(
     )
     fixed_mesh, fixed_policy = parse_fixed(fix)
     amount, currency = _price(price)
-    known = None if measured is None else Measured.parse(measured)
-    if known is not None and (known.is_memory or described.read is None):
-        raise UsageError("--measured needs a number of time, and --from-config for the run it belongs to")
+    known = None if measured is None else measured_of(measured, of_memory=False)
+    if isinstance(known, Measured) and described.read is None:
+        raise UsageError("--measured NAME=NUMBER is of the run of --from-config; name that, or give a file")
     with output.progress(f"planning {given.model.source} on {gpus:,} x {hardware}") as progress:
         notes: list[str] = []
         if known is not None:
-            from fsdp2prof.estimators.step import anchored_on, program_of
+            from fsdp2prof.estimators.step import anchored_on
 
-            spec = described.spec()
-            program = program_of(spec.model, spec.mesh, spec.policy)
-            cluster, note = anchored_on(known, program, spec.model, spec.mesh, spec.policy, cluster)
-            notes.append(note)
+            found = anchored_on(anchors_of(described, known), cluster, exact=isinstance(known, Measured))
+            cluster = found.cluster
+            notes.append(found.note)
         request = PlanRequest(
             model=given.model,
             cluster=cluster,

@@ -19,7 +19,7 @@ def install(module: ModuleType) -> None:
     function stay as they were. A list of modules is never a root: it is seen through the module around it.
     """
     # before one is set up: that cannot be seen later
-    guard.run_at_import("profilers", training_profilers.install)
+    guard.run_in_dynamo("profilers", training_profilers.install)
     for name in ("fully_shard", "replicate"):
         if hasattr(module, name):
             setattr(module, name, guard.around("recording", getattr(module, name), _wraps))

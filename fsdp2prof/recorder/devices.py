@@ -56,7 +56,8 @@ def package_versions() -> dict[str, str]:
 def device_info(device_type: str) -> DeviceInfo:
     """Describe the current device of a type."""
     if device_type != "cuda":
-        return DeviceInfo(type=device_type, name=platform.processor() or platform.machine())
+        processor = platform.processor() or platform.machine()
+        return DeviceInfo(type=device_type, name=processor if device_type == "cpu" else device_type)
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     return DeviceInfo(

@@ -10,6 +10,7 @@ The training's own functions are called once, and no exception of theirs is caug
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -89,6 +90,7 @@ class Guard:
         self._local = threading.local()
         self._handlers: list[Any] = []
         self._early: list[str] = []
+        self._is_removed = False
 
     def start(self, file: Path, keep: Callable[[str], None], step: Callable[[], int]) -> None:
         """Say from now on what fails: ``keep`` gets the message, ``file`` the traceback.
@@ -122,9 +124,9 @@ class Guard:
         """
         return None if self.is_off(part) else self.clean(part, action, *arguments, **named)
 
-    def run_at_import(self, part: Part, action: Callable[[], Any]) -> Any:
-        """As :meth:`run`, while torch is imported: half imported, dynamo cannot be disabled, nor compile."""
-        return None if self.is_off(part) else self._clean(part, action)
+    def run_in_dynamo(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        """As :meth:`run`, where dynamo cannot be disabled: in its own code, or half imported."""
+        return None if self.is_off(part) else self._clean(part, action, *arguments, **named)
 
     @_disable_dynamo
     def clean(self, part: Part, action: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
@@ -155,6 +157,10 @@ class Guard:
 
         return guarded
 
+    def thread(self, part: Part, action: Callable[..., object], *arguments: Any) -> None:
+        """Run ``action`` on a thread that ends with the process, and that the training does not list."""
+        _thread.start_new_thread(self.hook(part, action), arguments)
+
     def around(
         self,
         part: Part,
@@ -162,15 +168,18 @@ class Guard:
         enter: Enter,
         *,
         at: tuple[object, str] | None = None,
+        in_dynamo: bool = False,
     ) -> Callable[..., Any]:
         """Return ``original``, of torch or of the training, with ``enter`` around each call.
 
         With ``at``, an owner and an attribute, what the training has put there by then is called instead.
+        A function that dynamo calls to disable itself is one ``in_dynamo``.
         """
+        run = self.run_in_dynamo if in_dynamo else self.run
 
         @wraps(original)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            leave = self.run(part, enter, *arguments, **named)
+            leave = run(part, enter, *arguments, **named)
             call = original if at is None else getattr(*at)
             if leave is None:
                 return call(*arguments, **named)
@@ -179,7 +188,7 @@ class Guard:
                 result = call(*arguments, **named)
                 returned = True
             finally:
-                self.run(part, leave, returned, result)
+                run(part, leave, returned, result)
             return result
 
         return guarded
@@ -253,6 +262,12 @@ class Guard:
 
     def _say(self, part: Part, message: str, error: Exception) -> None:
         rank = os.environ.get("RANK", "0")
+        if isinstance(error, OSError) and self._file is not None and not self._file.parent.is_dir():
+            if not self._is_removed:
+                self._is_removed = True
+                line = "the run directory was removed: nothing more is recorded, the training goes on"
+                self._try(self._print, f"fsdp2prof: rank {rank}: {line}")
+            return
         self._try(self._print, f"fsdp2prof: rank {rank}: {message}; it is off, the training goes on")
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         text = f"{message}\n{trace}\n"

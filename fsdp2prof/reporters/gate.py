@@ -15,13 +15,13 @@ __all__ = ["junit", "markdown"]
 
 def markdown(outcomes: Sequence[Outcome], verdict: Sequence[str] = ()) -> str:
     """Return a heading, the verdict, and a row a condition: its worst value, and whether it held."""
-    failed = sum(outcome.ranks > 0 for outcome in outcomes)
+    failed = sum(outcome.failed for outcome in outcomes)
     met = f"all {len(outcomes)} conditions are met"
     rows = [
         "| | fails if | value | where | what |",
         "|---|---|---:|---|---|",
         *(
-            f"| {'❌' if one.ranks else '✅'} | `{one.condition.text}` | {one.value:.4g} "
+            f"| {'❌' if one.failed else '✅'} | `{one.condition.text}` | {one.value:.4g} "
             f"| {_where(one)} | {METRICS[one.condition.metric].description} |"
             for one in outcomes
         ),
@@ -34,7 +34,7 @@ def markdown(outcomes: Sequence[Outcome], verdict: Sequence[str] = ()) -> str:
 
 def junit(outcomes: Sequence[Outcome]) -> bytes:
     """Return a test suite with a case a condition; one that held is a failure."""
-    failed = sum(outcome.ranks > 0 for outcome in outcomes)
+    failed = sum(outcome.failed for outcome in outcomes)
     suite = ElementTree.Element(
         "testsuite", name="fsdp2prof", tests=str(len(outcomes)), failures=str(failed), errors="0"
     )
@@ -42,7 +42,7 @@ def junit(outcomes: Sequence[Outcome]) -> bytes:
         case = ElementTree.SubElement(
             suite, "testcase", classname="fsdp2prof.gate", name=printable(outcome.condition.text)
         )
-        if outcome.ranks:
+        if outcome.failed:
             ElementTree.SubElement(case, "failure", message=printable(str(outcome)))
         else:
             ElementTree.SubElement(case, "system-out").text = printable(str(outcome))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fsdp2prof.results.comparison import StepSpread
+from fsdp2prof.results.run import ProcessorUse
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import UnrecordedStep
 
@@ -63,4 +64,6 @@ class Baseline(Shown):
     """Null without traced steps."""
     peak: BaselinePeak | None
     settings: dict[str, str] = field(default_factory=dict)
-    """Command, world size, device, optimizer and versions of a run."""
+    """Command, world size, device, optimizer, training loop and versions of a run."""
+    processors: ProcessorUse | None = None
+    """Of the recorded hosts; null unknown."""

@@ -28,8 +28,9 @@ COMPARISON_SCHEMA = "fsdp2prof.compare/1"
 class StepSpread:
     """How long the steps of one side take, and how far they lie apart."""
 
-    measured_on: Literal["unrecorded", "traced"]
-    """Unrecorded steps where both sides have some, else the windows of traced ones."""
+    measured_on: Literal["unrecorded", "traced", "layers"]
+    """Unrecorded steps where both sides have some, else the windows of traced ones; intervals between
+    forwards of repeated layers where a recording has no step marks."""
     steps: int
     typical_ns: float
     """Median of the unrecorded steps; mean of the traced ones."""
@@ -156,6 +157,11 @@ class RunComparison(Shown):
     unrecorded_step: TimeChange | None
     """Median wall time of the steps that pay for no recording, over all ranks; null unless both sides are
     runs that have some."""
+    layer_pace: TimeChange | None = None
+    """Median time from one forward of repeated layers to the next one's (``part``: their name); null unless a
+    side has no step marks. Then ``step`` is null."""
+    machine_changed: str | None = None
+    """How the hosts' processors were used otherwise, as a clause; null where they were not, or unknown."""
     communication: list[CommChange]
     """Largest growth of exposed time first; where no times are known, largest change in bytes first."""
     communication_folded: list[CommChange] = field(default_factory=list)

@@ -15,6 +15,7 @@ from fsdp2prof.results.trial import TrialResult
 
 __all__ = [
     "RUN_ANALYSIS_SCHEMA",
+    "ProcessorUse",
     "RunAnalysis",
     "RunRank",
     "RunSummary",
@@ -100,6 +101,17 @@ class ShardFamily(Sharded):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessorUse:
+    """How the captured steps shared their hosts' processors; null where the system does not say."""
+
+    wait_frac: float | None
+    """Of a step: time in which a training thread could run and had no processor, on the rank that waited
+    most."""
+    others_frac: float | None
+    """Of all processor time: used by other programs or given to other machines, on the busiest host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
     """What was run, where, and how it ended."""
 
@@ -127,6 +139,11 @@ class RunSummary:
     """The rank of ``world_size`` that one process stood for; null where the training ran."""
     shard_families: list[ShardFamily] = field(default_factory=list)
     """``shard_groups`` with alike layers folded."""
+    training: dict[str, str] = field(default_factory=dict)
+    """Settings of the training loop that the recorder saw: micro-batches, gradient synchronisations of a
+    step, prefetch, the optimizer's options, threads. Of the lowest rank that has them."""
+    processors: ProcessorUse | None = None
+    """Null without captured steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Literal
 __all__ = [
     "BreakdownNs",
     "IncompleteStep",
+    "LayerPace",
     "RankMeans",
     "StepBreakdown",
     "Throughput",
@@ -59,6 +60,18 @@ class IncompleteStep:
     """Calls that launched a kernel, a graph, a copy or a fill."""
     missing: int
     """Those of them without a record of the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPace:
+    """Time from one forward of repeated layers to the next one's, on the device where there is one."""
+
+    layer: str
+    """Name of the layers with a star in place of their number: ``layers.*``."""
+    intervals: int
+    median_ns: float
+    lower_quartile_ns: float
+    upper_quartile_ns: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

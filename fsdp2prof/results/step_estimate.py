@@ -36,6 +36,10 @@ class StepRange:
     high_ns: int
     unknown: list[str]
     """What is varied, and between what."""
+    simulated_low_ns: int | None = None
+    """The step under the kindest inputs, before the margin of published runs; null if not simulated."""
+    simulated_high_ns: int | None = None
+    """Likewise under the harshest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from fsdp2prof.results.ledger import Ledger
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import (
     IncompleteStep,
+    LayerPace,
     RankMeans,
     StepBreakdown,
     Throughput,
@@ -54,6 +55,10 @@ class RankTrace:
     """Of this rank; null for foreign traces."""
     incomplete_steps: list[IncompleteStep] = field(default_factory=list)
     """Steps that miss records of the device; ``steps`` holds them only where they were asked for."""
+
+    paces: list[LayerPace] | None = None
+    """Of layers in a recording whose window is the capture, cut anywhere; empty without FSDP labels. Null
+    where the windows are steps or complete passes."""
 
     @property
     def misses_records(self) -> bool:

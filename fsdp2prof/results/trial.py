@@ -31,7 +31,11 @@ class TriedChange:
     rounds: int
     """Pairs of blocks that the gain is the median of."""
     predicted_ns: float | None
-    """Gain that ``whatif`` predicts from a recorded step with the script's settings; null where it cannot."""
+    """Gain that ``whatif`` predicts from recorded steps with the script's settings; null where it cannot."""
+    least_predicted_ns: float | None = None
+    """Predicted for the recorded step that gains least; null with a single step."""
+    most_predicted_ns: float | None = None
+    """Predicted for the recorded step that gains most."""
     predicted_reason: str | None
     """Why there is no prediction; null where there is one."""
     peak_bytes: int | None
@@ -39,7 +43,7 @@ class TriedChange:
     added_bytes: int | None
     """``peak_bytes`` less the peak with the script's settings."""
     recording: int | None
-    """Number of the recording with one traced step of it; null where the training ended first."""
+    """Number of its recording, one traced step and one of memory; null where the training ended first."""
     lines: list[str] = field(default_factory=list)
     """Lines of Python that make the change in a script whose root module is ``model``."""
 

@@ -23,6 +23,10 @@ class WhatIfChange:
     """Mean step with it; null where it does not apply."""
     gained_ns: float | None
     """Of a step; negative is lost."""
+    least_gained_ns: float | None = None
+    """In the recorded step that gains least; null with a single step, or where the change does not apply."""
+    most_gained_ns: float | None = None
+    """In the recorded step that gains most."""
     gained_frac: float | None
     """Of the recorded step."""
     memory_bytes: int | None

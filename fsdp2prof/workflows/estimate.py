@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.config.documents import read_text
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
-from fsdp2prof.estimators.config.measured import Measured
+from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
+from fsdp2prof.estimators.models.build import builtin_of
+from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import builtin_config
 from fsdp2prof.estimators.of_run.policy import norm_of_run, values_of_run
+from fsdp2prof.estimators.traffic.limits import check_parallelism
+from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
@@ -32,11 +36,12 @@ from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, s
 
 if TYPE_CHECKING:
     from fsdp2prof.estimators.config.cluster import Cluster
-    from fsdp2prof.estimators.step import StepPrediction
+    from fsdp2prof.estimators.step import Anchor, StepPrediction
     from fsdp2prof.estimators.timeline.calibrated import Calibration
 
 __all__ = [
     "Described",
+    "anchors_of",
     "describe",
     "estimate_checkpoint",
     "estimate_communication",
@@ -46,6 +51,7 @@ __all__ = [
 ]
 
 
+_GIB = 1 << 30
 _BESIDE_A_TRACE = {"batch_size", "seq_len", "grad_accum", "param_dtype"}
 """Options of a policy that say something of an execution trace's step."""
 
@@ -77,6 +83,11 @@ class Described:
             raise UsageError(f"{path.name} does not say its tokens: add --batch-size and --seq-len of a rank")
         return replace(self, values={**self.values, "model": f"execution trace {path.name}"})
 
+    def changed(self, values: Mapping[str, Any]) -> Described:
+        """Return it with other values of ``make_spec``; ``policy`` names only options that differ."""
+        policy = {**self.values.get("policy", {}), **values.get("policy", {})}
+        return replace(self, values={**self.values, **values, "policy": policy})
+
     def spec(self, **more: Any) -> EstimateSpec:
         """Build and check it; ``more`` overrides values. Raises ``ModelError`` and ``UsageError``."""
         if self.is_recorded_only:
@@ -84,7 +95,15 @@ class Described:
         values = {**self.values, **{key: value for key, value in more.items() if value is not None}}
         if self.read is not None and "seq_len" not in values["policy"]:
             raise UsageError("no file says how long a sequence is: add --seq-len")
-        return make_spec(values, **_head_of(values.get("model")))
+        spec = make_spec(values, **_head_of(values.get("model")))
+        _refuse_early(spec)
+        return spec
+
+
+def _refuse_early(spec: EstimateSpec) -> None:
+    """Raise ``ModelError`` for what options alone decide of a built-in model, before torch is loaded."""
+    if spec.model.kind == "builtin":
+        check_parallelism(outline_of(builtin_of(spec.model)), spec.mesh, spec.policy)
 
 
 _HUGGING_FACE_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -169,12 +188,13 @@ def estimate_memory(
     described: Described,
     *,
     hardware: str | None = None,
-    measured: Measured | None = None,
+    measured: Measured | Sequence[MeasuredRun] | None = None,
     save: Path | None = None,
 ) -> MemoryEstimate:
     """Estimate peak memory; ``save`` writes memory and collectives as a run.
 
-    ``measured`` is the peak that the run had: the range is that number, and the verdict rests on it.
+    ``measured`` is the peak that the run had: the range is that number, and the verdict rests on it. Of other
+    runs it is what their peaks were: the range is as far off as their predictions were.
 
     Raises ``ModelError`` for what cannot be estimated, ``RunDirectoryError`` for a run that is there already.
     """
@@ -190,7 +210,7 @@ def estimate_memory(
         spec.mesh,
         spec.policy,
         hardware=spec.hardware,
-        measured_bytes=None if measured is None else round(measured.value * (1 << 30)),
+        measured=None if measured is None else _peaks(described, measured),
     )
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
@@ -198,6 +218,18 @@ def estimate_memory(
     if spec.hardware is not None:
         estimate = with_tried_changes(estimate, spec.model, spec.mesh, spec.policy, spec.hardware)
     return _noted(estimate, spec, described, "memory")
+
+
+def _peaks(described: Described, measured: Measured | Sequence[MeasuredRun]) -> MeasuredPeaks:
+    """Return what was measured of memory: this run's own peak, or how far off predictions of others are."""
+    from fsdp2prof.estimators.memory import predict_memory
+
+    if isinstance(measured, Measured):
+        return MeasuredPeaks(own_bytes=round(measured.value * _GIB))
+    specs = [described.changed(run.values).spec() for run in measured]
+    peaks = [predict_memory(one.model, one.mesh, one.policy).estimate.peak.reserved_bytes for one in specs]
+    pairs = zip(measured, peaks, strict=True)
+    return MeasuredPeaks(off_fracs=tuple(run.measured.value * _GIB / peak - 1 for run, peak in pairs))
 
 
 def estimate_communication(described: Described, *, weight_sync: str | None = None) -> CommEstimate:
@@ -239,7 +271,7 @@ def estimate_step(
     *,
     calibrate: Path | None = None,
     execution_trace: Path | None = None,
-    measured: Measured | None = None,
+    measured: Measured | Sequence[MeasuredRun] | None = None,
     save: Path | None = None,
 ) -> StepEstimate:
     """Estimate the time of a step; ``save`` writes it as a run.
@@ -262,10 +294,27 @@ def estimate_step(
     if execution_trace is not None:
         prediction = _of_execution_trace(execution_trace, spec, cluster)
     else:
-        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration, measured)
+        own = measured if isinstance(measured, Measured) else None
+        others = [] if measured is None or own is not None else anchors_of(described, measured)
+        prediction = predict_step(spec.model, spec.mesh, spec.policy, cluster, calibration, own, others)
     if save is not None:
         save_step_run(save, prediction)
     return _noted(prediction.estimate, spec, described, "step")
+
+
+def anchors_of(described: Described, measured: Measured | Sequence[MeasuredRun]) -> list[Anchor]:
+    """Return the runs that were measured, as differences from the one that is described.
+
+    Raises ``ModelError`` for a run that cannot be predicted.
+    """
+    from fsdp2prof.estimators.step import program_of
+
+    anchors: list[Anchor] = []
+    for run in [MeasuredRun(values={}, measured=measured)] if isinstance(measured, Measured) else measured:
+        spec = described.changed(run.values).spec()
+        program = program_of(spec.model, spec.mesh, spec.policy)
+        anchors.append((run.measured, program, spec.model, spec.mesh, spec.policy))
+    return anchors
 
 
 def estimate_checkpoint(

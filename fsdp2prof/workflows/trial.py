@@ -83,5 +83,11 @@ def _predictions(job: JobFiles, texts: list[str]) -> dict[str, Prediction]:
         except Fsdp2ProfError as error:
             predicted[text] = Prediction(gained_ns=None, reason=str(error))
         else:
-            predicted[text] = Prediction(gained_ns=result.tried[0].gained_ns, reason=None)
+            tried = result.tried[0]
+            predicted[text] = Prediction(
+                gained_ns=tried.gained_ns,
+                reason=None,
+                least_ns=tried.least_gained_ns,
+                most_ns=tried.most_gained_ns,
+            )
     return predicted

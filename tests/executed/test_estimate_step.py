@@ -13,12 +13,19 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
+from fsdp2prof.estimators.config.measured import Measured, Slower, anchored
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.step import estimate_step, program_of, simulate_program
+from fsdp2prof.estimators.step import (
+    anchored_on,
+    estimate_step,
+    predict_step,
+    program_of,
+    simulate_program,
+)
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.ranks.trace_file import write_trace
 
@@ -299,7 +306,8 @@ def test_the_range_has_collectives_as_slow_as_they_were_seen(program: Program) -
     slow = Cluster(hardware=H100.hardware, gpus_per_node=1, network=NetworkSpec.parse("100gb-eth"))
     made = simulate_program(program, MODEL, mesh, POLICY, slow).estimate
     assert made.bound_by == "network"
-    assert made.range.high_ns / made.step_ns == pytest.approx(1 / 0.53, rel=0.1)
+    assert made.range.simulated_high_ns is not None
+    assert made.range.simulated_high_ns / made.step_ns == pytest.approx(1 / 0.53, rel=0.1)
     assert any("between nodes 53%" in line for line in made.range.unknown)
 
 
@@ -332,3 +340,31 @@ def test_the_measured_products_come_out_at_the_measured_rate() -> None:
         rates[name] = [2 * m * n * k / time / 1000 for (m, n, k), time in zip(shapes, times, strict=True)]
     assert sum(rates["h100-sxm"]) / 5 == pytest.approx(720, rel=0.01)
     assert rates["a100-80gb"][-1] == pytest.approx(257, rel=0.01)
+
+
+def test_measured_runs_correct_the_part_that_they_constrain(program: Program) -> None:
+    """On a network that is slower than its sheet says, one measured run puts another one right."""
+    mesh, never = MeshSpec(dp_shard=8), replace(POLICY, reshard="never")
+    sheet = Cluster(hardware=H100.hardware, gpus_per_node=1, network=NetworkSpec.parse("100gb-eth"))
+    truth = anchored(sheet, Slower(links=1.3))
+    spent = simulate_program(program, MODEL, mesh, POLICY, truth).estimate.step_ns
+    run = (Measured(name="step_ms", value=spent / 1e6), program, MODEL, mesh, POLICY)
+    found = anchored_on([run], sheet, exact=False)
+    assert "links 1.2" in found.note or "links 1.3" in found.note
+    assert "compute 1.00 x (hardly constrained)" in found.note
+    other = predict_step(MODEL, mesh, never, sheet, anchors=[run]).estimate
+    expected = estimate_step(MODEL, mesh, never, truth)
+    cold = estimate_step(MODEL, mesh, never, sheet)
+    assert other.step_ns == pytest.approx(expected.step_ns, rel=0.04)
+    assert cold.step_ns < 0.85 * expected.step_ns
+    assert other.range.low_ns <= expected.step_ns <= other.range.high_ns
+    assert other.range.high_ns - other.range.low_ns < cold.range.high_ns - cold.range.low_ns
+    assert found.note in other.assumptions
+
+
+def test_a_number_of_this_run_is_met() -> None:
+    mesh = MeshSpec(dp_shard=8)
+    measured = Measured(name="step_ms", value=123.0)
+    made = predict_step(MODEL, mesh, POLICY, H100, measured=measured).estimate
+    assert made.step_ns == pytest.approx(123e6, rel=0.01)
+    assert made.range.low_ns < 123e6 < made.range.high_ns

@@ -25,11 +25,10 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
-from fsdp2prof.estimators.planner.budget import room
 from fsdp2prof.estimators.planner.confirm import Check, EngineMemory, check_memory, check_step
 from fsdp2prof.estimators.planner.engine import Call
 from fsdp2prof.estimators.planner.fast import FastModel, Score
-from fsdp2prof.estimators.planner.outcome import name_of
+from fsdp2prof.estimators.planner.outcome import name_of, room
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.precision import other_precisions
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure, probes
@@ -42,7 +41,7 @@ from fsdp2prof.estimators.planner.space import candidates, meshes
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
 from fsdp2prof.estimators.timeline import micro_batches
 from fsdp2prof.estimators.timeline.commands import Work
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
@@ -405,7 +404,6 @@ def test_many_micro_batches_take_what_all_of_them_simulated_take(
     assert (whole.step_ns, whole.bubble_ns) == (full.step_ns, full.bubble_ns)
     monkeypatch.setattr(steps, "_MOST_WHOLE", {False: 3, True: 3})
     short = step_figures(SMALL.model, spec, policy, NODE)
-    assert short.extended_from == 3
     assert short.step_ns == pytest.approx(full.step_ns, rel=0.005)
 
 
@@ -557,9 +555,7 @@ class Prefetching:
         if policy.backward_prefetch:
             return ModelError("refused")
         step_ns = 900 if policy.forward_prefetch == 2 else 1100
-        return StepFigures(
-            step_ns=step_ns, exposed_ns=0, bubble_ns=0, idle_ns=0, model_flops=1, extended_from=None
-        )
+        return StepFigures(step_ns=step_ns, exposed_ns=0, bubble_ns=0, idle_ns=0, model_flops=1)
 
 
 def prefetched(planning: Planning, **parts: Any) -> tuple[Planning, Prefetching]:

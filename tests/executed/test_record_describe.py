@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ def test_settings_of_a_group_that_change_its_memory_or_traffic():
     assert (root.all_gather_comm, root.reduce_scatter_comm) == (None, None)
 
 
-def test_compiled_modules():
+def test_compiled_modules(monkeypatch):
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
     try:
         roots = Roots(lambda: None)
         with fake_process_group(MeshSpec(dp_shard=2)) as mesh:
@@ -135,7 +137,9 @@ def test_compiled_modules():
             roots.watch(fully_shard(model, mesh=fsdp_mesh(mesh)))
             model(torch.ones(4, 8))
             assert compiled_modules(roots) is None
-            torch.compile(torch.relu, backend="eager")
+            relu = torch.compile(lambda x: torch.relu(x), backend="eager")
+            assert compiled_modules(roots) is None, "it has not run"
+            relu(torch.ones(3))
             assert compiled_modules(roots) == []
             model[1].compile(backend="eager")
             assert compiled_modules(roots) == ["1"]

@@ -4,6 +4,8 @@ import gc
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,9 @@ import torch
 from support.present import present
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.usage import allocated_totals
@@ -205,6 +209,47 @@ def test_compiled_model_is_counted_as_the_eager_one_and_says_so():
     assert "runs eagerly" in recording.warnings[0]
     assert recording.allocations.op.equals("aten::addmm").sum() == 1
     assert torch.equal(plain, result)
+
+
+def on_a_thread(act: Callable[[], None]) -> None:
+    """Run something with a stack of dispatch modes of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(act).result()
+
+
+def test_a_mode_of_the_program_stays_where_it_is():
+    def program():
+        tracker = StorageTracker()
+        tracker.start()
+        with FlopCounterMode(display=False) as counter:
+            tracker.stop()
+            assert isinstance(_get_current_dispatch_mode_stack()[-1], type(counter.mode))
+            torch.ones(2, 3) @ torch.ones(3, 2)
+        assert counter.get_total_flops() == 2 * 2 * 3 * 2
+
+    on_a_thread(program)
+
+
+@pytest.mark.parametrize("called", ["_before", "_after", "_died"])
+def test_it_can_stop_inside_an_operator_or_a_finalizer(called):
+    def program():
+        def hook(function):
+            def stopping(*arguments):
+                if function.__name__ == called:
+                    tracker.stop()
+                function(*arguments)
+
+            return stopping
+
+        tracker = StorageTracker(hook=hook)
+        with FlopCounterMode(display=False) as counter:
+            tracker.start()
+            torch.ones(2, 3) @ torch.ones(3, 2)
+            torch.ones(4)
+        assert counter.get_total_flops() == 2 * 2 * 3 * 2
+        assert (torch.ones(3) + 1).tolist() == [2, 2, 2]
+
+    on_a_thread(program)
 
 
 def test_everything_is_put_back():

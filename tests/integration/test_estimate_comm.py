@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.interception import Interception, summed
 from support.present import manifest_of, present
-from support.recordings import RECORDED, STEPS
+from support.recordings import RECORDED, SHORT, STEPS
 from support.scripts import load_script
 from support.torch_versions import FROZEN_PARAMETERS_MAY_DIFFER_IN_DTYPE, TENSOR_PARALLEL_SHARDS_UNEVENLY
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -29,7 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
+from fsdp2prof.api import analyze_trace
+from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.communication import estimate_built, estimate_comm, scheduled_groups
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -55,9 +58,11 @@ from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
-from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
+from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.schedule import steady_step
 
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
 
@@ -106,7 +111,7 @@ def train_step(model, policy, mode):
         if policy.runs_itself_before:
             with torch.no_grad():
                 model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
-        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), "full")
+        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), policy.loss)
         mode.phase = "backward"
         loss.backward()
     mode.phase = "optimizer"
@@ -154,6 +159,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "root only": ({}, {"wrap": ("root",)}),
     "submodules": ({}, {"wrap": ("block", "Attention", "layers.*.feed_forward")}),
     "grouped head": ({}, {"wrap": ("block", "tok_embeddings", "norm+output")}),
+    "loss in pieces": ({}, {"wrap": ("block", "norm+output"), "loss": "chunked:4"}),
+    "loss in pieces of the vocabulary": ({}, {"wrap": ("block", "output"), "loss": "chunked-vocab:32"}),
     "last layer trained": ({}, {"trainable": r"layers\.2\.|output"}),
     "one projection trained": (
         {},
@@ -169,6 +176,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_every_collective_of_a_step(case):
     sizes, options = CASES[case]
@@ -181,6 +189,31 @@ def test_every_collective_of_a_step(case):
     counts = executed(tiny(), mesh, policy)
     assert predicted(tiny(), mesh, policy) == counts
     assert counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap": ("block", "norm+output")},
+        {"wrap": ("block", "norm+output"), "reshard": "torchtitan", "grad_accum": 2},
+        {"wrap": ("block", "norm+output"), "reshard": "always", "grad_accum": 2, "sync": "each"},
+        {"wrap": ("block", "output"), "grad_accum": 2, "sync": "each"},
+        {"wrap": ("block", "output"), "reshard": "never"},
+        {"wrap": ("block", "output"), "grad_accum": 3},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+def test_a_head_whose_backward_runs_in_the_forward(options):
+    """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
+    policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
+    sums: Counter[tuple[str, str]] = Counter()
+    for (_, op, dtype, payload), count in executed(tiny(), mesh, policy).items():
+        sums[op, dtype] += count * payload
+        sums[op, "count"] += count
+    for row in estimate(tiny(), mesh, policy).groups:
+        sums[row.op, row.dtype] -= row.payload_bytes
+        sums[row.op, "count"] -= row.count
+    assert not any(sums.values()), sums
 
 
 @pytest.mark.parametrize(
@@ -296,8 +329,8 @@ def test_a_frozen_model_run_forward_only(reshard):
                 model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
     ledger = Ledger()
     model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
-    groups = group_traffic(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
-    walk_step(groups, ledger, micro_batches=1, sync="last", trains=False)
+    groups = scheduled_groups(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
+    ledger.add_events(steady_step(groups, trains=False))
     counts: Counter[tuple[object, ...]] = Counter()
     for row in ledger.to_rows():
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count
@@ -369,6 +402,78 @@ def test_a_recorded_run_from_its_manifest(recorded, script, nproc):
                 )
         assert predicted_rows == measured
         assert measured
+
+
+def rows_of_steps(run):
+    """What each traced step of rank 0 did: op, layer, dtype and ranks -> count and bytes, phases together."""
+    steps: dict[int, Counter[tuple[object, ...]]] = {}
+    for row in analyze_trace(run).groups:
+        if row.rank == 0 and row.fqn is not None:
+            key = (row.fqn, row.op, row.dtype, row.group_size)
+            sums = {(*key, "count"): row.count, (*key, "bytes"): row.payload_bytes}
+            steps.setdefault(row.step, Counter()).update(sums)
+    return list(steps.values())
+
+
+def rows_of_estimate(run):
+    counts: Counter[tuple[object, ...]] = Counter()
+    manifest = manifest_of(open_run(run).ranks[0])
+    for row in estimate_comm_of_run(manifest).groups:
+        fqn = qualified_fqn(present(row.fqn), row.root, manifest.root_count)
+        key = (fqn, row.op, row.dtype, row.group_size)
+        counts.update({(*key, "count"): row.count, (*key, "bytes"): row.payload_bytes})
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "rollouts",
+        "evaluation",
+        "evaluation_now_and_then",
+        "reference",
+        "chunked_loss",
+        "kept",
+        "two_of_three",
+        "unused",
+        "by_hand",
+        "gan",
+    ],
+)
+def test_steps_of_any_kind_are_as_recorded_or_refused(tmp_path, kind):
+    script, *options = ["gan"] if kind == "gan" else ["step_kinds", "--kind", kind]
+    command = [sys.executable, "-m", "fsdp2prof", "record", *SHORT, "-o", str(tmp_path / "run"), "--"]
+    done = subprocess.run(
+        [*command, *torchrun(script_path(script), 2, *options, "--steps", str(STEPS))],
+        env=training_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = rows_of_steps(tmp_path / "run")
+    assert len(steps) == 3
+    if kind == "evaluation_now_and_then":
+        assert steps[0] != steps[1]
+        with pytest.raises(ModelError, match="not gathered and reduced equally often"):
+            rows_of_estimate(tmp_path / "run")
+        return
+    assert [rows_of_estimate(tmp_path / "run")] * 3 == steps
+
+
+@pytest.mark.parametrize(("script", "nproc"), RECORDED)
+def test_the_rules_say_what_was_counted(recorded, script, nproc):
+    """A manifest of an older recorder counts nothing: FSDP2's rules give the same rows, phase by phase."""
+    manifest = manifest_of(open_run(recorded(script, nproc).run).ranks[0])
+    groups = [
+        msgspec.structs.replace(group, counts_vary=None, reductions=None) for group in manifest.param_groups
+    ]
+    by_rule = estimate_comm_of_run(msgspec.structs.replace(manifest, param_groups=groups))
+    counted = estimate_comm_of_run(manifest)
+    assert sorted(map(repr, by_rule.groups)) == sorted(map(repr, counted.groups))
+    assert "as often as in each captured step" in counted.assumptions[1]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,18 +13,22 @@ OPENING = {"open", "read_text", "read_bytes", "write_text", "write_bytes"}
 FINDING = {"glob", "rglob", "iterdir", "walk", "scandir", "listdir"}
 
 
-def modules(folder: str) -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules(folder: str) -> list[tuple[str, list[ast.AST]]]:
+    """Modules of a folder with all nodes of their syntax trees."""
     root = REPOSITORY / folder
-    for path in sorted(root.rglob("*.py")):
-        yield path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        (path.relative_to(root).as_posix(), list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+        for path in sorted(root.rglob("*.py"))
+    ]
 
 
 def callers(folder: str, names: set[str]) -> set[str]:
     """Modules of a folder that call a function or method of one of these names."""
     return {
         module
-        for module, tree in modules(folder)
-        for node in ast.walk(tree)
+        for module, nodes in modules(folder)
+        for node in nodes
         if isinstance(node, ast.Call)
         and (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
         in names
@@ -53,8 +57,8 @@ def test_nothing_below_the_commands_prints(folder: str) -> None:
 def test_renderers_know_of_results_only_findings() -> None:
     known = {
         node.module
-        for _, tree in modules("fsdp2prof/reporters/renderers")
-        for node in ast.walk(tree)
+        for _, nodes in modules("fsdp2prof/reporters/renderers")
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp2prof.results")
     }
     assert known <= {"fsdp2prof.results.finding"}
@@ -63,8 +67,8 @@ def test_renderers_know_of_results_only_findings() -> None:
 def test_no_test_asserts_how_long_something_took() -> None:
     """Deadlines of loops that wait are set before: ``deadline = time.monotonic() + 60``."""
     for folder in ("unit", "executed", "integration", "browser", "golden", "packaging"):
-        for module, tree in modules(f"tests/{folder}"):
-            for node in ast.walk(tree):
+        for module, nodes in modules(f"tests/{folder}"):
+            for node in nodes:
                 if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
                     timed = ast.unparse(node.test.left)
                     clock = any(name in timed for name in ("monotonic()", "perf_counter()", "time.time()"))

@@ -16,10 +16,12 @@ from synthetic import Schedule, record, transformer, write
 from synthetic.kineto import BASE_NS, EPOCH_NS
 
 from fsdp2prof.manifest import RankManifest, RunInfo
+from fsdp2prof.readers.memory import recording
+from fsdp2prof.readers.run import directory
+from fsdp2prof.readers.trace import chrome_trace
 from fsdp2prof.run_directory import rank_folder
 from fsdp2prof.workflows import analyze
-from fsdp2prof.workflows.job import job_files
-from fsdp2prof.workflows.ranks import one_rank
+from fsdp2prof.workflows.job.job_files import open_job
 
 RANKS = (0, 1)
 
@@ -31,14 +33,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     roots = tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b")
     for root in roots:
         (root / "run.json").write_bytes(msgspec.json.encode(RunInfo(state="complete", world_size=2)))
-        for recording in record(schedule, schedule):
-            folder = root / rank_folder(recording.rank)
+        for one in record(schedule, schedule):
+            folder = root / rank_folder(one.rank)
             folder.mkdir()
-            write(recording, folder / "trace.json.gz")
-            manifest = RankManifest(state="complete", rank=recording.rank, world_size=2)
+            write(one, folder / "trace.json.gz")
+            manifest = RankManifest(state="complete", rank=one.rank, world_size=2)
             (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-            size = 10 + recording.rank
-            middle_ns = BASE_NS + EPOCH_NS + recording.timeline.host[-1].start // 2
+            size = 10 + one.rank
+            middle_ns = BASE_NS + EPOCH_NS + one.timeline.host[-1].start // 2
             builder = SnapshotBuilder().alloc(100, size, time_us=middle_ns // 1000)
             builder.segment(100, [(512, size, "active_allocated")])
             (folder / "memory.pickle").write_bytes(pickle.dumps(builder.snapshot()))
@@ -58,9 +60,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return call_it
 
     for module, name in (
-        (job_files, "open_run"),
-        (one_rank, "read_trace"),
-        (one_rank, "read_memory"),
+        (directory, "open_run"),
+        (chrome_trace, "read_trace"),
+        (recording, "read_memory"),
     ):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return seen
@@ -103,7 +105,7 @@ def test_of_one_kind(
 
 def test_the_peak_is_looked_up_in_the_trace_that_is_analysed(runs: tuple[Path, Path]) -> None:
     """The same answer as from a trace that was read for it alone."""
-    job = job_files.open_job(runs[0])
+    job = open_job(runs[0])
     together, alone = analyze.analyze_run(job).memory, analyze.analyze_memory(job)
     assert together is not None
     assert together.ranks == alone.ranks

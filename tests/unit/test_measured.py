@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import log
+from pathlib import Path
+
 import pytest
 
-from fsdp2prof.errors import UsageError
+from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
-from fsdp2prof.estimators.config.measured import Measured, anchored
+from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fitted, read_measured
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("400gb-ib"))
 
@@ -32,7 +35,7 @@ def test_what_is_no_measurement_is_one_line(text: str) -> None:
 def test_an_anchored_cluster_takes_as_many_times_as_long(name: str) -> None:
     """Every rate that a step's time rests on is divided by the factor."""
     cluster = Cluster(hardware=HardwareSpec.parse(name), network=NetworkSpec.parse("400gb-ib"))
-    slow, fast = anchored(cluster, 2.0), cluster
+    slow, fast = anchored(cluster, Slower.all(2.0)), cluster
     dtype = "bfloat16" if name == "h100-sxm" else "float16"
     pairs = [
         (slow.hardware.achieved_flops(dtype), fast.hardware.achieved_flops(dtype)),
@@ -49,3 +52,42 @@ def test_an_anchored_cluster_takes_as_many_times_as_long(name: str) -> None:
     ]
     assert all(2 * one == pytest.approx(two) for one, two in pairs)
     assert slow.hardware.kernel_floor_ns == 2 * fast.hardware.kernel_floor_ns
+
+
+def test_each_part_is_corrected_by_the_runs_that_it_decides() -> None:
+    """Three runs, bound by compute, links and host: each part's factor is found; one run shows one part."""
+    prior, noise = [0.1, 0.2, 0.4], 0.001
+    truth = [log(1.1), log(1.5), log(2.0)]
+    rows = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.0, 0.8]]
+    off = [sum(e * x for e, x in zip(row, truth, strict=True)) for row in rows]
+    logs, left = fitted(rows, off, prior, noise)
+    assert logs == pytest.approx(truth, abs=0.01)
+    assert all(left[part][part] < 0.01 * prior[part] ** 2 for part in range(3))
+    logs, left = fitted(rows[:1], off[:1], prior, noise)
+    assert logs == pytest.approx([truth[0], 0.0, 0.0], abs=0.01)
+    assert [left[part][part] for part in range(3)] == pytest.approx([0.0, 0.04, 0.16], abs=1e-5)
+
+
+def test_a_file_of_measured_configurations(tmp_path: Path) -> None:
+    table = tmp_path / "measured.csv"
+    table.write_text("mesh,batch_size,compile,step_ms\ndp_shard=8,2,yes,900\ndp_shard=8,1,,500\n")
+    document = tmp_path / "measured.yaml"
+    document.write_text(
+        "- {mesh: dp_shard=8, batch_size: 2, compile: yes, step_ms: 900}\n"
+        "- {mesh: dp_shard=8, batch-size: 1, step_ms: 500}\n"
+    )
+    assert read_measured(table) == read_measured(document)
+    first = read_measured(table)[0]
+    assert first.values == {"mesh": "dp_shard=8", "policy": {"batch_size": 2, "compile": True}}
+    assert first.measured == Measured(name="step_ms", value=900)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "- 3", "- {batch_size: 2}", "- {step_ms: 3, mfu: 0.3}", "- {step_ms: 3, sped: 2}"]
+)
+def test_a_file_that_is_no_list_of_measurements_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "measured.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"measured\.yaml") as error:
+        read_measured(path)
+    assert "\n" not in str(error.value)

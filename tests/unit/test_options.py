@@ -6,7 +6,8 @@ import click
 import pytest
 
 from fsdp2prof.commands.options import refuse_given
-from fsdp2prof.errors import UsageError
+from fsdp2prof.errors import ModelError, UsageError
+from fsdp2prof.workflows.estimate import describe
 
 
 @click.command()
@@ -38,3 +39,27 @@ def test_what_was_given_is_named_even_if_it_is_the_default(arguments: list[str],
 def test_a_switch_is_refused_either_way(flag: str) -> None:
     with pytest.raises(UsageError, match=r"^--cache/--no-cache would"):
         command.main([flag], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy", "message"),
+    [
+        ("dp_shard=4,tp=3", {}, "tp=3 does not divide the 32 heads"),
+        ("dp_shard=4,pp=64", {}, "pp=64 stages for 32 layers"),
+        ("dp_shard=4,cp=3", {"seq_len": 4096}, "not a multiple of 6"),
+        ("dp_shard=4,ep=2", {}, "which has no experts"),
+        ("dp_shard=4", {"pp_schedule": "zbv"}, "there is no pipeline"),
+        ("dp_shard=4,pp=4", {"pp_schedule": "interleaved:3"}, "do not divide the 32 layers"),
+    ],
+)
+def test_what_options_alone_decide_is_refused_before_torch_is_loaded(mesh, policy, message):
+    """These tests run without torch: an import of it would fail in another way."""
+    described = describe(given={"model": "llama3-8b", "mesh": mesh}, policy=policy)
+    with pytest.raises(ModelError, match=message):
+        described.spec()
+
+
+def test_a_pasted_pipeline_mesh_works_by_its_defaults():
+    spec = describe(given={"model": "llama3-8b", "mesh": "dp_shard=4,pp=4"}, policy={}).spec()
+    assert spec.policy.reshard == "never"
+    assert any("reshard=never" in note for note in spec.notes)

@@ -46,16 +46,14 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-@pytest.mark.parametrize(
-    ("columns", "width"), [("80", 80), ("150", 150), ("7", 40), ("900", 200), ("", 118), ("wide", 118)]
-)
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("7", 40), ("900", 200), ("wide", 118)])
 def test_columns_counts_in_a_pipe(columns: str, width: int) -> None:
     text = piped(COLUMNS=columns)
     assert widest(text) == width
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize(("columns", "width"), [(80, 80), (200, 200), (300, 200)])
+@pytest.mark.parametrize(("columns", "width"), [(80, 80), (300, 200)])
 def test_a_terminal_is_used(columns: int, width: int) -> None:
     text = on_terminal(COMMAND, columns=columns, environment=environment(NO_COLOR="1", COLUMNS=""))
     assert widest(text) == width

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -16,11 +16,16 @@ from fsdp2prof.files import replacing
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.memory import without_data
 from fsdp2prof.recorder.model import compiling
-from fsdp2prof.recorder.model.roots import Root
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
+from fsdp2prof.storage_tracker import StorageTracker, has_compiled
 
 __all__ = ["CpuMemoryCapture", "CudaMemoryCapture", "MemoryCapture", "OomDump", "memory_capture", "why_not"]
 
+_COMPILED = (
+    "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
+    "record without torch.compile, or on a GPU"
+)
+_HISTORY = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 MAX_ENTRIES = 2_000_000
 """Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
 
@@ -32,6 +37,8 @@ class MemoryCapture(Protocol):
     """``cuda_snapshot`` or ``storage_count``."""
     allocator_settings: dict[str, str]
     """Known after :meth:`finish`; empty without a caching allocator."""
+    lost: str | None
+    """Why there is no recording although steps were recorded; None if there is one."""
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the recording with the first."""
@@ -49,16 +56,15 @@ class MemoryCapture(Protocol):
         """Stop in a forked child."""
 
 
-def why_not(device_type: str, roots: Iterable[Root]) -> str | None:
-    """Say why memory cannot be recorded without a change to the training; None if it can."""
+def why_not(device_type: str) -> str | None:
+    """Say why memory cannot be recorded, at all or without a change to the training; None if it can."""
+    if device_type not in ("cuda", "cpu"):
+        return f"fsdp2prof reads no history of the allocator of {device_type} devices"
     if device_type == "cuda":
-        if any(torch.cuda.memory._snapshot()["device_traces"]):
+        if without_data.fake_mode() is None and any(torch.cuda.memory._snapshot()["device_traces"]):
             return "the training records the allocator's history itself, which ours would clear"
-    elif compiling.compiled_modules(roots) is not None:
-        return (
-            "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
-            "record without torch.compile, or on a GPU"
-        )
+    elif has_compiled() or compiling.may_run_unseen():
+        return _COMPILED
     return None
 
 
@@ -75,22 +81,29 @@ class CpuMemoryCapture:
     source = "storage_count"
 
     def __init__(self, path: Path, device_type: str, *, stacks: bool) -> None:
-        from fsdp2prof.storage_tracker import StorageTracker
-
         mode = without_data.fake_mode()
         device = f"cuda:{torch.cuda.current_device()}" if device_type == "cuda" else "cpu"
 
         self.allocator_settings: dict[str, str] = {}
+        self.lost: str | None = None
         self._path = path
         self._fake = mode is not None
+        self._unwatch: Callable[[], None] | None = None
         self._tracker = StorageTracker(
-            device=device, fake_mode=mode, stacks=stacks, around=partial(guard.around, "memory")
+            device=device,
+            fake_mode=mode,
+            stacks=stacks,
+            around=partial(guard.around, "memory"),
+            hook=partial(guard.hook, "memory"),
         )
         self._running = False
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the count with the first."""
+        if self.lost is not None:
+            return
         if not self._running:
+            self._unwatch = compiling.watch_entry(self._give_way)
             self._tracker.start()
             self._running = True
         self._tracker.mark_step(step)
@@ -109,6 +122,9 @@ class CpuMemoryCapture:
 
     def discard(self) -> None:
         """Stop counting."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         if self._running:
             self._tracker.stop()
             self._running = False
@@ -116,6 +132,12 @@ class CpuMemoryCapture:
     def forget(self) -> None:
         """Stop counting in a forked child."""
         self.discard()
+
+    def _give_way(self) -> None:
+        """Stop before code runs that was given to ``torch.compile`` and has not run until now."""
+        if not self._fake:
+            self.lost = _COMPILED
+            self.discard()
 
 
 class CudaMemoryCapture:
@@ -127,17 +149,25 @@ class CudaMemoryCapture:
         from fsdp2prof.recorder.memory.tagging import AllocationTags
 
         self.allocator_settings: dict[str, str] = {}
+        self.lost: str | None = None
         self._path = path
         self._tags = AllocationTags(several_roots=several_roots)
         self._step: record_function | None = None
+        self._number = -1
         self._running = False
+        self._watched: list[tuple[str, Any, Any]] = []
+        """Functions of ``torch._C`` that turn the history on and off: name, torch's own, ours around it."""
 
     def begin_step(self, step: int) -> None:
         """Begin a step, starting the history with the first."""
+        self._number = step
+        if self.lost is not None:
+            return
         if not self._running:
             record_history()
-            self._tags.start()
             self._running = True
+            self._watch_history()
+            self._tags.start()
         self._end_step()
         self._tags.mark_step(step)
         self._step = record_function(f"ProfilerStep#{step}")
@@ -160,10 +190,36 @@ class CudaMemoryCapture:
     def discard(self) -> None:
         """Turn the history off."""
         if self._running:
-            self._running = False
-            self._end_step()
-            self._tags.stop()
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                self._leave()
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _watch_history(self) -> None:
+        for name in _HISTORY:
+            if (original := getattr(torch._C, name, None)) is not None:
+                ours = guard.around("memory", original, self._give_way)
+                setattr(torch._C, name, ours)
+                self._watched.append((name, original, ours))
+
+    def _give_way(self, enabled: object = None, *_: Any, **__: Any) -> None:
+        """Leave the history to the training, which is about to turn it on or off."""
+        if self._running:
+            self.lost = (
+                f"the training turned its own history of the allocator {'on' if enabled else 'off'} in step "
+                f"{self._number}; torch keeps one history, which is the training's from there on"
+            )
+            self._leave()
+
+    def _leave(self) -> None:
+        """Take everything out of torch but the history."""
+        self._running = False
+        for name, original, ours in self._watched:
+            if getattr(torch._C, name) is ours:
+                setattr(torch._C, name, original)
+        self._watched.clear()
+        self._end_step()
+        self._tags.stop()
 
     def forget(self) -> None:
         """Stop tagging in a forked child, where CUDA cannot be used."""

@@ -13,12 +13,14 @@ around it agree. For the same reason every run of the autograd engine is inside 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
 from fsdp2prof.labels import BACKWARD, FsdpLabel, parse_label, qualified_fqn
+from fsdp2prof.recorder.guard import Enter, guard
 
 __all__ = ["AllocationTags", "TagState"]
 
@@ -108,77 +110,73 @@ class AllocationTags:
         self._set: Any = getattr(torch.cuda.memory, "_set_memory_metadata", None)
         self._state = TagState(several_roots=several_roots)
         self._step = -1
-        self._originals: tuple[Any, Any] | None = None
-        self._engine: tuple[Any, Any] | None = None
-        """The engine's run, and what stands in its place."""
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        """Owner, name, torch's own function and ours in its place."""
+        self._in_backward = False
 
     def start(self) -> None:
         """Begin following ``record_function`` ranges and the autograd engine's runs."""
-        self._follow_engine()
-        if self._set is None:
-            return
-        enter, leave = record_function.__enter__, record_function.__exit__
-        self._originals = enter, leave
+        guard.when_off("tags", self.stop)
+        if hasattr(torch.autograd, "_engine_run_backward"):
+            self._replace(torch.autograd, "_engine_run_backward", self._run_engine)
+        if self._set is not None:
+            self._replace(record_function, "__enter__", self._enter)
+            self._replace(record_function, "__exit__", self._leave)
 
-        def entered(label: record_function) -> Any:
-            if self._state.enter(label.name):
-                self._update()
-            return enter(label)  # type: ignore[no-untyped-call]
+    def _replace(self, owner: Any, name: str, enter: Enter) -> None:
+        original = getattr(owner, name)
+        ours = guard.around("tags", original, enter)
+        setattr(owner, name, ours)
+        self._replaced.append((owner, name, original, ours))
 
-        def left(label: record_function, kind: Any, error: Any, trace: Any) -> Any:
-            result = leave(label, kind, error, trace)
-            self._state.leave(label.name)
+    def _enter(self, label: record_function) -> None:
+        if self._replaced and self._state.enter(label.name):
             self._update()
-            return result
 
-        record_function.__enter__ = entered  # type: ignore[method-assign]
-        record_function.__exit__ = left  # type: ignore[method-assign]
+    def _leave(self, label: record_function, *_: Any) -> Callable[..., None]:
+        def left(*_: Any) -> None:
+            if self._replaced:
+                self._state.leave(label.name)
+                self._update()
 
-    def _follow_engine(self) -> None:
+        return left
+
+    def _run_engine(self, *_: Any, **__: Any) -> Callable[..., None] | None:
         """Put our range around every run of the engine; one inside another is part of it."""
-        run = getattr(torch.autograd, "_engine_run_backward", None)
-        if run is None:
-            return
-        running = 0
+        if self._in_backward or not self._replaced:
+            return None
+        self._in_backward = True
+        label: Any = record_function(BACKWARD)
+        label.__enter__()
 
-        def followed(*args: Any, **options: Any) -> Any:
-            nonlocal running
-            if running:
-                return run(*args, **options)
-            running += 1
-            try:
-                with record_function(BACKWARD):
-                    return run(*args, **options)
-            finally:
-                running -= 1
-                if self._originals is not None:
-                    self._state.end_backward()
-                    self._update()
+        def ran(*_: Any) -> None:
+            self._in_backward = False
+            label.__exit__(None, None, None)
+            if self._set is not None:
+                self._state.end_backward()
+                self._update()
 
-        torch.autograd._engine_run_backward = followed
-        self._engine = run, followed
+        return ran
 
     def mark_step(self, step: int) -> None:
         """Tag what follows with this training step."""
         self._step = step
-        if self._originals is not None:
+        if self._set is not None:
             self._update()
 
     def stop(self) -> None:
         """Stop tagging."""
-        is_tagging = self._originals is not None
+        is_tagging = bool(self._replaced) and self._set is not None
         self.forget()
         if is_tagging:
             self._set("")
 
     def forget(self) -> None:
         """Stop following the ranges; what was tagged last stays."""
-        if self._engine is not None and torch.autograd._engine_run_backward is self._engine[1]:
-            torch.autograd._engine_run_backward = self._engine[0]
-        self._engine = None
-        if self._originals is not None:
-            record_function.__enter__, record_function.__exit__ = self._originals  # type: ignore[method-assign]
-            self._originals = None
+        for owner, name, original, ours in reversed(self._replaced):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+        self._replaced.clear()
 
     def _update(self) -> None:
         if self._state.place is None:

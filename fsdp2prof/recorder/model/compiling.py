@@ -1,28 +1,31 @@
-"""What ``torch.compile`` is at work on in this process."""
+"""What ``torch.compile`` has run in this process, and when it is about to run."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.model.roots import Root
+from fsdp2prof.storage_tracker import has_compiled
 
-__all__ = ["compiled_modules"]
+__all__ = ["compiled_modules", "may_run_unseen", "watch_entry"]
+
+_ENTRY = "_callback_from_stance"
+"""Of ``torch._dynamo.eval_frame`` (torch 2.6 and newer): called where compiled code is entered."""
 
 
 def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
     """Name the modules under the roots that run compiled, a root itself the empty string.
 
-    None if nothing was given to ``torch.compile`` since the process began, whether it has been called or not;
-    empty if what was given is no module under a root.
+    None if ``torch.compile`` has made no graph since the process began, whatever was given to it; empty if
+    the graphs are of no module under a root.
     """
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    # What only switches dynamo off is among them, too, without a backend.
-    backends = getattr(frames, "cached_backends", {}).values()
-    if not any(callable(backend) for backend in backends):
+    if not has_compiled():
         return None
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
     wrapped = {id(item._orig_mod) for item in gc.get_objects() if type(item) is frames.OptimizedModule}
     return [
         name
@@ -31,3 +34,36 @@ def compiled_modules(roots: Iterable[Root]) -> list[str] | None:
         for name, module in root.module.named_modules()
         if id(module) in wrapped or module._compiled_call_impl is not None
     ]
+
+
+def may_run_unseen() -> bool:
+    """Whether something was given to ``torch.compile`` that :func:`watch_entry` would not see."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if hasattr(frames, _ENTRY):
+        return False
+    # What only switches dynamo off is among them, too, without a backend.
+    return any(callable(backend) for backend in getattr(frames, "cached_backends", {}).values())
+
+
+def watch_entry(on_entry: Callable[[], None]) -> Callable[[], None] | None:
+    """Call ``on_entry`` each time compiled code is about to run, or to be compiled.
+
+    Returns a function that ends this; None where this torch has no place to see it.
+    """
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    original = getattr(frames, _ENTRY, None)
+    if original is None:
+        return None
+
+    def enter(callback: object = None, *_: Any) -> None:
+        if callable(callback):  # None where dynamo is being disabled, as by our own hooks
+            on_entry()
+
+    ours = guard.around("memory", original, enter, in_dynamo=True)
+    setattr(frames, _ENTRY, ours)
+
+    def end() -> None:
+        if getattr(frames, _ENTRY) is ours:
+            setattr(frames, _ENTRY, original)
+
+    return end

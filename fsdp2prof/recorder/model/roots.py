@@ -236,28 +236,37 @@ class Roots:
         root.is_wrapped = True
         groups = [group for state in root.states for group in param_groups(state)]
         for number, group in enumerate(groups):
-            self._count_group(root, number, group)
+            self._count_group(root, number, group, in_range)
         for state in root.states:
             final_callback = in_range(state._root_post_backward_final_callback)
             final_callback = guard.around("roots", final_callback, count)
             self._replace(state, "_root_post_backward_final_callback", final_callback)
             if ranges:
                 self._replace(state, "_pre_backward", in_range(state._pre_backward))
-                for group in param_groups(state):
-                    self._replace(group, "post_backward", in_range(group.post_backward))
 
-    def _count_group(self, root: Root, number: int, group: Any) -> None:
+    def _count_group(
+        self,
+        root: Root,
+        number: int,
+        group: Any,
+        in_range: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
         def counts() -> GroupCounts:
             return root.counts.groups.setdefault(number, GroupCounts())
 
         def unshard(*_: Any, **__: Any) -> Callable[[bool, Any], None] | None:
             if group._all_gather_result is not None:
                 return None
+            resharded = group.is_sharded_post_forward
 
             def gathered(*_: Any) -> None:
-                counts().gathers += group._all_gather_result is not None
+                if group._all_gather_result is not None:
+                    counts().note_gather(resharded=resharded)
 
             return gathered
+
+        def post_backward(*_: Any, **__: Any) -> None:
+            counts().note_reduction(group)
 
         def pre_forward(*_: Any, **__: Any) -> None:
             if torch.is_grad_enabled():
@@ -267,6 +276,8 @@ class Roots:
 
         self._replace(group, "unshard", guard.around("roots", group.unshard, unshard))
         self._replace(group, "pre_forward", guard.around("roots", group.pre_forward, pre_forward))
+        counted = guard.around("roots", group.post_backward, post_backward)
+        self._replace(group, "post_backward", in_range(counted))
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
         setattr(owner, name, method)

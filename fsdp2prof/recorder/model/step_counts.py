@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,9 +19,48 @@ class GroupCounts:
     """One parameter group in one step."""
 
     gathers: int = 0
+    backward_gathers: int = 0
+    """Those made in a backward."""
+    post_forward_gathers: int = 0
+    """Those of them over the ranks it was resharded to after forward."""
     forwards: int = 0
     """With gradients."""
     evaluations: int = 0
+    reductions: int = 0
+    reduced_numel: int = 0
+    """Elements of this rank's padded shards."""
+    all_reductions: int = 0
+    all_reduced_numel: int = 0
+
+    def note_gather(self, *, resharded: bool) -> None:
+        """Count an all-gather that begins now."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.gathers += 1
+        self.backward_gathers += in_backward
+        self.post_forward_gathers += resharded
+
+    def note_reduction(self, group: Any) -> None:
+        """Count what the backward of an ``FSDPParamGroup``, which ends now, is about to reduce."""
+        if not group.reduce_grads:
+            return
+        zeros = getattr(group, "reduce_scatter_unused_params", False)  # newer torch alone has it
+        reduced = [one for one in group.fsdp_params if _is_reduced(one, zeros=zeros)]
+        if reduced:
+            numel = sum(one.padded_sharded_param_size.numel() for one in reduced)
+            self.reductions += 1
+            self.reduced_numel += numel
+            if group.all_reduce_grads:
+                self.all_reductions += 1
+                self.all_reduced_numel += numel
+
+
+def _is_reduced(parameter: Any, *, zeros: bool) -> bool:
+    """Whether an ``FSDPParam`` takes part in its group's reduction."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    whole = parameter.unsharded_param
+    has_gradient = parameter.unsharded_accumulated_grad is not None or whole.grad is not None
+    return has_gradient or (zeros and whole.requires_grad)
 
 
 @dataclass(slots=True)
@@ -101,13 +140,17 @@ class RootSteps:
             seen = [step.get(number, GroupCounts()) for step in steps if step is not None]
             if len(seen) < len(steps):
                 continue
-            info.gathers = _common(one.gathers for one in seen)
-            info.forwards = _common(one.forwards for one in seen)
-            info.evaluations = _common(one.evaluations for one in seen)
+            counts = {name: _common(getattr(one, name) for one in seen) for name in _GROUP_NAMES}
+            for name, count in counts.items():
+                setattr(info, name, count)
+            info.counts_vary = any(counts[name] is None for name in _OF_COLLECTIVES)
 
 
 _NAMES = ("micro_batches", "gradient_syncs", "all_reduces", "reshards", "method_forwards", "evaluations")
 """Of :class:`StepCounts` and of :class:`RootInfo`."""
+_GROUP_NAMES = tuple(one.name for one in fields(GroupCounts))
+"""Of :class:`GroupCounts` and of :class:`ParamGroupInfo`."""
+_OF_COLLECTIVES = tuple(name for name in _GROUP_NAMES if name not in ("forwards", "evaluations"))
 
 
 def _described(counts: StepCounts) -> tuple[int | None, ...]:

@@ -69,6 +69,8 @@ class RankSession:
         self._active = self._ended = False
         self._step = 0
         self._step_start_ns = -1
+        self._thread = threading.get_ident()
+        """That trains."""
         self._kept_in_step = -1
         self._keeping = threading.RLock()  # a signal may come to the thread that keeps it
         self._forward_began = False
@@ -166,6 +168,7 @@ class RankSession:
         """Begin step 0; the first root forward does it where step boundaries are automatic."""
         guard.run("oom", self._watch_memory)
         self._step_start_ns = time.time_ns()
+        self._thread = threading.get_ident()
         if self._hang is not None:
             guard.run("hang", self._hang.step)
         self._choose_recording()
@@ -260,7 +263,7 @@ class RankSession:
 
     def profiler_begins(self) -> None:
         """Make way for a profiler of the training's own."""
-        if self._alive() and self._step_start_ns >= 0:
+        if self._alive() and self._step_start_ns >= 0 and threading.get_ident() == self._thread:
             guard.run("captures", self._captures.make_way)
 
     def trace_exported(self, path: Path) -> None:
@@ -283,9 +286,9 @@ class RankSession:
             return None
         recordings = self._recordings
 
-        def record(plan: RecordingInfo) -> None:
+        def record(plan: RecordingInfo, traced: int) -> None:
             if recordings is not None:
-                guard.run("captures", recordings.begin, plan)
+                guard.run("captures", recordings.begin, plan, traced)
 
         def recorded() -> None:
             if recordings is not None:
@@ -309,6 +312,7 @@ class RankSession:
             return
         if self._automatic and self._step_start_ns < 0:
             self.begin_first_step()
+        guard.run("captures", self._captures.give_way)
         if not self._forward_began:
             self._forward_began = True
             guard.run("captures", self._captures.begin_late)
@@ -350,8 +354,12 @@ class RankSession:
         self.write_manifest()
 
     def _watch_memory(self) -> None:
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        try:
             self._oom = OomDump(self.folder, self._out_of_memory, lambda: self._captures.is_recording_memory)
+        except (AttributeError, RuntimeError) as error:  # cudaMallocAsync, an allocator of the training's own
+            self.tell(f"an out-of-memory error will leave no snapshot: {_reason(error)}")
 
     def _stop(self) -> None:
         """Stop for good: the recording failed, and the manifest says so."""

@@ -36,7 +36,7 @@ from fsdp2prof.trial import (
     why_never_tried,
 )
 
-__all__ = ["RECORD_WARMUP", "Trials"]
+__all__ = ["Trials", "predict_command"]
 
 SETTLED_STEPS = 2
 """Steps before the trial: the first ones allocate, compile and initialise."""
@@ -45,8 +45,9 @@ MARKED_STEPS = 2
 BLOCK_STEPS = 3
 """Timed steps of a block; one before them is left out."""
 RECORD_WARMUP = 1
-RECORDED_STEPS = RECORD_WARMUP + 2
-"""A recording of a candidate: warm-up, one traced step, one step of memory."""
+OWN_TRACED_STEPS = 3
+"""Traced steps with the script's settings, from which ``whatif`` predicts; a candidate has one."""
+MEMORY_STEPS = 1
 ASK_EVERY = 5
 """Steps between two looks for the candidates that ``whatif`` chooses."""
 ASK_TIMES = 200
@@ -71,7 +72,8 @@ class _EndedError(Exception):
 class Trials:
     """The trial of one rank.
 
-    ``record`` begins a recording with the next step, ``recorded`` ends it; ``tell`` keeps a message.
+    ``record`` begins a recording of so many traced steps with the next step, ``recorded`` ends it; ``tell``
+    keeps a message.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Trials:
         roots: Roots,
         folder: Path,
         *,
-        record: Callable[[RecordingInfo], None],
+        record: Callable[[RecordingInfo, int], None],
         recorded: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
@@ -297,9 +299,10 @@ class Trials:
         return word == "decided"
 
     def _recording(self, candidate: int) -> Iterator[_Next]:
-        """Record one traced step and one step of memory with the settings in force."""
+        """Record traced steps and one step of memory with the settings in force."""
         number = len(self._trial.recordings) + 1
         text = self._trial.candidates[candidate] if candidate else ""
+        traced = 1 if candidate else OWN_TRACED_STEPS
         self._record(
             RecordingInfo(
                 number=number,
@@ -307,10 +310,11 @@ class Trials:
                 reason=f"trial of {text}" if text else "trial: the script's own settings",
                 announced_at_step=self._step,
                 attempt=self._attempt,
-            )
+            ),
+            traced,
         )
-        self._left_of_block = RECORDED_STEPS
-        for _ in range(RECORDED_STEPS):
+        self._left_of_block = RECORD_WARMUP + traced + MEMORY_STEPS
+        for _ in range(self._left_of_block):
             yield _Next()
         self._recorded()
         self._trial.recordings[text] = number
@@ -334,6 +338,12 @@ class Trials:
         raise _EndedError("whatif chose no candidate while the training ran")
 
 
+def predict_command(run: Path) -> list[str]:
+    """Return the command that prints, as JSON, what each change gains in a run's first recording."""
+    options = ["--iteration", "1", "--format", "json", "-q"]
+    return [sys.executable, "-m", "fsdp2prof", "whatif", str(run), *options]
+
+
 class _Chooser:
     """The process that predicts each change on the first recording."""
 
@@ -343,10 +353,9 @@ class _Chooser:
         environment = {
             name: text for name, text in os.environ.items() if name not in (VARIABLE, ALIVE_VARIABLE)
         }
-        command = [sys.executable, "-m", "fsdp2prof", "whatif", str(folder.parent), "--recording", "1"]
         with self._path.open("wb") as out:
             self._process = subprocess.Popen(
-                [*command, "--format", "json", "-q"],
+                predict_command(folder.parent),
                 env=environment | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -90,6 +90,7 @@ def _numbers(comparison: RunComparison) -> list[KeyFigure]:
     times = {
         "unrecorded step": comparison.unrecorded_step,
         "traced step": comparison.step,
+        "layer to layer": comparison.layer_pace,
         "exposed communication": comparison.exposed,
     }
     numbers = [KeyFigure(value=_growth(row), label=name) for name, row in times.items() if row is not None]
@@ -133,7 +134,8 @@ def _settings_table(comparison: RunComparison) -> Table:
 
 
 def _step_table(comparison: RunComparison) -> Table | None:
-    whole = [row for row in (comparison.step, comparison.unrecorded_step) if row is not None]
+    known = (comparison.step, comparison.unrecorded_step, comparison.layer_pace)
+    whole = [row for row in known if row is not None]
     if not comparison.breakdown and not whole:
         return None
     columns = [
@@ -153,6 +155,8 @@ def _step_table(comparison: RunComparison) -> Table | None:
         totals=[{one.name: one.value(row) for one in columns} for row in whole],
         remarks=["The unrecorded step is the median wall time of the steps that pay for no recording."]
         if comparison.unrecorded_step is not None
+        else ["The layers' row is the median time from one forward to the next."]
+        if comparison.layer_pace is not None
         else [],
     )
 
@@ -288,7 +292,8 @@ def _settings(comparison: RunComparison) -> Iterator[list[Value]]:
 
 
 def _times(comparison: RunComparison) -> Iterator[list[Value]]:
-    for time in (comparison.step, comparison.unrecorded_step, *comparison.breakdown):
+    whole = comparison.step, comparison.unrecorded_step, comparison.layer_pace
+    for time in (*whole, *comparison.breakdown):
         if time is not None:
             yield ["step", time.part, *_NO_PLACE, "ns", time.before_ns, time.after_ns, time.delta_ns]
 

@@ -73,12 +73,17 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
     columns = [
         c.text("change"),
         c.ms("gained_ns", "gained"),
+        *(
+            [c.ms("least_gained_ns", "least\nstep"), c.ms("most_gained_ns", "most\nstep")]
+            if any(row.least_gained_ns is not None for row in applied)
+            else []
+        ),
         c.frac("gained_frac", "of the step"),
         c.ms("step_ns", "new step"),
         c.sized("memory_bytes", "memory"),
         c.prose("what", "what it is"),
     ]
-    note = "ms of a mean step; the most gained first; memory of one rank at its peak, at most"
+    note = "ms of a mean step, and of the recorded steps that gain least and most; memory of a rank, at most"
     return c.table("what_if", title, columns, applied, note=note, noun="change")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp2prof.manifest import RecordOptions
 
-from .training import BOUNDARY
+from .training import BOUNDARY, STEPS, TRIAL_STEPS
 
 __all__ = ["VARIANTS", "Injections", "functions"]
 
@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "everything": {**_FEW, "watch": True, "hang_after": 600, "verify": True},
     "summary": {**_FEW, "summary": True},
     "again": {**_FEW, "every": 4, "on_demand": True, "signal": "USR1", "memory": False},
+    "try": {**_FEW, "trial": {"candidates": ["reshard=never", "forward_prefetch=1"], "steps": 12}},
 }
 
 
@@ -37,7 +38,10 @@ class Injections:
     def run(self, injections: Sequence[dict[str, Any]]) -> list[Path]:
         """Run them, and return their folders."""
         folders = [self.folder / f"{number:04d}" for number in range(len(injections))]
-        given = [{**one, "folder": str(folder)} for one, folder in zip(injections, folders, strict=True)]
+        given = [
+            {"steps": _steps(one), **one, "folder": str(folder)}
+            for one, folder in zip(injections, folders, strict=True)
+        ]
         done = subprocess.run(
             [sys.executable, "-X", "faulthandler", str(_TRAINING)],
             input=json.dumps(given),
@@ -52,12 +56,13 @@ class Injections:
 
     def compare(self, injections: Sequence[dict[str, Any]]) -> None:
         """Run them and the training alone; what ends or prints something else is broken."""
-        alone, *folders = self.run([{"recorded": False}, *injections])
-        expected = self._codes[0], (alone / "stdout").read_text()
-        assert expected[0] == 0
-        assert "evaluated" in expected[1]
-        for injection, folder, code in zip(injections, folders, self._codes[1:], strict=True):
-            if (code, (folder / "stdout").read_text()) != expected:
+        lengths = sorted({_steps(one) for one in injections})
+        folders = self.run([*({"recorded": False, "steps": steps} for steps in lengths), *injections])
+        alone = dict(zip(lengths, zip(self._codes, map(_stdout, folders), strict=False), strict=False))
+        assert all(code == 0 and "evaluated" in stdout for code, stdout in alone.values())
+        broken = zip(injections, folders[len(lengths) :], self._codes[len(lengths) :], strict=True)
+        for injection, folder, code in broken:
+            if (code, _stdout(folder)) != alone[_steps(injection)]:
                 last = (folder / "stderr").read_text().splitlines()[-1:]
                 self.broken.append(f"{described(injection)}: exit {code}: {last}")
             elif "Traceback" in (folder / "stderr").read_text():
@@ -65,9 +70,18 @@ class Injections:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _steps(injection: dict[str, Any]) -> int:
+    return TRIAL_STEPS if injection.get("options", {}).get("trial") else STEPS
+
+
+def _stdout(folder: Path) -> str:
+    return (folder / "stdout").read_text()
+
+
 def described(injection: dict[str, Any]) -> str:
     """What is broken, in a line."""
-    return " ".join(f"{key}={value}" for key, value in injection.items() if key not in ("options", "folder"))
+    shown = ("function", "call", "module", "torch", "how")
+    return " ".join(f"{key}={injection[key]}" for key in shown if key in injection)
 
 
 def functions(folder: Path, variants: Iterable[str]) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ BOOTSTRAP = Path(fsdp2prof.__file__).parent / "recorder" / "bootstrap"
 BOUNDARY = ("fsdp2prof.recorder.guard:", "fsdp2prof.plain_operators:PlainOperators.__torch_dispatch__")
 """What stands between the training and everything that may fail, with ``sitecustomize``."""
 STEPS = 9
+TRIAL_STEPS = 28
+"""For a trial of two candidates: settling, a round, a recording of each."""
 
 
 class Injected(Exception):
@@ -113,7 +115,7 @@ def hide(kind: type[Any], name: str) -> None:
     setattr(kind, name, property(get, put, remove))
 
 
-def train() -> None:
+def train(steps: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
@@ -123,7 +125,7 @@ def train() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(STEPS):
+    for step in range(steps):
         loss = model(torch.randn(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
@@ -169,7 +171,7 @@ def child(injection: dict[str, Any]) -> None:
 
             atexit.register(lambda: (folder / "calls.json").write_text(json.dumps(calls.counts)))
         calls.watch()
-    train()
+    train(injection.get("steps", STEPS))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--schedule", nargs=3, type=int, default=(1, 1, 2), help="wait, warm-up, active")
     args = parser.parse_args()
     traces: list[Path] = []
 
@@ -32,7 +33,8 @@ def main() -> None:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        plan = schedule(wait=1, warmup=1, active=2)
+        wait, warmup, active = args.schedule
+        plan = schedule(wait=wait, warmup=warmup, active=active)
         with profile(schedule=plan, on_trace_ready=write) as profiler:
             for _ in range(args.steps):
                 loss = model(batch()).pow(2).mean()
