@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from support.sharded_groups import sharded_group
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.fail_on import METRICS
+from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, parse_thresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import OptimizerInfo, RankManifest
+from fsdp2prof.manifest import OptimizerInfo, RankManifest, RootInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.cross_rank import CrossRank, LateRank, LateRanks, Straggler
 from fsdp2prof.results.finding import Finding
@@ -433,8 +435,9 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
     rest = f"step{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
     assert without(analysis, "none", first) == []
     (turns,) = without(analysis, "reduce_scatter", first, "layers.2", "layers.3")
-    said = f"of no other layer in step {first}, of `layers.2` and 1 more layer in {rest}. "
-    assert f"gradients are reduced {said}" in turns.message
+    said = rf"of no other layer in step {first} \(\S+ ms each\), of `layers.2` and 1 more layer in {rest} \("
+    assert re.search(f"gradients are reduced {said}", turns.message)
+    assert f"--steps {first}." in turns.change
     assert (turns.evidence["kinds"], turns.severity) == (2, "info")
     gathers = sum(r.count for r in analysis.groups if r.op == "all_gather" and (r.rank, r.step) == (0, first))
     once = sum(
@@ -443,10 +446,30 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
         if r.op == "all_gather" and (r.rank, r.step, r.fqn) == (0, first, "layers.2")
     )
     (evaluated,) = without(analysis, "all_gather", first, "layers.2")
-    assert (
-        f"all-gathers of layers are {gathers - once} in step {first}, {gathers} in {rest}."
-        in evaluated.message
+    said = (
+        rf"all-gathers of layers are {gathers - once} in step {first} \(\S+ ms each\), {gathers} in {rest} \("
     )
+    assert re.search(said, evaluated.message)
+
+
+def test_a_unit_that_runs_several_times_in_a_micro_batch_is_gathered_too_often() -> None:
+    """Four micro-batches need eight all-gathers; of twenty the exposed time of twelve could be saved."""
+    analysis = trace_analysis()
+    ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
+    analysis = replace(analysis, ranks=ranks, findings=[])
+    group = sharded_group("layers.0", [64, 64], ranks=2, rows=32)
+
+    def run(gathers: int | None) -> list[RankManifest]:
+        one = msgspec.structs.replace(group, gathers=gathers, forwards=10, evaluations=0)
+        return [RankManifest(param_groups=[one], roots=[RootInfo(root=0, micro_batches=4)])]
+
+    for gathers, expected in ((20, True), (8, False), (None, False)):
+        found = {one.id for one in find(analysis, run(gathers))}
+        assert ("gathered_repeatedly" in found) == expected
+    again = with_ledger(analysis, manifests=run(20)).ledger
+    assert again is not None
+    entry = next(e for e in again.entries if e.id == "gathered_repeatedly")
+    assert entry.ns == 4 * MS * 12 // 20
 
 
 def test_thresholds_are_options_with_names() -> None:
