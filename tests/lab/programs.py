@@ -273,23 +273,28 @@ def mixture() -> None:
 
 
 def diffusion() -> None:
-    """diffusers' DiT, trained to predict noise as its training example does."""
-    from diffusers import DDPMScheduler, DiTTransformer2DModel
+    """diffusers' UNet, trained to predict noise as its training example does."""
+    from diffusers import DDPMScheduler, UNet2DModel
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo")
-    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4, "sample_size": 8}
-    model = DiTTransformer2DModel(in_channels=4, out_channels=4, num_embeds_ada_norm=10, **sizes)
-    for block in model.transformer_blocks:
+    model = UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    for block in [*model.down_blocks, model.mid_block, *model.up_blocks]:
         fully_shard(block)
     fully_shard(model)
     noise_scheduler = DDPMScheduler(num_train_timesteps=100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(STEPS):
-        clean, noise = torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8)
-        when = torch.randint(0, 100, (4,))
-        noisy = noise_scheduler.add_noise(clean, noise, when)
-        predicted = model(noisy, timestep=when, class_labels=torch.randint(0, 10, (4,))).sample
+        clean, noise = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16)
+        when = torch.randint(0, 100, (2,))
+        predicted = model(noise_scheduler.add_noise(clean, noise, when), when).sample
         nn.functional.mse_loss(predicted, noise).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -62,7 +62,7 @@ PACKAGES = {
     "torch_transformer": "torch",
     "mixture": "transformers",
     "diffusion": "diffusers",
-    "torch_test": "torch",
+    "torch_test": "expecttest",
 }
 """Programs of ``programs.py`` and the package that each needs."""
 
