@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
-
-try:
-    from habits import AFTER_UPDATE, AT_START, BEFORE_UPDATE
-except ImportError:  # imported, not run
-    from lab.habits import AFTER_UPDATE, AT_START, BEFORE_UPDATE
 
 
 @dataclass(kw_only=True)
@@ -326,7 +322,7 @@ class Trainer:
         first = make_optimizer(model, s) if s.optimizer_first else None
         self.model = wrap(model, s)
         self.optimizer = first or make_optimizer(self.model, s)
-        self.do(AT_START)
+        self.do("AT_START")
         self.leaked: list[Tensor] = []
         torch.manual_seed(1 + dist.get_rank())
 
@@ -343,9 +339,12 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=not self.s.keep_gradients)
             self.after_update(step, tokens, loss)
 
-    def do(self, habits: dict[str, Any]) -> None:
-        if self.s.habit in habits:
-            habits[self.s.habit](self, self.s.habit_size)
+    def do(self, when: str) -> None:
+        if self.s.habit:
+            from lab import habits
+
+            if habit := getattr(habits, when).get(self.s.habit):
+                habit(self, self.s.habit_size)
 
     def closure(self, tokens: Tensor) -> float:
         self.optimizer.zero_grad()
@@ -369,7 +368,7 @@ class Trainer:
 
     def before_update(self) -> None:
         s = self.s
-        self.do(BEFORE_UPDATE)
+        self.do("BEFORE_UPDATE")
         if s.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if s.clip_by_full_tensors:
@@ -381,7 +380,7 @@ class Trainer:
 
     def after_update(self, step: int, tokens: Tensor, loss: Tensor) -> None:
         s = self.s
-        self.do(AFTER_UPDATE)
+        self.do("AFTER_UPDATE")
         parameters = [one for one in self.model.parameters() if isinstance(one, DTensor)]
         for index in range(s.full_tensors):
             parameters[index % len(parameters)].full_tensor()
@@ -427,6 +426,7 @@ def save(model: nn.Module, mib: int) -> None:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # tests, for the package of this folder
     switches = parse(sys.argv[1:])
     dist.init_process_group("gloo")
     for _ in range(switches.spinning_threads):
