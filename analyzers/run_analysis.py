@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2prof.analyzers.ledger.replayed import with_room
+from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
-from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
+from fsdp2prof.analyzers.ledger.words import NOTHING, unrecorded_sentence
 from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunSummary
@@ -42,6 +42,8 @@ def combine(
     tight = memory is not None and _is_tight(memory)
     if trace is not None and _has_room(memory):
         trace = with_room(trace)
+    if trace is not None and (free := _free_bytes(memory)) is not None:
+        trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
     findings = [
         *(one for one in setup if _belongs(one, told)),
@@ -82,6 +84,14 @@ def _has_room(memory: MemoryAnalysis | None) -> bool:
     return figures is not None and figures.device_frac is not None and figures.device_frac < _ROOM
 
 
+def _free_bytes(memory: MemoryAnalysis | None) -> int | None:
+    """Return what the fullest device has left at its peak; None where its size is unknown."""
+    figures = None if memory is None else memory.key_figures
+    if figures is None or figures.device_total_bytes is None:
+        return None
+    return figures.device_total_bytes - (figures.reserved_bytes or figures.allocated_bytes)
+
+
 def _verdict(
     trace: TraceAnalysis | None, memory: MemoryAnalysis | None, findings: Sequence[Finding], *, tight: bool
 ) -> list[str]:
@@ -96,7 +106,8 @@ def _verdict(
     if not first and (trace.ledger is None or not any(one.told for one in trace.ledger.entries)):
         first = _setup(findings)
     if first:
-        return [*first, *trace.verdict[: _SENTENCES - 2], *peak][:_SENTENCES]
+        rest = [line for line in trace.verdict if not line.startswith(NOTHING)]
+        return [*first, *rest[: _SENTENCES - 2], *peak][:_SENTENCES]
     return [*trace.verdict, *peak][:_SENTENCES]
 
 

@@ -5,12 +5,12 @@ Only tensor parallelism that no formula describes is executed for it, on tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import base_of
+from fsdp2prof.estimators.config.choices import ChunkedBackward, base_of
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -20,13 +20,14 @@ from fsdp2prof.estimators.description import mesh_as_given, model_as_built, poli
 from fsdp2prof.estimators.execution.forward_flow import Flow, flow_of
 from fsdp2prof.estimators.execution.second_models import policy_of_others, with_role
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,
@@ -36,8 +37,9 @@ from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.estimators.weight_sync import weight_sync
 from fsdp2prof.results.estimate import CommEstimate
+from fsdp2prof.schedule import Axis, Event, ScheduledGroup, steady_step
 
-__all__ = ["estimate_built", "estimate_comm", "group_traffic"]
+__all__ = ["estimate_built", "estimate_comm", "scheduled_groups"]
 
 _POST_FORWARD_DIM = "dim_1"
 """torch's name for the inner dimension of the unnamed mesh of an integer ``reshard_after_forward``."""
@@ -78,13 +80,17 @@ def estimate_built(
     flow = _flow(groups, built, policy)
     groups = tuple(_without_gradients(group, flow) for group in groups)
     ledger = Ledger()
-    walk_step(
-        _traffic(groups, flow, mesh),
-        ledger,
-        micro_batches=policy.grad_accum,
-        sync=policy.sync,
-        keep_between=mesh.pp > 1,
-        forwards=2 if policy.runs_itself_before else 1,
+    scheduled = _scheduled(groups, flow, mesh)
+    if isinstance(policy.loss, ChunkedBackward):
+        scheduled = _head_apart(scheduled, groups, built, policy, ledger)
+    ledger.add_events(
+        steady_step(
+            scheduled,
+            micro_batches=policy.grad_accum,
+            sync=policy.sync,
+            keep_between=mesh.pp > 1,
+            forwards=2 if policy.runs_itself_before else 1,
+        )
     )
     rule = reshard_rule(built, policy)
     notes = [*_notes(policy, flow), *built.all_notes, *([] if rule is None else [rule])]
@@ -124,23 +130,18 @@ def _add_second_model(
     model = part_of(built, mesh, frozen)
     model.module.requires_grad_(False)
     groups = parameter_groups(model, mesh, frozen)
-    walk_step(
-        group_traffic(groups, model, mesh, frozen, root=root),
-        ledger,
-        micro_batches=policy.grad_accum,
-        sync="last",
-        trains=False,
-    )
+    scheduled = scheduled_groups(groups, model, mesh, frozen, root=root)
+    ledger.add_events(steady_step(scheduled, micro_batches=policy.grad_accum, trains=False))
     trained = Ledger()
     add_parallel_traffic(trained, model, groups, mesh, frozen)
     ledger.add_forward_of(trained, root)
 
 
-def group_traffic(
+def scheduled_groups(
     groups: Sequence[ParameterGroup], model: Model, mesh: MeshSpec, policy: PolicySpec, root: int = 0
-) -> list[GroupTraffic]:
-    """Describe parameter groups for :func:`walk_step`, in post-forward order."""
-    return _traffic(groups, _flow(groups, model, policy), mesh, root)
+) -> list[ScheduledGroup]:
+    """Describe parameter groups for the schedule, in post-forward order."""
+    return _scheduled(groups, _flow(groups, model, policy), mesh, root)
 
 
 def _flow(groups: Sequence[ParameterGroup], model: Model, policy: PolicySpec) -> Flow:
@@ -163,19 +164,20 @@ def _without_gradients(group: ParameterGroup, flow: Flow) -> ParameterGroup:
     )
 
 
-def _traffic(
+def _scheduled(
     groups: Sequence[ParameterGroup], flow: Flow, mesh: MeshSpec, root: int = 0
-) -> list[GroupTraffic]:
+) -> list[ScheduledGroup]:
     shard = Axis(size=mesh.fsdp_size, mesh_dim=mesh.fsdp_dim)
     replicate = Axis(size=mesh.dp_replicate, mesh_dim="dp_replicate")
     expert_shard = Axis(size=mesh.expert_fsdp_size, mesh_dim="efsdp")
     traffic = [
-        GroupTraffic(
+        ScheduledGroup(
             root=root,
             fqn=group.fqn,
             gather_bytes=sum(p.padded_numel * dtype_bytes(p.gather_dtype) for p in group.parameters),
             gather_dtype=_one_dtype(p.gather_dtype for p in group.parameters),
-            reduce_numel=sum(p.padded_numel for p in group.parameters if p.requires_grad),
+            reduce_bytes=dtype_bytes(group.gradient_dtype)
+            * sum(p.padded_numel for p in group.parameters if p.requires_grad),
             reduce_dtype=group.gradient_dtype,
             reshard=group.reshard_after_forward,
             has_backward=flow.has_backward.get(group.fqn, False),
@@ -183,12 +185,51 @@ def _traffic(
             reduce=expert_shard if group.is_expert else shard,
             replicate=replicate,
             post_forward=Axis(size=int(group.reshard_after_forward), mesh_dim=_POST_FORWARD_DIM),
-            backward_prefetch=group.backward_prefetch or None,
+            forward_prefetch=group.forward_prefetch,
+            backward_prefetch=group.backward_prefetch,
             unshard_in_backward=group.unshard_in_backward,
         )
         for group in groups
     ]
     return [group for fqn in flow.has_backward for group in traffic if group.fqn == fqn]
+
+
+def _head_apart(
+    scheduled: list[ScheduledGroup],
+    groups: Sequence[ParameterGroup],
+    built: Model,
+    policy: PolicySpec,
+    ledger: Ledger,
+) -> list[ScheduledGroup]:
+    """Groups where ``loss=chunked-backward`` gathers and reduces the head behind the model's forward.
+
+    A head that shares a unit, as torchtitan's ``norm+output``, is gathered for the norm, for the pieces, and
+    for the norm's backward; its own gradients are reduced before the others of its unit. Behind the pieces of
+    a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
+    micro-batches accumulated.
+    """
+    head = f"{head_of(built.module)}.weight"
+    own = next(group for group in groups if any(p.fqn == head for p in group.parameters))
+    waits = policy.sync == "last" and policy.grad_accum > 1
+    if len(own.parameters) == 1:
+        others = [group for group in scheduled if waits and group.fqn != own.fqn]
+        ledger.add_events(_reductions(others))
+        return [replace(group, reshard=group.fqn != own.fqn) for group in scheduled]
+    at = next(index for index, group in enumerate(scheduled) if group.fqn == own.fqn)
+    unit = scheduled[at]
+    size = dtype_bytes(unit.reduce_dtype) * next(p.padded_numel for p in own.parameters if p.fqn == head)
+    first = replace(unit, reduce_bytes=unit.reduce_bytes if waits else size)
+    ledger.add_events(_reductions([first] * (policy.grad_accum if policy.sync == "each" else 1)))
+    ledger.add_events([Event("all_gather", unit, "forward")] * policy.grad_accum)
+    scheduled[at] = replace(unit, reshard=True, reduce_bytes=unit.reduce_bytes - size)
+    return scheduled
+
+
+def _reductions(groups: Iterable[ScheduledGroup]) -> Iterator[Event]:
+    for group in groups:
+        if group.reduce_bytes:
+            yield Event("reduce_scatter", group, "backward")
+            yield Event("all_reduce", group, "backward")
 
 
 def _build(model: ModelSpec, policy: PolicySpec) -> Model:

@@ -117,7 +117,7 @@ def _changes(mesh: MeshSpec, policy: PolicySpec) -> Iterator[_Change]:
         smaller = {"batch_size": 1, "grad_accum": policy.grad_accum * policy.batch_size, "sync": "each"}
         name = ", ".join(f"{name}={value}" for name, value in smaller.items())
         yield _Change(name, policy=smaller, remedy="smaller_batch", times=2 - 2 / policy.batch_size)
-    if policy.loss_chunks is None and alone and mesh.tp == 1:
+    if not policy.loss_in_pieces and alone and mesh.tp == 1:
         yield _Change(f"loss=chunked:{_CHUNKS}", policy={"loss": f"chunked:{_CHUNKS}"}, remedy="chunked_loss")
     if policy.reshard == "never" and alone:
         yield _Change("reshard=default", policy={"reshard": "default"}, remedy="reshard_after_forward")

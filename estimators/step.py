@@ -319,8 +319,6 @@ class StepFigures:
     idle_ns: int
     """Nothing runs, mostly for a host that issues too slowly; the bubble is not in it."""
     model_flops: int
-    extended_from: int | None = None
-    """Micro-batches that were simulated, where there are more and each takes as long as the last."""
 
 
 _SIMULATED = 3
@@ -350,7 +348,6 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
         bubble_ns=more.bubble_ns,
         idle_ns=more.idle_ns + times * (more.idle_ns - fewer.idle_ns),
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
-        extended_from=_SIMULATED,
     )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "RECORDING_SCHEMA",
     "RUN_SCHEMA",
     "DeviceInfo",
+    "HostSpan",
     "HostStep",
     "MachineInfo",
     "MeshInfo",
@@ -402,6 +403,17 @@ class MachineInfo(_Record):
     torch_interop_threads: Amount = 0
 
 
+class HostSpan(_Record):
+    """A stretch of host time: a line that the training's thread was seen on, or a garbage collection."""
+
+    start_ns: Amount
+    """``time.time_ns``."""
+    duration_ns: Amount = 0
+    """From the first to the last time that the line was seen, without another in between; 0: seen once."""
+    line: str = ""
+    """``full_tensor() in train.py:88 (clip)``: a call into a library, its file, line and function."""
+
+
 class HostStep(_Record):
     """The rank's host during one captured step; null where the system does not tell."""
 
@@ -427,6 +439,14 @@ class HostStep(_Record):
     slowed_by: list[str] | None = None
     """Why the GPU's clock was lowered at the end of the step: ``power_cap``, ``hardware_slowdown``,
     ``thermal_slowdown``, ``hardware_thermal_slowdown``, ``power_brake``; null without pynvml."""
+    garbage_collection_ns: Amount | None = None
+    """Time in which Python collected garbage, and nothing else of the process ran Python."""
+    garbage_collections: list[HostSpan] = []
+    """Those of 0.1 ms and more."""
+    lines: list[HostSpan] = []
+    """Lines that the training's thread was seen on in a traced step, in order of time."""
+    python_threads: dict[str, Amount] = {}
+    """CPU time of other Python threads that took 1 % of the step or more, by the line they were seen on."""
 
 
 class TensorInfo(_Record):

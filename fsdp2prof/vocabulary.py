@@ -243,6 +243,7 @@ LEDGER_CAUSES = {
     "host_pause": Word("pauses of the host", colour="#79706e"),
     "starved": Word("waiting for a processor", colour="#b07aa1"),
     "compilation": Word("compiling", colour="#8cd17d"),
+    "garbage_collection": Word("garbage collection", colour="#499894"),
     "sync": Word("refilling the device after a synchronization", colour="#d6a5c9"),
     "queued": Word("launched, not yet started", colour="#d8d8d8"),
     "tracing": Word("tracing itself", colour="#e8e8e8"),
@@ -344,6 +345,8 @@ def in_family(name: str, family: str) -> bool:
 
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -1,7 +1,7 @@
 """Which layer's parameters a collective moves, and in which phase, by the parameter groups of a manifest.
 
 A size that only one group has decides the layer. Where several have it, the order of a step does
-(:mod:`fsdp2prof.analyzers.fsdp_cycles`): the recorded calls must fit it at one place only, else the layer
+(:mod:`fsdp2prof.analyzers.recorded_groups`): the recorded calls must fit it at one place only, else the layer
 stays unknown.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fsdp2prof.analyzers.fsdp_cycles import Due, Key, Layer, nested, step_cycles
+from fsdp2prof.analyzers.recorded_groups import Due, Key, Layer, has_several_roots, step_cycles
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables.flight_recorder import FlightDump, Issued
 
@@ -23,7 +23,7 @@ def layer_of(one: Issued, dump: FlightDump, manifest: RankManifest | None) -> La
     for cycle in step_cycles(manifest):
         keys = {due.key for due in cycle}
         if (key := _key(one, keys)) is not None:
-            by_order = [] if nested(manifest.param_groups) else _at(one, dump, cycle, keys)
+            by_order = [] if has_several_roots(manifest) else _at(one, dump, cycle, keys)
             return _decided([due.layer for due in cycle if due.key == key], by_order)
     return None
 

@@ -129,6 +129,7 @@ def settle(
                 why=late.kind,
                 late_rank=late.rank,
                 detail=late.text,
+                site=late.site,
                 fqn=late.fqn,
             )
             found[key][0] += ns

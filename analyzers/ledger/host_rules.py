@@ -1,67 +1,31 @@
-"""The host in the ledger: batches, pauses, synchronisations, dispatch, copies, and what tracing adds."""
+"""The host in the ledger: batches, pauses, synchronisations, dispatch, and what tracing adds."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, Said, by_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import oversubscribed, waited_ns
 from fsdp2prof.analyzers.unrecorded import added_ns
 from fsdp2prof.analyzers.wording import in_phase, named_layer, times
-from fsdp2prof.units import format_bytes, format_ns, plural
+from fsdp2prof.units import format_ns, plural
 
-__all__ = ["enter_host", "enter_starved", "enter_tracing"]
+__all__ = ["enter_host", "enter_tracing"]
 
 _UNEVEN = 2
 """How many times as long as any other one rank waits for its data, from which on that rank is named."""
-_GIGA = 1e9
 _NEARLY_ALL = 0.9
 """Part of all pauses from which on one rank is named for them."""
 _OFTEN, _LONG_PAUSE = 0.75, 0.25
 """Part of a rank's steps in which it pauses at one place, or part of a step that one pause takes, from which
 on the pause is the script's own."""
 
-_AUTOGRAD_NODE = re.compile(r"Backward\d*$")
-"""Names of autograd's nodes: ``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``."""
-
-
-def enter_starved(book: Book) -> None:
-    """Enter the time in which ranks were ready to run and had no processor."""
-    waited = {manifest.rank: waited_ns(manifest) for manifest in book.manifests}
-    mine = []
-    for cause in ("host_pause", "host"):
-        for one in book.take(cause):
-            left = waited.get(one.rank, {})
-            part = min(one.ns, left.get(one.step, 0))
-            if part > 0:
-                left[one.step] -= part
-                mine.append(replace(one, ns=part, cause="starved", count=0))
-            book.put_back([replace(one, ns=one.ns - part)] if one.ns > part else [])
-    cost = sum(one.ns for one in mine)
-    if not cost:
-        return
-    crowded = oversubscribed(book.manifests)
-    remedy = Remedy(
-        change="Give each rank fewer threads: OMP_NUM_THREADS, or torch.set_num_threads().",
-        gain_ns=cost,
-        reason="all of this waiting",
-    )
-    problem = f"Ranks are ready to run and wait {book.per_step(cost)} for a processor"
-    book.enter(
-        Said(
-            id="starved_host",
-            cause="starved",
-            title="waiting for a processor",
-            problem=f"{problem}: {crowded}." if crowded else f"{problem} that other programs have.",
-            remedy=remedy if crowded else None,
-            calm=not crowded,
-            why_sure="the system counts it",
-        ),
-        mine,
-    )
+_RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
+"""Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
+of the script that starts it."""
 
 
 def enter_tracing(book: Book) -> None:
@@ -109,16 +73,12 @@ def enter_tracing(book: Book) -> None:
 def enter_host(book: Book) -> None:
     """Enter what the host lost."""
     _data_loader(book)
-    _evaluation(book)
     _compilation(book)
+    _garbage(book)
     _pauses(book)
     _syncs(book)
     _per_tensor(book)
     _dispatch(book)
-    _offload(book)
-    _recompute(book)
-    _copies(book)
-    _rest(book)
 
 
 def _data_loader(book: Book) -> None:
@@ -169,44 +129,6 @@ def _data_loader(book: Book) -> None:
     )
 
 
-def _evaluation(book: Book) -> None:
-    mine = book.take("evaluation")
-    cost = sum(one.ns for one in mine)
-    if not cost:
-        return
-    forwards = sum(one.count for one in mine if one.op is None)
-    steps = {(one.rank, one.step) for one in mine if one.op is None and one.count}
-    each = forwards / max(1, len(steps))
-    often = (
-        "every step" if len(steps) >= book.rank_steps else f"{len(steps)} of {book.rank_steps} traced steps"
-    )
-    problem = (
-        f"{each:.3g} {'forward runs' if round(each, 2) == 1 else 'forwards run'} without a "
-        f"backward in {often} "
-        f"(evaluation, generation, or an output that is not used): {book.per_step(cost)}, with "
-        f"{'its' if round(each, 2) == 1 else 'their'} all-gathers."
-    )
-    remedy = Remedy(
-        change="Evaluate every few hundred steps instead of in the training step, and remove forwards whose "
-        "output is not used; keep the model gathered over several generating forwards "
-        "(set_reshard_after_forward(False)).",
-        gain_ns=cost,
-        reason="all of their time",
-    )
-    book.enter(
-        Said(
-            id="forward_without_backward",
-            cause="evaluation",
-            title="forwards without backward",
-            problem=problem,
-            remedy=remedy,
-            why_sure="forwards and backwards are counted by their labels",
-            evidence={"forwards_per_step": each, "steps": len(steps)},
-        ),
-        mine,
-    )
-
-
 def _compilation(book: Book) -> None:
     mine = book.take("compilation")
     if not mine:
@@ -234,6 +156,43 @@ def _compilation(book: Book) -> None:
     )
 
 
+def _garbage(book: Book) -> None:
+    mine = book.take("garbage_collection")
+    if not mine:
+        return
+    cost = sum(one.ns for one in mine)
+    count = sum(one.count for one in mine) / book.rank_steps
+    site = _main_site(mine)
+    seen = f", most of it at {site}" if site else ""
+    remedy = Remedy(
+        change="Call gc.freeze() once the model is built, create fewer reference cycles, and collect "
+        "every few hundred steps (gc.disable(), then gc.collect()).",
+        gain_ns=cost,
+        reason="all of these collections",
+    )
+    book.enter(
+        Said(
+            id="garbage_collection",
+            cause="garbage_collection",
+            title="garbage collection",
+            problem=f"Python collects garbage for {book.per_step(cost)}{seen}.",
+            remedy=remedy,
+            why_sure="the interpreter reports each collection",
+            evidence={"collections_per_step": count, "site": site},
+        ),
+        mine,
+    )
+
+
+def _main_site(charges: Sequence[Charge]) -> str | None:
+    """Return the Python line with most of some charges."""
+    sites: Counter[str] = Counter()
+    for one in charges:
+        if one.site:
+            sites[one.site] += one.ns
+    return sites.most_common(1)[0][0] if sites else None
+
+
 def _pauses(book: Book) -> None:
     """Long gaps in which the host launched nothing, by where it was."""
     steady = _steady_pauses(book)
@@ -249,7 +208,6 @@ def _pauses(book: Book) -> None:
     (site, fqn, phase), _ = max(places.items(), key=lambda item: item[1])
     count = sum(one.count for one in mine) / book.rank_steps
     where = _where(fqn, phase)
-    by = f" ({site})" if site else ""
     ranks: Counter[int] = Counter()
     for one in mine:
         ranks[one.rank] += one.ns
@@ -259,15 +217,12 @@ def _pauses(book: Book) -> None:
     whose = f"The host of rank {rank}" if alone else "The host"
     long = format_ns(longest / steps) + " a step" if alone else book.per_step(cost)
     others = "; the other ranks wait for it" if alone else ""
-    problem = (
-        f"{whose} runs no operator for {long}, most of it {where}{by}: Python code, input or "
-        "output, or garbage "
-        f"collection{others}."
-    )
+    place = f"at {site}, {where}" if site else f"{where}: Python code, or input and output"
+    work = f"at {site}" if site else where
     see = "" if site else " Record with --stacks to see the function."
+    problem = f"{whose} runs no operator for {long}, most of it {place}{others}."
     remedy = Remedy(
-        change=f"Move the work that the script does {where} out of the step, or into another "
-        f"thread or process.{see}",
+        change=f"Move the work that the script does {work} out of the step, or into another process.{see}",
         gain_ns=longest * len(book.analysis.ranks) if alone else cost,
         reason="all of these pauses",
     )
@@ -305,7 +260,7 @@ def _steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
         large = book.thresholds.medium_cost_frac * mean_step
         ranks: Counter[int] = Counter(rank for (rank, _), ns in spent.items() if ns >= large)
         often = any(count >= _OFTEN * steps[rank] and count > 1 for rank, count in ranks.items())
-        autograd = place[0] is None or _AUTOGRAD_NODE.search(place[0]) is not None
+        autograd = place[0] is None or _RUNS_AUTOGRAD.search(place[0]) is not None
         if not book.on_device and autograd and place[2] == "backward":
             continue  # autograd runs there, not the script
         if often or max(spent.values()) >= _LONG_PAUSE * mean_step or max(steps.values()) < 2:
@@ -452,106 +407,3 @@ def _dispatch(book: Book) -> None:
         ),
         mine,
     )
-
-
-def _offload(book: Book) -> None:
-    """Copies between host and device that nothing hides: CPU offload, or the training's own."""
-    mine = book.take("offload")
-    if not mine:
-        return
-    cost = sum(one.ns for one in mine)
-    size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
-    offloaded = any(group.offload for group in book.groups) or any(one.fqn is not None for one in mine)
-    pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
-    layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
-    worst = layers[0][0] if layers else None
-    speed = f" at {size / cost:.1f} GB/s" if size and cost else ""
-    amount = (
-        f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
-    )
-    whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if layers else ""
-    what = (
-        "Parameters and gradients cross the host's link (CPU offload)"
-        if offloaded
-        else "Copies between host and device"
-    )
-    problem = f"{what} {'' if offloaded else 'are exposed '}for {book.per_step(cost)}: {amount}{whose}."
-    if not offloaded:
-        change = "Copy from pinned memory with non_blocking=True, ahead of need."
-    elif not pinned:
-        change = (
-            "Pin the offloaded parameters (CPUOffloadPolicy(pin_memory=True)), or keep them on the device."
-        )
-    else:
-        change = (
-            "Keep parameters on the device (no CPUOffloadPolicy) if they fit, shard over more "
-            "ranks, or do more "
-            "work per copy (larger batch, gradient accumulation)."
-        )
-    remedy = Remedy(change=change, gain_ns=cost, reason="all exposed copies")
-    book.enter(
-        Said(
-            id="cpu_offload" if offloaded else "host_copies",
-            cause="offload",
-            title="copies between host and device",
-            problem=problem,
-            remedy=remedy,
-            fqn=worst,
-            evidence={
-                "bytes_per_step": size // book.rank_steps,
-                "bytes_per_s": size * _GIGA / cost if cost else None,
-                "copies_per_step": count / book.rank_steps,
-            },
-        ),
-        mine,
-    )
-
-
-def _recompute(book: Book) -> None:
-    mine = book.take("recompute")
-    if not mine:
-        return
-    cost = sum(one.ns for one in mine)
-    book.enter(
-        Said(
-            id="recomputation",
-            cause="recompute",
-            title="recomputed forwards",
-            problem=f"Activation checkpointing runs forwards again in backward: {book.per_step(cost)}.",
-            fqn=None,
-        ),
-        mine,
-    )
-
-
-def _copies(book: Book) -> None:
-    mine = book.take("fsdp_copy")
-    if not mine:
-        return
-    cost = sum(one.ns for one in mine)
-    problem = f"FSDP's copies and casts in and out of its buffers take {book.per_step(cost)}."
-    fqn = by_layer(mine)[0][0]
-    book.enter(
-        Said(id="fsdp_copies", cause="fsdp_copy", title="FSDP copies", problem=problem, fqn=fqn, calm=True),
-        mine,
-    )
-
-
-def _rest(book: Book) -> None:
-    """Enter launch latency, useful compute, and what nothing explains."""
-    worded = {
-        "queued": ("launch_latency", "launched, not yet started", "Work that is launched waits {} to start."),
-        "unknown": (
-            "unknown_idle",
-            "idle, cause unknown",
-            "Nothing runs for {}, and no launch in the file tells why.",
-        ),
-        "compute": ("compute", "compute", "Useful work takes {}."),
-    }
-    for cause, (named, title, problem) in worded.items():
-        mine: list[Charge] = book.take(cause)
-        if mine:
-            cost = book.per_step(sum(one.ns for one in mine))
-            book.enter(
-                Said(id=named, cause=cause, title=title, problem=problem.format(cost), calm=True), mine
-            )

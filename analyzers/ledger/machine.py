@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results.run import ProcessorUse
 from fsdp2prof.units import format_frac
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.run import ProcessorUse
 
 __all__ = ["oversubscribed", "processor_use", "starved_frac", "starved_ranks", "waited_ns"]
 
@@ -55,6 +58,8 @@ def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
     others = [part for ranks in hosts.values() if (part := _others_frac(ranks)) is not None]
     if not waits and not others:
         return None
+    from fsdp2prof.results.run import ProcessorUse  # with it come the results of memory and sharding
+
     return ProcessorUse(wait_frac=max(waits, default=None), others_frac=max(others, default=None))
 
 

@@ -138,10 +138,16 @@ def _kind(charge: Charge) -> str:
     return charge.op or "other"
 
 
+_CALLS = {
+    "full_tensor": "Call {call} every few hundred steps, or work on the sharded tensor (to_local(), DTensor "
+    "operations).",
+    "barrier": "Remove {call} from the step: collectives keep the ranks in order.",
+    "all_gather_object": "Gather objects ({call}) every few hundred steps.",
+    "all_reduce": "Call {call} less often, or put the values into one tensor and reduce that once.",
+}
+"""What to change, by the function that the script calls."""
 _CHANGES = {
     "all_gather": "These are usually full_tensor(), a state dict, or all_gather_object(): "
-    ""
-    ""
     "do them every few hundred steps, or on the sharded tensors.",
     "all_reduce": "These are usually metrics, or norms taken parameter by parameter: log less often, put the "
     "values into one tensor and reduce that once.",
@@ -149,6 +155,19 @@ _CHANGES = {
     "broadcast": "These are usually objects or seeds: send them once, before training.",
     "reduce_scatter": "These are redistributions of DTensors outside FSDP: keep tensors in one placement.",
 }
+
+
+def _at(site: str, change: str) -> str:
+    """Return the change at a line that calls one of torch's functions, if it names one."""
+    called, calls, _ = site.partition("() in ")
+    if calls and called in _CALLS:
+        return _CALLS[called].format(call=site)
+    if calls and "state_dict" in called:
+        return (
+            f"Call {site} every few hundred steps, and save shards instead of full tensors "
+            "(torch.distributed.checkpoint, async_save)."
+        )
+    return f"At {site}: {change[0].lower()}{change[1:]}"
 
 
 def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
@@ -170,7 +189,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     )
     change = _CHANGES.get(kind, "These are another parallelism, or code of the script: do them less often.")
     if site:
-        change = f"At {site}: {change[0].lower()}{change[1:]}"
+        change = _at(site, change)
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         problem += " The optimizer issues them: it needs more than a shard of each parameter."

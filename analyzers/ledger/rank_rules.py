@@ -10,6 +10,7 @@ from fsdp2prof.analyzers.ledger.book import Book, Remedy, Said
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
+from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.wording import named_layer, numbered
 from fsdp2prof.results.cross_rank import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
@@ -17,6 +18,8 @@ from fsdp2prof.units import format_frac, plural
 
 __all__ = ["enter_waits"]
 
+_UNEVEN = 2
+"""How many times as much as any other a rank loses to a cause that is its own."""
 _STEPS_OF_MORE_WORK = 2
 """Steps in which one rank has to have most work."""
 _STEPS_ON_A_CPU = 5
@@ -24,6 +27,8 @@ _STEPS_ON_A_CPU = 5
 _UNEVEN_WORK = 0.05
 """Difference of the operations of ranks in one step, from which on their inputs are called uneven."""
 
+_OWN_LOSS = {"data_loader": ("data_loader",), "host": ("host_pause", "garbage_collection")}
+"""What a late rank lost itself while the others waited, by kind of work."""
 _REMEDY = {
     "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
     "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
@@ -88,6 +93,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         book.put_back(mine)
         return
     kind, text, fqn = _main_cause(mine)
+    site = _main_site(mine, kind)
     others = "the other rank waits" if outside == 1 else "the other ranks wait"
     together = [one.rank for one in among.ranks if one is not late]
     beside = (
@@ -111,12 +117,16 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         )
     elif kind == "data_loader":
         named, cause = "data_loader", "data_loader"
+    elif site == GARBAGE:
+        remedy = "Call gc.freeze() once the model is built, and gc.collect() on all ranks in the same steps."
+    elif kind == "host" and site is not None:
+        remedy = f"Move the work of rank {rank} at {site} out of the step, or into another process."
     elif kind == "host" and book.on_device:
         problem += " (The profiler was running, which slows hosts down.)"
-    if kind == "data_loader":
-        mine += book.take("data_loader", lambda one: one.rank == rank)
-        cost = sum(one.ns for one in mine)
-        net = cost
+    own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
+    for lost in own:
+        mine += (taken := _own_loss(book, lost, rank))
+        net += sum(one.ns for one in taken)
     book.enter(
         Said(
             id=named,
@@ -145,6 +155,24 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         ),
         mine,
     )
+
+
+def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
+    """Take what a rank lost to a cause, if the others lost much less to it."""
+    lost: Counter[int] = Counter()
+    for one in book.left(cause):
+        lost[one.rank] += one.ns
+    others = max((ns for other, ns in lost.items() if other != rank), default=0)
+    return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
+
+
+def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
+    """Return the line that made a rank late most, if most of its lateness of that kind has one."""
+    sums: Counter[str | None] = Counter()
+    for one in charges:
+        if (one.why or "unknown") == kind:
+            sums[one.site] += one.ns
+    return sums.most_common(1)[0][0] if sums else None
 
 
 def _main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fsdp2prof.analyzers.fsdp_cycles import Due, nested, step_cycles
+from fsdp2prof.analyzers.recorded_groups import Due, has_several_roots, step_cycles
 from fsdp2prof.manifest import ProcessGroupInfo, RankManifest
 from fsdp2prof.tables import IntArray
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
@@ -67,7 +67,7 @@ class Layers:
     ) -> None:
         self._cycles: dict[tuple[str, str], list[Due]] = {}
         self._messages: dict[tuple[str, str], IntArray] = {}
-        self._nested = any(nested(manifest.param_groups) for _, manifest in manifests.values())
+        self._several_roots = any(has_several_roots(manifest) for _, manifest in manifests.values())
         self._places: dict[tuple[str, str], list[int]] = {}
         for position, (rank, manifest) in manifests.items():
             for communicator in processes[position].communicators.values():
@@ -111,7 +111,7 @@ class Layers:
         self, key: tuple[str, str], cycle: Sequence[Due], calls: InspectedCalls, first: IntArray
     ) -> list[int]:
         """Places of the step at which the counting may have begun."""
-        if self._nested:
+        if self._several_roots:
             return []
         if key not in self._places:
             own = first[(calls.communicator.equals(key[0]) & calls.op.equals(key[1]))[first]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp2prof.analyzers.ranks.matching import Matched
-from fsdp2prof.analyzers.ranks.summary import RankSummary
+from fsdp2prof.analyzers.ranks.summary import GARBAGE, RankSummary
 from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.results.cross_rank import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
@@ -59,6 +59,8 @@ class Lateness:
     kind: str
     """As in :class:`~fsdp2prof.results.cross_rank.Straggler`."""
     text: str | None
+    site: str | None = None
+    """Python line that its host was on, or ``GARBAGE``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class _Cause:
     fqn: str | None
     kind: str
     text: str
+    site: str | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class _Excess:
 LATE_FROM_THE_START = "it was late when the recording began"
 """Cause of what nothing in the recording can explain: no fault of the rank, as far as is known."""
 _HOST = "its host launched nothing for a while"
+_COLLECTED = "its host collected garbage"
 _LOADER = "it waited longer for its data loader"
 _UNSEEN = "nothing in the trace took longer than on its peers"
 
@@ -122,7 +126,8 @@ def explain(
                 continue
             name = summaries[rank].rank
             lateness[collective] = [
-                (Lateness(name, cause.fqn, cause.kind, cause.text), weight) for cause, weight in causes
+                (Lateness(name, cause.fqn, cause.kind, cause.text, cause.site), weight)
+                for cause, weight in causes
             ]
             for cause, amount in _shares(causes, int(caused.caused_ns[collective])):
                 blamed[rank, cause][0] += amount
@@ -230,7 +235,7 @@ def _excesses(
     gap = int(own.gap_ns[row]) - _median([int(s.gap_ns[r]) for s, r in peers])
     loaded = int(own.gap_loading_ns[row]) - _median([int(s.gap_loading_ns[r]) for s, r in peers])
     loaded = max(0, min(gap, loaded))
-    host, loader = _Cause(own.gap_fqn[row], "host", _HOST), _Cause(None, "data_loader", _LOADER)
+    host, loader = _host(own.gap_fqn[row], own.gap_line[row]), _Cause(None, "data_loader", _LOADER)
     end_ns = int(own.gap_end_ns[row])
     found = [_Excess(host, gap - loaded, end_ns), _Excess(loader, loaded, end_ns)]
     for fqn, duration, end, kernel in _layers(own, row):
@@ -238,6 +243,12 @@ def _excesses(
         cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel_name(kernel or 'of unknown name')}")
         found.append(_Excess(cause, duration - usual, end))
     return sorted((one for one in found if one.amount_ns > 0), key=lambda one: one.end_ns)
+
+
+def _host(fqn: str | None, line: str | None) -> _Cause:
+    if line == GARBAGE:
+        return _Cause(fqn, "host", _COLLECTED, line)
+    return _Cause(fqn, "host", _HOST if line is None else f"its host was in {line}", line)
 
 
 def _layers(summary: RankSummary, row: int) -> list[tuple[str | None, int, int, str | None]]:

@@ -8,7 +8,7 @@ compared without ever holding their events together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,10 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Strings, Table
 
-__all__ = ["DeviceWork", "RankSummary", "SegmentWork", "summarise"]
+__all__ = ["GARBAGE", "DeviceWork", "RankSummary", "SegmentWork", "summarise"]
+
+GARBAGE = "garbage collection"
+"""In place of a line: most of the gap was that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +74,9 @@ class RankSummary:
     """Per collective: layer whose work ended the longest such gap."""
     gap_loading_ns: IntArray
     """Per collective: part of ``gap_ns`` in which the training got its next batch."""
+    gap_line: Strings
+    """Per collective: Python line that the host was seen on most in the longest such gap, or
+    :data:`GARBAGE`; null where it was not seen."""
 
 
 def summarise(
@@ -83,13 +89,15 @@ def summarise(
     world_size: int | None = None,
     group_ranks: Mapping[str, str] | None = None,
     loading: Intervals | None = None,
+    lines: Callable[[IntArray, IntArray], Sequence[str | None]] | None = None,
 ) -> RankSummary:
     """Reduce one rank's tables to a summary. ``clock`` is its host's name where known.
 
-    ``loading`` is when the training got its batches.
+    ``loading`` is when the training got its batches; ``lines`` gives the line (or :data:`GARBAGE`) of each
+    stretch of host time, from its start to its end.
     """
     work_launch_ns = np.where(device.is_comm, -1, device.launch_ns)
-    gaps = _gaps(collectives, device, loading)
+    gaps = _gaps(collectives, device, loading, lines)
     return RankSummary(
         rank=rank,
         clock=f"rank {rank}" if clock is None else clock,
@@ -102,6 +110,7 @@ def summarise(
         gap_end_ns=gaps.end_ns,
         gap_fqn=gaps.fqn,
         gap_loading_ns=gaps.loading_ns,
+        gap_line=gaps.line,
     )
 
 
@@ -140,15 +149,21 @@ def _longest(length: IntArray, first: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """Per segment: time with an empty queue, end of its longest gap, the layer that ended it, and loading."""
+    """Per segment: time with an empty queue, and its longest gap's end, layer that ended it, and line."""
 
     length_ns: IntArray
     end_ns: IntArray
     fqn: Strings
     loading_ns: IntArray
+    line: Strings
 
 
-def _gaps(collectives: CollectiveTable, device: DeviceWork, loading: Intervals | None) -> _Gaps:
+def _gaps(
+    collectives: CollectiveTable,
+    device: DeviceWork,
+    loading: Intervals | None,
+    lines: Callable[[IntArray, IntArray], Sequence[str | None]] | None,
+) -> _Gaps:
     busy = intervals.union(device.start_ns, device.end_ns)
     by_start = np.argsort(device.start_ns, kind="stable")
     start, end = busy.end[:-1], busy.start[1:]
@@ -173,4 +188,9 @@ def _gaps(collectives: CollectiveTable, device: DeviceWork, loading: Intervals |
         segment[longest].tolist(), device.fqn.take(following[longest]).to_list(), strict=True
     ):
         layers[row] = collectives.fqn[row] if fqn is None else fqn
-    return _Gaps(gap_ns, ended, Strings.intern(layers), loading_ns)
+    seen: list[str | None] = [None] * len(collectives)
+    if lines is not None:
+        found = lines(start[longest], start[longest] + empty[longest])
+        for row, line in zip(segment[longest].tolist(), found, strict=True):
+            seen[row] = line
+    return _Gaps(gap_ns, ended, Strings.intern(layers), loading_ns, Strings.intern(seen))

@@ -356,6 +356,7 @@ def _summary(tables: RankTables, rank: int, world_size: int | None) -> RankSumma
         world_size=world_size,
         group_ranks=_group_ranks(tables),
         loading=loading(tables.trace, tables.phases),
+        lines=tables.sighted.gaps,
     )
 
 

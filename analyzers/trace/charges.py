@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ _IDLE = {
     "host_bound": "host",
     "data_loader": "data_loader",
     "compilation": "compilation",
+    "garbage_collection": "garbage_collection",
     "device_sync": "sync",
     "memcpy": "sync",
     "queued": "queued",
@@ -43,6 +45,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+_LOOK_NS = 5_000_000
+"""The recorder's time between two looks."""
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -53,14 +57,24 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
     charging.work("memcpy", tables.parts.memcpy, tables.work.is_memcpy)
     blocked = charging.idle(idle_parts(tables))
     pieces = charging.collectives(blocked)
-    table = tables.collectives
-    analysed = np.isin(table.table.step, tables.windows.step)
+    analysed = np.isin(tables.collectives.table.step, tables.windows.step)
     return RankCharges(
         own=charging.charges(),
         pieces=pieces,
-        operator=table.operator.take(analysed),
-        site=Strings.full(int(analysed.sum()), None),
+        operator=tables.collectives.operator.take(analysed),
+        site=_callers(tables).take(analysed),
     )
+
+
+def _callers(tables: RankTables) -> Strings:
+    """Return the Python line that issued each collective outside FSDP, where it was seen at that."""
+    table, returned = tables.collectives.table, tables.collectives.issue_end_ns
+    sites: list[str | None] = [None] * len(table)
+    rows = np.flatnonzero((table.fqn.codes < 0) & (table.issue_ns >= 0) & (returned >= 0))
+    end = returned[rows] if len(tables.device) else np.maximum(returned[rows], table.end_ns[rows])
+    for row, line in zip(rows.tolist(), tables.sighted.lines(table.issue_ns[rows], end), strict=True):
+        sites[row] = line
+    return Strings.intern(sites)
 
 
 class _Charging:
@@ -174,9 +188,13 @@ class _Charging:
 
     def idle(self, parts: dict[str, Intervals]) -> Intervals:
         """Charge idle time but for callers that a collective blocks, which is returned."""
-        compiling = _compiling(self._tables)
-        parts["compilation"] = intervals.intersect(parts["host_bound"], compiling)
-        parts["host_bound"] = intervals.subtract(parts["host_bound"], compiling)
+        known = {
+            "compilation": _compiling(self._tables),
+            "garbage_collection": self._tables.sighted.collections,
+        }
+        for cause, times in known.items():
+            parts[cause] = intervals.intersect(parts["host_bound"], times)
+            parts["host_bound"] = intervals.subtract(parts["host_bound"], times)
         for cause, part in parts.items():
             if cause == "communication":
                 continue
@@ -187,7 +205,10 @@ class _Charging:
                 duration = (windows.end_ns - windows.start_ns)[window]
                 long = end - start >= _PAUSE_FRAC * duration
                 long &= np.bincount(window[long], minlength=len(windows))[window] <= _PAUSES
-            sites = self._sites(start, end, long)
+            if cause == "garbage_collection":  # nobody can look while Python collects
+                sites = self._sites(start, end + _LOOK_NS, ~long)
+            else:
+                sites = self._sites(start, end, long)
             names = tuple(dict.fromkeys(sites.values()))
             named = np.full(len(start), -1, dtype=np.int64)
             named[list(sites)] = [names.index(name) for name in sites.values()]
@@ -210,16 +231,22 @@ class _Charging:
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
         return parts.get("communication", intervals.EMPTY)
 
+    @cached_property
+    def _pause_names(self) -> IntArray:
+        """Events whose name says what the host did in a pause around which they lie."""
+        events = self._tables.trace.events
+        named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
+        return np.flatnonzero(named & ~events.name.matches(_says_nothing))
+
     def _sites(self, start: IntArray, end: IntArray, long: BoolArray) -> dict[int, str]:
-        """Name the innermost range or Python function around the longest pauses."""
+        """Name the line, or the innermost range or Python function, of the longest pauses."""
         rows = np.flatnonzero(long)
         if not len(rows):
             return {}
-        events = self._tables.trace.events
-        named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
-        named &= ~events.name.matches(_says_nothing)
-        ranges = np.flatnonzero(named)
-        found = {}
+        lines = self._tables.sighted.lines(start[rows], end[rows])
+        found = {row: line for row, line in zip(rows.tolist(), lines, strict=True) if line is not None}
+        rows = np.array([row for row in rows.tolist() if row not in found], dtype=np.int64)
+        events, ranges = self._tables.trace.events, self._pause_names
         for row in rows[np.argsort(start[rows] - end[rows], kind="stable")][:_NAMED_PAUSES].tolist():
             low, high = int(start[row]), int(end[row])
             slack = int(_MARGIN * (high - low))

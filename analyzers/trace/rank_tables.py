@@ -30,6 +30,7 @@ from fsdp2prof.analyzers.trace.accounting import (
 )
 from fsdp2prof.analyzers.trace.collectives import Collectives, collect
 from fsdp2prof.analyzers.trace.gloo import gloo_ranges
+from fsdp2prof.analyzers.trace.sighted import Sighted, sighted
 from fsdp2prof.analyzers.trace.unknown_kernels import beside_communication
 from fsdp2prof.analyzers.trace.waits import WaitTable, charging_order, find_waits
 from fsdp2prof.labels import AUTOGRAD_NODE
@@ -77,6 +78,8 @@ class RankTables:
     run: Timeline
     parts: Parts
     exposure: Exposure
+    sighted: Sighted
+    """Where the host was; without stretches if no recorder looked."""
     warnings: list[str]
 
 
@@ -143,6 +146,7 @@ def rank_tables(
         run=run,
         parts=parts,
         exposure=expose(parts, windows, collectives, charging_order(collectives, waits)),
+        sighted=sighted(trace, manifest),
         warnings=[
             *_missing_records(trace, manifest, device, calls, incomplete, wanted),
             *_disagreements(trace, manifest),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from fsdp2prof.analyzers.trace.data_loader import NEXT_BATCH
 from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
 from fsdp2prof.labels import is_root, parse_label
+from fsdp2prof.schedule import prefetched_by, stays_gathered
 
 __all__ = [
     "Gather",
@@ -155,7 +156,7 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
     for step in sorted({step for _, step in _phases(program)}):
         order = [one for one in gathers(program) if one.phase == phase and one.step == step]
         for at, one in enumerate(order[1:], 1):
-            placed.setdefault(order[max(0, at - ahead)].needed_at, []).append(one)
+            placed.setdefault(order[prefetched_by(at, ahead)].needed_at, []).append(one)
             gone |= set(one.issue)
     points: list[Point] = []
     for at, point in enumerate(program.points):
@@ -167,16 +168,15 @@ def prefetched(program: RankProgram, phase: str, ahead: int) -> RankProgram:
 
 
 def resharded(program: RankProgram, policy: str) -> RankProgram:
-    """Keep layers gathered after forward (``never``), all but the root not (``default``), or none
-    (``always``)."""
+    """Keep layers gathered after forward (``never``), the root alone (``default``), or none (``always``)."""
 
-    def keep(fqn: str) -> bool:
-        return policy == "never" or (policy == "default" and is_root(fqn))
+    def stays(fqn: str) -> bool:
+        return stays_gathered(policy, is_root=is_root(fqn))
 
-    dropped = [one for one in gathers(program) if one.phase == "backward" and keep(one.fqn)]
+    dropped = [one for one in gathers(program) if one.phase == "backward" and stays(one.fqn)]
     program = without_gathers(program, dropped)
     found = gathers(program)
-    missing = _missing(found, {one.fqn for one in found if not keep(one.fqn)})
+    missing = _missing(found, {one.fqn for one in found if not stays(one.fqn)})
     if not missing:
         return program
     program = _with_copies(program, missing)

@@ -6,19 +6,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fsdp2prof.estimators.config.option import ByUnit, Counted
+from fsdp2prof.schedule import Sync
 
 __all__ = [
+    "PIECES",
     "SELECTION",
     "ActivationCheckpointing",
     "Allocator",
     "Attention",
     "CheckpointingMode",
     "Chunked",
+    "ChunkedBackward",
+    "ChunkedBlocks",
+    "ChunkedKept",
+    "ChunkedTokens",
+    "ChunkedVocabulary",
     "Documents",
     "Every",
     "ExpertShards",
     "FlexDocuments",
     "Float8",
+    "InPieces",
     "KeptLogits",
     "Loss",
     "LossMode",
@@ -43,7 +51,6 @@ Prefetch = int | tuple[str, ...]
 """A number of blocks, or units by name in order."""
 
 ExpertShards = Literal["auto", "experts", "hidden"]
-Sync = Literal["last", "each"]
 KeptLogits = Literal["own", "fp32"]
 Allocator = Literal["expandable", "classic"]
 Attention = Literal["flash", "cudnn", "efficient", "math"]
@@ -59,10 +66,50 @@ class Every(Counted):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked(Counted):
-    """Head and cross-entropy over K pieces of the sequence, recomputed in backward."""
+class InPieces(Counted):
+    """Head and cross-entropy without all logits at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(InPieces):
+    """Over K pieces of the sequence, each recomputed in backward."""
 
     word: ClassVar[str] = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedKept(InPieces):
+    """Over K pieces of the sequence, their logits kept for backward: torchtune's LinearCrossEntropyLoss."""
+
+    word: ClassVar[str] = "chunked-kept"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedBackward(InPieces):
+    """Over K pieces of the tokens, each with its backward at once: torchtitan's ChunkedLossWrapper."""
+
+    word: ClassVar[str] = "chunked-backward"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedTokens(InPieces):
+    """Over pieces of K tokens, each recomputed in backward: TRL's chunked_nll."""
+
+    word: ClassVar[str] = "chunked-tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedVocabulary(InPieces):
+    """Over pieces of K entries of the vocabulary, all tokens at once: prime-rl's head until March 2026."""
+
+    word: ClassVar[str] = "chunked-vocab"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedBlocks(InPieces):
+    """Over blocks of K tokens by K entries of the vocabulary: prime-rl's fused head."""
+
+    word: ClassVar[str] = "chunked-blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +138,8 @@ CheckpointingMode = Literal["none", "full", "op"]
 ActivationCheckpointing = CheckpointingMode | Every
 """``op`` is selective by operator."""
 LossMode = Literal["full", "compiled", "fused", "logprobs", "dpo"]
-Loss = LossMode | Chunked
+PIECES = (Chunked, ChunkedKept, ChunkedBackward, ChunkedTokens, ChunkedVocabulary, ChunkedBlocks)
+Loss = LossMode | InPieces
 """``full``: over all logits at once."""
 SELECTION = ("attention_is_saved", "ac_saves", "ac_recomputes")
 """Options that say more of ``ac="op"``, and go with nothing else."""

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from fsdp2prof import units
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import (
+    PIECES,
     SELECTION,
     ActivationCheckpointing,
     Allocator,
@@ -20,6 +21,7 @@ from fsdp2prof.estimators.config.choices import (
     ExpertShards,
     FlexDocuments,
     Float8,
+    InPieces,
     KeptLogits,
     Loss,
     LossMode,
@@ -230,9 +232,11 @@ class PolicySpec:
     )
     loss: Loss = option(
         "full",
-        Words(words=get_args(LossMode), counted=Chunked),
-        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in K recomputed pieces; "
-        "logprobs is that of reinforcement learning; dpo takes pairs, chosen and rejected in one batch.",
+        Words(words=get_args(LossMode), counted=PIECES),
+        "Cross-entropy over all fp32 logits, compiled, fused with the head, or in pieces: K of the sequence, "
+        "recomputed, kept (torchtune) or with their backward at once (torchtitan); of K tokens (TRL); of K "
+        "entries of the vocabulary, or blocks of K by K (prime-rl). logprobs is the loss of reinforcement "
+        "learning; dpo takes pairs, chosen and rejected in one batch.",
         group="Training",
         everyday=True,
     )
@@ -398,7 +402,7 @@ class PolicySpec:
         for name in SELECTION:
             if getattr(self, name) is not None and self.ac != "op":
                 raise ModelError(f"{name}: without ac=op nothing chooses what is saved")
-        if self.keep_logits is not None and (self.loss == "fused" or self.loss_chunks):
+        if self.keep_logits is not None and (self.loss == "fused" or self.loss_in_pieces):
             raise ModelError(f"keep_logits: loss={self.loss} never makes them whole")
         refusal = self.optimizer_kind and self.optimizer_kind.refusal(self.optimizer_impl)
         if refusal:
@@ -477,9 +481,9 @@ class PolicySpec:
         return schedule_rule(self.pp_schedule).splits_backward
 
     @property
-    def loss_chunks(self) -> int | None:
-        """K if the loss is computed in K pieces, else ``None``."""
-        return self.loss.count if isinstance(self.loss, Chunked) else None
+    def loss_in_pieces(self) -> bool:
+        """Whether the loss never has all logits at once, as ``fused`` has not either."""
+        return isinstance(self.loss, InPieces)
 
     @property
     def rules(self) -> TorchRules:

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import Chunked, Loss
 from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.gpt import GptTransformer
 from fsdp2prof.estimators.models.llama import LlamaTransformer
-from fsdp2prof.estimators.models.losses import loss_of_model
+from fsdp2prof.estimators.models.losses import head_of, loss_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
 
-__all__ = ["build_builtin", "meta_construction", "token_batch", "token_loss"]
+__all__ = ["build_builtin", "meta_construction", "token_batch"]
 
 _RANDOM = {
     *(getattr(Tensor, name) for name in ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")),
@@ -74,7 +73,10 @@ def build_builtin(config: TransformerConfig, seq_len: int, orig_dtype: str) -> M
     with meta_construction(orig_dtype):
         module = GptTransformer(config) if config.family == "gpt" else LlamaTransformer(config, seq_len)
     return replace(
-        outline_of(config), module=module, make_batch=partial(token_batch, config.vocab_size), loss=token_loss
+        outline_of(config),
+        module=module,
+        make_batch=partial(token_batch, config.vocab_size),
+        loss=partial(loss_of_model, head_of(module)),
     )
 
 
@@ -83,11 +85,3 @@ def token_batch(vocab_size: int, batch_size: int, seq_len: int, device: torch.de
     tokens = torch.randint(vocab_size, (batch_size, seq_len), device=device)
     targets = torch.randint(vocab_size, (batch_size, seq_len), device=device)
     return Batch(args=(tokens,), targets=targets)
-
-
-def token_loss(module: nn.Module, batch: Batch, how: Loss) -> Tensor:
-    """Loss of the next token; what is chunked runs the head inside of the model's own forward."""
-    if isinstance(how, Chunked):
-        loss: Tensor = module(*batch.args, batch.targets, how.count)
-        return loss
-    return loss_of_model("output", module, batch, how)

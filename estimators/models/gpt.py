@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp2prof.estimators.models.catalog import TransformerConfig
-from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["GptBlock", "GptTransformer"]
 
@@ -54,16 +53,17 @@ class GptTransformer(nn.Module):
         """Share the head's weight with the embedding; again after ``to_empty``, which unties them."""
         self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
-        """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, by transformers' name for it."""
+        return self.output
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        """Return logits (B, S, V)."""
         hidden = self.tok_embeddings(tokens_bs)
         if self.pos_embeddings is not None:
             positions = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
             hidden = hidden + self.pos_embeddings(positions)
         for layer in self.layers.children():
             hidden = layer(hidden)
-        hidden = self.norm(hidden)
-        if targets_bs is None:
-            logits: Tensor = self.output(hidden)
-            return logits
-        return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import is_fake
 from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.local_tensors import as_local
-from fsdp2prof.estimators.models.losses import chunked_loss
 
 __all__ = ["Attention", "FeedForward", "LatentAttention", "LlamaTransformer", "TransformerBlock"]
 
@@ -236,29 +235,17 @@ class LlamaTransformer(nn.Module):
         if self.config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def init_buffers(self) -> None:
-        """Fill the rotary table, which construction and ``to_empty`` leave empty."""
-        seq_len, latent = self.rotary.shape[-2], self.config.latent
-        width = self.config.head_dim if latent is None else latent.rope_dim
-        with torch.device(self.rotary.device):
-            steps = torch.arange(0, width, 2, dtype=torch.float32) / width
-            angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
-            if self.config.family == "llama":
-                self.rotary.copy_(torch.polar(torch.ones_like(angles), angles))
-            else:
-                angles = torch.cat((angles, angles), dim=-1)
-                self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, by transformers' name for it."""
+        return self.output
 
-    def forward(self, tokens_bs: Tensor, targets_bs: Tensor | None = None, loss_chunks: int = 1) -> Tensor:
-        """Return logits (B, S, V), or with targets the mean loss over ``loss_chunks`` recomputed pieces."""
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        """Return logits (B, S, V)."""
         hidden = self.tok_embeddings(tokens_bs)
         rotary = self.rotary
         if self.config.family != "llama":
             rotary = rotary.to(hidden.dtype)
         for layer in self.layers.children():
             hidden = layer(hidden, rotary)
-        hidden = self.norm(hidden)
-        if targets_bs is None:
-            logits: Tensor = self.output(hidden)
-            return logits
-        return chunked_loss(self.output, hidden, targets_bs, loss_chunks)
+        logits: Tensor = self.output(self.norm(hidden))
+        return logits

@@ -17,16 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import Chunked, Loss
-from fsdp2prof.estimators.models.after_head import taken_over
+from fsdp2prof.estimators.config.choices import (
+    ChunkedBackward,
+    ChunkedBlocks,
+    ChunkedKept,
+    ChunkedTokens,
+    ChunkedVocabulary,
+    InPieces,
+    Loss,
+)
 from fsdp2prof.estimators.models.model import Batch
 
 __all__ = [
-    "chunked_loss",
     "head_of",
     "log_probabilities",
     "logits_loss",
@@ -132,17 +139,158 @@ def _preference(taken: Tensor, reference: Tensor | None, beta: float = 0.1) -> T
     return -F.logsigmoid(beta * (chosen - rejected)).mean()
 
 
-def chunked_loss(
-    head: Callable[[Tensor], Tensor], hidden_bsd: Tensor, targets_bs: Tensor, chunks: int
+def _in_pieces(
+    head: Callable[[Tensor], Tensor], hidden_bsd: Tensor, targets_bs: Tensor, how: InPieces
 ) -> Tensor:
-    """Mean cross-entropy over pieces of the sequence, each piece's logits recomputed in backward."""
+    """Mean cross-entropy over pieces of the sequence or of the tokens, their logits recomputed or kept."""
 
     def piece_loss(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
-    pieces = zip(hidden_bsd.chunk(chunks, dim=1), targets_bs.chunk(chunks, dim=1), strict=True)
-    losses = [checkpoint(piece_loss, hidden, targets, use_reentrant=False) for hidden, targets in pieces]
+    if isinstance(how, ChunkedTokens):
+        hidden_bsd, targets = hidden_bsd.flatten(0, 1).unsqueeze(0), targets_bs.view(1, -1)
+        parts = [(hidden_bsd[:, some], targets[:, some]) for some in _slices(hidden_bsd.shape[1], how.count)]
+    else:
+        parts = list(zip(hidden_bsd.chunk(how.count, dim=1), targets_bs.chunk(how.count, dim=1), strict=True))
+    losses = [
+        piece_loss(hidden, targets)
+        if isinstance(how, ChunkedKept)
+        else checkpoint(piece_loss, hidden, targets, use_reentrant=False)
+        for hidden, targets in parts
+    ]
     return torch.stack(losses).sum() / targets_bs.numel()
+
+
+class _ByVocabulary(torch.autograd.Function):
+    """Cross-entropy over blocks of tokens by entries of the vocabulary; the weight's gradient is one whole.
+
+    Source: prime-rl ``trainer/models/layers/lm_head.py``, ``_SequenceChunkedLogProbEntropyFn`` (559b44772)
+    and, for all tokens at once, ``_ChunkedLogProbEntropyFn`` (2486860eb).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tokens: int, entries: int
+    ) -> Tensor:
+        """Return the sum over ``hidden`` (N, D) and ``weight`` (V, D)."""
+        normaliser, chosen = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(2))
+        for some in _slices(len(hidden), tokens):
+            largest = hidden.new_full((some.stop - some.start,), float("-inf"), dtype=torch.float32)
+            total, target = torch.zeros_like(largest), torch.zeros_like(largest)
+            for part in _slices(len(weight), entries):
+                logits = (hidden[some] @ weight[part].t()).float()
+                higher = torch.maximum(largest, logits.amax(-1))
+                total = total * torch.exp(largest - higher) + torch.exp(logits - higher.unsqueeze(-1)).sum(-1)
+                largest = higher
+                inside, index = _within(targets[some], part)
+                target = torch.where(inside, logits.gather(1, index).squeeze(1), target)
+            normaliser[some] = largest + torch.log(total)
+            chosen[some] = target
+        ctx.save_for_backward(hidden, weight, targets, normaliser)
+        ctx.sizes = tokens, entries
+        return (normaliser - chosen).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Compute each block's logits again."""
+        hidden, weight, targets, normaliser = ctx.saved_tensors
+        tokens, entries = ctx.sizes
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for some in _slices(len(hidden), tokens):
+            for part in _slices(len(weight), entries):
+                logits = (hidden[some] @ weight[part].t()).float()
+                probabilities = torch.exp(logits - normaliser[some].unsqueeze(-1))
+                of_logits = gradients[0] * probabilities
+                inside, index = _within(targets[some], part)
+                of_logits.scatter_add_(1, index, -(gradients[0] * inside).unsqueeze(1))
+                of_hidden[some] += of_logits.to(hidden.dtype) @ weight[part]
+                of_weight[part] += of_logits.to(weight.dtype).t() @ hidden[some]
+        return of_hidden, of_weight, None, None, None
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _within(targets: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a part of the vocabulary, and the place (N, 1) of each there."""
+    inside = (targets >= part.start) & (targets < part.stop)
+    return inside, (targets - part.start).clamp(0, part.stop - part.start - 1).unsqueeze(1)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient by the hidden states is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        ctx.save_for_backward(gradient)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Give the gradient; the loss is what backward starts from."""
+        (gradient,) = ctx.saved_tensors
+        return gradient, None, None
+
+
+def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: int) -> Tensor:
+    """Run a model without its head, then head, cross-entropy and their backward piece by piece.
+
+    The head's parameters stay gathered in between, and its gradients are reduced with the last piece's.
+    Source: torchtitan ``components/loss.py``, ``ChunkedLossWrapper`` (b5bcd76c6).
+    """
+    parent, _, name = fqn.rpartition(".")
+    owner, head, targets = module.get_submodule(parent), module.get_submodule(fqn), batch.targets
+    assert targets is not None
+    if isinstance(module, FSDPModule):
+        if not isinstance(head, FSDPModule):
+            raise ModelError(
+                f"loss=chunked-backward gathers {fqn} outside of the forward, as a unit of its own or "
+                f"with the last norm: add {fqn} or norm+{fqn} to wrap"
+            )
+        module._get_fsdp_state()._lazy_init()  # before a unit is out of its sight
+    with _taken_over(module) as after:
+        owner.register_module(name, nn.Identity())
+        try:
+            hidden = logits_of(module(*batch.args, **batch.named))
+        finally:
+            owner.register_module(name, head)
+        leaf = hidden.detach().flatten(0, 1).unsqueeze(0)
+        gradient, total = torch.zeros_like(leaf, dtype=torch.float32), leaf.new_zeros((), dtype=torch.float32)
+        parts = [part.contiguous().requires_grad_() for part in leaf.chunk(pieces, dim=1)]
+        unit: Any = head if isinstance(head, FSDPModule) else None
+        if unit is not None:
+            unit.set_reshard_after_forward(False)
+            unit.set_reshard_after_backward(False)
+            syncs = _syncs(unit)
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.unshard()
+        start = 0
+        for part, labels in zip(parts, targets.flatten().chunk(len(parts)), strict=True):
+            if unit is not None and part is parts[-1]:
+                unit.set_requires_gradient_sync(syncs, recurse=False)
+            logits = after(head(part)).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, labels, reduction="sum") / targets.numel()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = total + loss.detach()
+            assert part.grad is not None
+            gradient[:, start : start + part.shape[1]] = part.grad
+            part.grad, start = None, start + part.shape[1]
+            del logits, loss
+        if unit is not None:
+            unit.set_reshard_after_forward(True)
+            unit.set_reshard_after_backward(True)
+            unit.reshard()
+    known = gradient.to(hidden.dtype).view(hidden.shape)
+    whole: Tensor = _WithGradient.apply(hidden, known, total)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _syncs(unit: FSDPModule) -> bool:
+    """Whether a unit reduces its gradients in this micro-batch."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return group is None or bool(group.reduce_grads)
 
 
 def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) -> Tensor:
@@ -152,7 +300,7 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
     """
     targets = batch.targets
     assert targets is not None
-    if how != "fused" and not isinstance(how, Chunked):
+    if how != "fused" and not isinstance(how, InPieces):
         logits = logits_of(module(*batch.args, **batch.named))
         if batch.keeps_logits == "fp32":
             logits = logits.float()
@@ -161,7 +309,9 @@ def loss_of_model(head: str | None, module: nn.Module, batch: Batch, how: Loss) 
         return logits_loss(logits, targets, how, batch.reference)
     if head is None:
         raise ModelError(f"loss={how}: the model names no head: compute this loss in your own function")
-    with taken_over(module) as after, _in_place_of(module.get_submodule(head), after, targets, how):
+    if isinstance(how, ChunkedBackward):
+        return _with_backward_at_once(module, head, batch, how.count)
+    with _taken_over(module) as after, _in_place_of(module.get_submodule(head), after, targets, how):
         return logits_of(module(*batch.args, **batch.named)).sum()
 
 
@@ -195,10 +345,16 @@ def _in_place_of(
     apart = partial(type(head).forward, head) if own is None else own
 
     def with_loss(hidden_bsd: Tensor) -> Tensor:
-        if isinstance(how, Chunked):
-            loss = chunked_loss(lambda piece: after(apart(piece)), hidden_bsd, targets, how.count)
+        hidden, labels = hidden_bsd.flatten(0, 1), targets.flatten()
+        if isinstance(how, (ChunkedVocabulary, ChunkedBlocks)):
+            if head.bias is not None:
+                raise ModelError(f"loss={how}: prime-rl's fused head takes no bias: use chunked:8")
+            tokens = how.count if isinstance(how, ChunkedBlocks) else len(hidden)
+            loss = _ByVocabulary.apply(hidden, head.weight, labels, tokens, how.count)
+            loss = loss / len(labels)
+        elif isinstance(how, InPieces):
+            loss = _in_pieces(lambda piece: after(apart(piece)), hidden_bsd, targets, how)
         elif is_fake(hidden_bsd):
-            hidden, labels = hidden_bsd.flatten(0, 1), targets.flatten()
             loss = _FusedLinearCrossEntropy.apply(hidden, head.weight, labels)  # type: ignore[no-untyped-call]
         else:
             loss = logits_loss(after(apart(hidden_bsd)), targets)
@@ -211,6 +367,44 @@ def _in_place_of(
         del head.forward
         if own is not None:
             head.forward = own
+
+
+_CAP, _DIVISOR, _FACTOR = "final_logit_softcapping", "logits_scaling", "logit_scale"
+"""Options of transformers' models by which they cap (Gemma 2) or scale (Granite, Cohere) their logits."""
+
+
+@contextmanager
+def _taken_over(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Have a model leave its logits as its head makes them, and give what it would have made of them.
+
+    A loss in pieces runs in the head's place, so that the model would cap or scale the loss.
+    """
+    config: Any = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    cap, divisor = getattr(config, _CAP, None), getattr(config, _DIVISOR, None)
+    factor = getattr(module, _FACTOR, None)
+    factor = factor if isinstance(factor, int | float) else None
+    replaced: list[tuple[Any, str, Any, Any]] = [
+        (config, _CAP, cap, None),
+        (config, _DIVISOR, divisor, 1.0),
+        (module, _FACTOR, factor, 1.0),
+    ]
+    replaced = [(owner, name, own, neutral) for owner, name, own, neutral in replaced if own is not None]
+    for owner, name, _, neutral in replaced:
+        setattr(owner, name, neutral)
+
+    def after(logits: Tensor) -> Tensor:
+        if divisor is not None:
+            logits = logits / divisor
+        if factor is not None:
+            logits = logits * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    try:
+        yield after
+    finally:
+        for owner, name, own, _ in replaced:
+            setattr(owner, name, own)
 
 
 def one_line(error: BaseException) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.choices import Sync
-from fsdp2prof.estimators.traffic.fsdp import AllReduce
 from fsdp2prof.manifest import RankManifest, RootInfo
+from fsdp2prof.schedule import AllReduce, Sync
 
 __all__ = ["RootStep", "step_of_root"]
 

@@ -22,6 +22,7 @@ from fsdp2prof.estimators.planner.fast_memory import Sizes, outside_bytes, reser
 from fsdp2prof.estimators.planner.profile import BlockKind, BlockProfile
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC
+from fsdp2prof.schedule import BlockCounts, block_counts
 
 __all__ = ["FastModel", "Score"]
 
@@ -236,20 +237,20 @@ class FastModel:
         dtypes = policy.compute_dtype, policy.gradient_dtype, policy.orig_dtype
         dim = _dim(mesh, policy, plain)
         first = self._traffic(mesh, 0, dim, dtypes, policy.reshard, policy.offload)
-        times = policy.grad_accum if policy.sync == "each" else 1
-        return times * (sent + first.scatter) + _gathers(mesh, policy) * (gathered + first.gather)
+        counts = _counts(mesh, policy)
+        return counts.reductions * (sent + first.scatter) + counts.forward_gathers * (gathered + first.gather)
 
     def _copied_at_ends(self, mesh: MeshSpec, policy: PolicySpec, sizes: Sizes) -> float:
         """FSDP's own kernels for what is outside of the blocks, as :class:`_Traffic` has them for a block."""
         gathered, reduced = dtype_bytes(policy.compute_dtype), dtype_bytes(policy.gradient_dtype)
-        reductions = policy.grad_accum if policy.sync == "each" else 1
+        counts = _counts(mesh, policy)
         moved, root = self._costs.moved, sizes.root
-        copied = (policy.grad_accum - reductions) * moved(root * (gathered + 2 * reduced))
-        if reductions < policy.grad_accum:
+        copied = (policy.grad_accum - counts.reductions) * moved(root * (gathered + 2 * reduced))
+        if counts.reductions < policy.grad_accum:
             copied += _widened(moved, root, gathered, reduced)
         if mesh.fsdp_size > 1:
-            copied += _gathers(mesh, policy) * moved(3 * root * gathered)
-            copied += reductions * moved(root * (gathered + reduced))
+            copied += counts.forward_gathers * moved(3 * root * gathered)
+            copied += counts.reductions * moved(root * (gathered + reduced))
         return copied
 
     def _split_of(self, tp: int, ep: int, mode: str) -> tuple[float, float]:
@@ -291,7 +292,7 @@ class FastModel:
         moved = self._costs.moved
         return _Traffic(
             gather=gather,
-            again=0 if reshard == "never" else again,
+            again=again,
             scatter=scatter,
             copies=moved(3 * numel * gathered) if mesh.fsdp_size > 1 else 0,
             reduced=moved(numel * (gathered + reduced)) if mesh.fsdp_size > 1 else 0,
@@ -324,9 +325,10 @@ class FastModel:
         )
 
 
-def _gathers(mesh: MeshSpec, policy: PolicySpec) -> int:
-    """Times that parameters are gathered for a forward: a backward reshards, in a pipeline only the last."""
-    return policy.grad_accum if mesh.pp == 1 else 1
+def _counts(mesh: MeshSpec, policy: PolicySpec) -> BlockCounts:
+    """How often FSDP gathers and reduces a block in a step."""
+    reshard = policy.reshard != "never"
+    return block_counts(policy.grad_accum, policy.sync, reshard=reshard, keep_between=mesh.pp > 1)
 
 
 def _widened(moved: Callable[[int], int], numel: int, gathered: int, reduced: int) -> int:
@@ -346,17 +348,17 @@ def _passes(
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yield forwards and backwards of a block: how many, kernels, exchanges, host, FSDP's, its copies."""
     micro_batches = policy.grad_accum
-    reductions = micro_batches if policy.sync == "each" else 1
-    gathers = _gathers(mesh, policy)
+    gathers, gathers_again, reductions = _counts(mesh, policy)
+    again = traffic.again if gathers_again else 0
     ahead = cost.forward, cost.sent_forward
     back = cost.backward, cost.sent_backward
     kept = cost.host_forward - cost.host_gather
-    last = cost.host_backward - (cost.host_gather_again if policy.reshard == "never" else 0)
+    last = cost.host_backward - (0 if gathers_again else cost.host_gather_again)
     for times, (own, exchanged), host, gathered, scattered in (
         (gathers, ahead, cost.host_forward, traffic.gather, 0),
         (micro_batches - gathers, ahead, kept, 0, 0),
-        (reductions, back, last, traffic.again, traffic.scatter),
-        (micro_batches - reductions, back, last - cost.host_reduce, traffic.again, 0),
+        (reductions, back, last, again, traffic.scatter),
+        (micro_batches - reductions, back, last - cost.host_reduce, again, 0),
     ):
         # the host's link goes both ways at once
         sent = max(gathered, scattered) if policy.offload else gathered + scattered

@@ -17,6 +17,7 @@ from fsdp2prof.estimators.config.choices import CheckpointingMode
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
+from fsdp2prof.estimators.execution.extension import CannotRepeatError
 from fsdp2prof.estimators.memory import predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
@@ -27,7 +28,7 @@ from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_gro
 from fsdp2prof.estimators.step import program_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Shape, Work
 from fsdp2prof.estimators.timeline.costs import HostPace
-from fsdp2prof.estimators.timeline.deepen import CannotCutError, Part, parts_of
+from fsdp2prof.estimators.timeline.deepen import Part, parts_of
 from fsdp2prof.estimators.timeline.program import execute_and_capture
 from fsdp2prof.estimators.traffic.parts import part_of
 
@@ -163,7 +164,7 @@ def measure(probe: Probe) -> BlockProfile:
     sharded = _Sharded(built, mesh, policy)
     try:
         parts = _head_apart(parts_of(program, built.blocks[0].removesuffix("0"), shallow), built.blocks[-1])
-    except CannotCutError:
+    except CannotRepeatError:
         raise ModelError(f"plan: the blocks of {built.name} do not run one after the other") from None
     prediction = predict_memory(spec, mesh, policy, executed=execution)
     alive = Alive(prediction, built.blocks)

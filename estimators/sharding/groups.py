@@ -100,6 +100,8 @@ class ParameterGroup:
     """As it is set; None is the gradients' own."""
     gradient_dtype: str
     """Of its reduce-scatter."""
+    forward_prefetch: tuple[str, ...] = ()
+    """Groups it prefetches in forward."""
     backward_prefetch: tuple[str, ...] = ()
     """Groups it prefetches explicitly in backward; none leaves that to FSDP."""
     unshard_in_backward: bool = True
@@ -166,7 +168,8 @@ def parameter_groups(model: Model, mesh: MeshSpec, policy: PolicySpec) -> tuple[
             replicas=mesh.dp_replicate,
             reduce_dtype=unit.reduce_dtype,
             gradient_dtype=unit.reduce_dtype or unit.param_dtype or same[0].dtype,
-            backward_prefetch=tuple(", ".join(target) for target in unit.backward_prefetch),
+            forward_prefetch=tuple(map(", ".join, unit.forward_prefetch)),
+            backward_prefetch=tuple(map(", ".join, unit.backward_prefetch)),
             unshard_in_backward=unit.unshard_in_backward,
             is_expert=mesh.ep > 1 and same[0].is_expert,
         )

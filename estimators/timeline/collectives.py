@@ -6,8 +6,9 @@ import numpy as np
 
 from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.estimators.timeline.commands import Collective, Enter, Leave, Program
-from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.schedule import Axis
 from fsdp2prof.tables import LabelTable, StepTable, Strings
 
 __all__ = ["add_executed"]

@@ -54,6 +54,10 @@ def _check_pipeline(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
         raise ModelError("with pp use sync=last: the schedule reduces gradients after its last backward")
     if not 0 <= policy.pp_stage < mesh.pp:
         raise ModelError(f"pp_stage: {policy.pp_stage} is not one of the {mesh.pp} pipeline stages")
+    if mesh.pp > 1 and policy.loss_in_pieces:
+        raise ModelError(
+            f"loss={policy.loss} on a pipeline's last stage is not modelled: use loss=full, which takes more"
+        )
     stages = policy.stages_per_rank
     if policy.pp_schedule != "1f1b" and mesh.pp == 1:
         raise ModelError("pp_schedule: there is no pipeline on this mesh; add pp to it")
@@ -95,7 +99,10 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
     if policy.async_tp and not plan.is_analysed:
         raise ModelError(f"async_tp: modelled for dense built-in models, not {model.name}")
     if policy.loss == "fused":
-        raise ModelError("loss=fused with a head that tensor parallelism divides is not modelled")
+        raise ModelError(
+            "loss=fused: Liger's kernel needs the whole head, and tensor parallelism divides it: use "
+            "loss=compiled, or chunked:8"
+        )
     if policy.loss in ("logprobs", "dpo") and plan.divides_logits(policy.loss_parallel):
         raise ModelError(
             f"loss={policy.loss} over logits that tensor parallelism divides is not modelled: "

@@ -17,8 +17,9 @@ from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup
-from fsdp2prof.estimators.traffic.fsdp import Axis, Ledger
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
+from fsdp2prof.schedule import Axis, block_counts
 
 __all__ = ["add_parallel_traffic", "counted_by_execution"]
 
@@ -170,7 +171,7 @@ def _add_replicated_gradients(
     ledger: Ledger, groups: Sequence[ParameterGroup], axis: Axis, policy: PolicySpec
 ) -> None:
     """Norm weights are replicated over tp but see a part of the sequence: their gradients are all-reduced."""
-    reductions = policy.grad_accum if policy.sync == "each" else 1
+    counts = block_counts(policy.grad_accum, policy.sync)
     accumulated = policy.grad_accum > 1 and policy.sync == "last"
     dtype = policy.gradient_dtype if accumulated else policy.compute_dtype
     for group in groups:
@@ -184,7 +185,7 @@ def _add_replicated_gradients(
                     axis=axis,
                     dtype=dtype,
                     payload_bytes=parameter.numel * dtype_bytes(dtype),
-                    count=reductions,
+                    count=counts.reductions,
                 )
 
 

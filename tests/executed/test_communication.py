@@ -21,8 +21,9 @@ from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.torch_rules import torch_rules
-from fsdp2prof.estimators.traffic.fsdp import Axis, GroupTraffic, Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.parts import stage_blocks
+from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 
 CONFIG = TransformerConfig(
     name="tiny",
@@ -220,12 +221,12 @@ def test_trained_groups_follow_the_formulas(sizes, shards, replicas, micro_batch
     """all-gather A x P x bp, twice if resharded; reduce-scatter and all-reduce once, of P x br and S x br."""
     shard, replicate = Axis(size=shards, mesh_dim="s"), Axis(size=replicas, mesh_dim="r")
     groups = [
-        GroupTraffic(
+        ScheduledGroup(
             root=0,
             fqn=f"layers.{index}",
             gather_bytes=2 * size * shards,
             gather_dtype="bfloat16",
-            reduce_numel=size * shards,
+            reduce_bytes=4 * size * shards,
             reduce_dtype="float32",
             reshard=reshard,
             has_backward=True,
@@ -237,7 +238,7 @@ def test_trained_groups_follow_the_formulas(sizes, shards, replicas, micro_batch
         for index, size in enumerate(sizes)
     ]
     ledger = Ledger()
-    walk_step(groups, ledger, micro_batches=micro_batches, sync="last")
+    ledger.add_events(steady_step(groups, micro_batches=micro_batches))
     payload = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0)
     for row in ledger.to_rows():
         payload[row.op] += row.payload_bytes

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 from fsdp2prof.analyzers.memory.usage import allocated_totals
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_comm
-from fsdp2prof.estimators.config.choices import Chunked
+from fsdp2prof.estimators.config.choices import (
+    Chunked,
+    ChunkedBackward,
+    ChunkedBlocks,
+    ChunkedKept,
+    ChunkedTokens,
+    ChunkedVocabulary,
+)
 from fsdp2prof.estimators.config.extra_models import ExtraModel
 from fsdp2prof.estimators.config.lora import Lora
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -145,18 +152,28 @@ def test_padded_experts_are_found_with_what_avoids_it() -> None:
 class Head(nn.Module):
     """A head over given hidden states."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        self.head = nn.Linear(8, 11)
+        self.head = nn.Linear(8, 11, bias=bias)
 
     def forward(self, hidden):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("how", ["compiled", "fused", "logprobs", Chunked(3)])
+IN_PIECES = [
+    Chunked(3),
+    ChunkedKept(3),
+    ChunkedBackward(3),
+    ChunkedTokens(5),
+    ChunkedVocabulary(4),
+    ChunkedBlocks(5),
+]
+
+
+@pytest.mark.parametrize("how", ["compiled", "fused", "logprobs", *IN_PIECES])
 def test_every_loss_is_the_cross_entropy_on_real_tensors(how) -> None:
     torch.manual_seed(0)
-    module, targets = Head(), torch.randint(11, (2, 6))
+    module, targets = Head(bias=False), torch.randint(11, (2, 6))
     hidden = torch.randn(2, 6, 8, requires_grad=True)
     gradients = []
     for one in ("full", how):
@@ -167,6 +184,41 @@ def test_every_loss_is_the_cross_entropy_on_real_tensors(how) -> None:
         gradients.append([loss.detach(), present(hidden.grad), present(module.head.weight.grad).clone()])
     torch.testing.assert_close(*gradients)
     torch.testing.assert_close(gradients[0][0], logits_loss(module(hidden), targets).detach())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "policy", "reason"),
+    [
+        (MeshSpec(dp_shard=2), {"loss": "chunked-backward:4"}, r"add output or norm\+output to wrap"),
+        (MeshSpec(dp_shard=2, tp=2), {"loss": "fused"}, "use loss=compiled, or chunked:8"),
+        (MeshSpec(pp=2), {"loss": "chunked:4", "reshard": "never"}, "use loss=full"),
+    ],
+)
+def test_losses_that_are_refused_say_which_to_use(mesh, policy, reason) -> None:
+    with pytest.raises(ModelError, match=reason):
+        estimate_memory(ModelSpec(source="llama2-7b", layers=2), mesh, PolicySpec(seq_len=64, **policy))
+
+
+def test_what_each_loss_in_pieces_holds() -> None:
+    """Logits in fp32 of 2048 tokens of a vocabulary of 32000; only torchtune's pieces keep them."""
+    model, mesh = ModelSpec(source="llama2-7b", layers=1), MeshSpec(dp_shard=8)
+    policy = PolicySpec(seq_len=2048, wrap=("block", "norm+output"), allocator="expandable")
+    peaks = {
+        how: estimate_memory(
+            model, mesh, PolicySpec.from_mapping(policy.to_mapping() | {"loss": how})
+        ).peak.active_bytes
+        for how in (
+            "full",
+            "chunked-kept:8",
+            "chunked-backward:8",
+            "chunked-tokens:256",
+            "chunked-vocab:2000",
+        )
+    }
+    logits = 2048 * 32000 * 4
+    assert peaks["full"] - peaks["chunked-kept:8"] < logits
+    for how in ("chunked-backward:8", "chunked-tokens:256", "chunked-vocab:2000"):
+        assert peaks["chunked-kept:8"] - peaks[how] > logits / 2
 
 
 class Capped(Head):
@@ -184,10 +236,11 @@ class Capped(Head):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-@pytest.mark.parametrize("how", ["fused", Chunked(3)])
+@pytest.mark.parametrize("how", ["fused", Chunked(3), ChunkedKept(3), ChunkedBackward(3), ChunkedTokens(5)])
 def test_what_a_model_does_to_its_logits_is_done_to_each_piece(how) -> None:
     torch.manual_seed(0)
     module, targets, hidden = Capped(), torch.randint(11, (2, 6)), 4 * torch.randn(2, 6, 8)
+    hidden.requires_grad_()
     losses = []
     for one in ("full", how):
         module.zero_grad()
@@ -222,7 +275,9 @@ def test_losses_hold_less_and_less() -> None:
     tokens = 2 * 2048
     logits = tokens * 151_936
     peaks = {
-        how: estimate_memory(spec, mesh, replace(policy, loss=how)).peak.active_bytes
+        how: estimate_memory(
+            spec, mesh, PolicySpec.from_mapping(policy.to_mapping() | {"loss": how})
+        ).peak.active_bytes
         for how in ("full", "compiled", "fused")
     }
     # Two fp32 tensors of them, against one fp32 number a token.

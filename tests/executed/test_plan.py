@@ -402,7 +402,6 @@ def test_many_micro_batches_take_what_all_of_them_simulated_take(
     assert (whole.step_ns, whole.bubble_ns) == (full.step_ns, full.bubble_ns)
     monkeypatch.setattr(steps, "_MOST_WHOLE", {False: 3, True: 3})
     short = step_figures(SMALL.model, spec, policy, NODE)
-    assert short.extended_from == 3
     assert short.step_ns == pytest.approx(full.step_ns, rel=0.005)
 
 
@@ -554,9 +553,7 @@ class Prefetching:
         if policy.backward_prefetch:
             return ModelError("refused")
         step_ns = 900 if policy.forward_prefetch == 2 else 1100
-        return StepFigures(
-            step_ns=step_ns, exposed_ns=0, bubble_ns=0, idle_ns=0, model_flops=1, extended_from=None
-        )
+        return StepFigures(step_ns=step_ns, exposed_ns=0, bubble_ns=0, idle_ns=0, model_flops=1)
 
 
 def prefetched(planning: Planning, **parts: Any) -> tuple[Planning, Prefetching]:

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.api import analyze_trace
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.communication import estimate_built, estimate_comm, group_traffic
+from fsdp2prof.estimators.communication import estimate_built, estimate_comm, scheduled_groups
 from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
@@ -58,10 +58,11 @@ from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
-from fsdp2prof.estimators.traffic.fsdp import Ledger, walk_step
+from fsdp2prof.estimators.traffic.fsdp import Ledger
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
+from fsdp2prof.schedule import steady_step
 
 from .conftest import SCRIPTS, script_path, torchrun, training_environment
 
@@ -110,7 +111,7 @@ def train_step(model, policy, mode):
         if policy.runs_itself_before:
             with torch.no_grad():
                 model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
-        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), "full")
+        loss = model.loss(model.module, model.make_batch(2, policy.seq_len, torch.device("cpu")), policy.loss)
         mode.phase = "backward"
         loss.backward()
     mode.phase = "optimizer"
@@ -158,6 +159,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "root only": ({}, {"wrap": ("root",)}),
     "submodules": ({}, {"wrap": ("block", "Attention", "layers.*.feed_forward")}),
     "grouped head": ({}, {"wrap": ("block", "tok_embeddings", "norm+output")}),
+    "loss in pieces": ({}, {"wrap": ("block", "norm+output"), "loss": "chunked:4"}),
+    "loss in pieces of the vocabulary": ({}, {"wrap": ("block", "output"), "loss": "chunked-vocab:32"}),
     "last layer trained": ({}, {"trainable": r"layers\.2\.|output"}),
     "one projection trained": (
         {},
@@ -173,6 +176,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_every_collective_of_a_step(case):
     sizes, options = CASES[case]
@@ -185,6 +189,31 @@ def test_every_collective_of_a_step(case):
     counts = executed(tiny(), mesh, policy)
     assert predicted(tiny(), mesh, policy) == counts
     assert counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"wrap": ("block", "norm+output")},
+        {"wrap": ("block", "norm+output"), "reshard": "torchtitan", "grad_accum": 2},
+        {"wrap": ("block", "norm+output"), "reshard": "always", "grad_accum": 2, "sync": "each"},
+        {"wrap": ("block", "output"), "grad_accum": 2, "sync": "each"},
+        {"wrap": ("block", "output"), "reshard": "never"},
+        {"wrap": ("block", "output"), "grad_accum": 3},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
+def test_a_head_whose_backward_runs_in_the_forward(options):
+    """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
+    policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
+    sums: Counter[tuple[str, str]] = Counter()
+    for (_, op, dtype, payload), count in executed(tiny(), mesh, policy).items():
+        sums[op, dtype] += count * payload
+        sums[op, "count"] += count
+    for row in estimate(tiny(), mesh, policy).groups:
+        sums[row.op, row.dtype] -= row.payload_bytes
+        sums[row.op, "count"] -= row.count
+    assert not any(sums.values()), sums
 
 
 @pytest.mark.parametrize(
@@ -300,8 +329,8 @@ def test_a_frozen_model_run_forward_only(reshard):
                 model.module(*model.make_batch(2, policy.seq_len, torch.device("cpu")).args)
     ledger = Ledger()
     model = build_builtin(tiny(), policy.seq_len, policy.orig_dtype)
-    groups = group_traffic(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
-    walk_step(groups, ledger, micro_batches=1, sync="last", trains=False)
+    groups = scheduled_groups(parameter_groups(model, mesh, policy), model, mesh, policy, root=1)
+    ledger.add_events(steady_step(groups, trains=False))
     counts: Counter[tuple[object, ...]] = Counter()
     for row in ledger.to_rows():
         counts[row.phase, row.op, row.dtype, row.payload_bytes // row.count] += row.count

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from operator import attrgetter
 
 import pytest
@@ -238,6 +241,40 @@ def test_the_host_and_the_groups_of_captured_steps(start, sessions):
     assert manifest.machine.cores >= manifest.machine.usable_cores > 0
     assert {(one.forwards, one.evaluations) for one in manifest.param_groups} == {(2, 1)}
     assert {root.evaluations for root in manifest.roots} == {1}
+
+
+def test_where_the_host_of_a_traced_step_was(start, sessions):
+    """The line that slept, the collection that was asked for, and the thread that holds the interpreter."""
+    model = wrapped()
+    start(model, wait=0, warmup=1, active=1, memory_steps=0, memory=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    over = threading.Event()
+    spinning = threading.Thread(target=spin, args=(over,))
+    spinning.start()
+    callbacks = list(gc.callbacks)
+    for _ in range(3):
+        loss(model).backward()
+        time.sleep(0.1)
+        cycles: list[list[object]] = [[] for _ in range(100_000)]
+        for one in cycles:
+            one.append(one)
+        del cycles, one
+        gc.collect()
+        optimizer.step()
+    over.set()
+    spinning.join()
+    step = next(one for one in sessions[-1].manifest.host_steps if one.step == 1)
+    slept = [one for one in step.lines if "test_record_steps.py" in one.line and one.duration_ns > 50_000_000]
+    assert any("test_where_the_host" in one.line for one in slept), step.lines
+    assert step.garbage_collection_ns > 1_000_000
+    assert sum(one.duration_ns for one in step.garbage_collections) <= step.garbage_collection_ns
+    assert ["(spin)" in line for line in step.python_threads] == [True]
+    assert gc.callbacks == callbacks, "nothing of ours is left"
+
+
+def spin(over):
+    while not over.is_set():
+        pass
 
 
 def test_unknown_structures_cost_the_description_and_neither_trace_nor_training(start, sessions, monkeypatch):

@@ -6,16 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.results import trace_analysis
+from support.traces import TraceBuilder
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
+from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
+from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.trace.collective_names import is_collective_kernel
-from fsdp2prof.manifest import HostStep, MachineInfo, RankManifest
+from fsdp2prof.analyzers.trace.sighted import sighted
+from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
+from fsdp2prof.results.work import KernelRow
 from fsdp2prof.vocabulary import LEDGER_CAUSES, layer_name
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -134,6 +140,8 @@ def test_a_replay_that_gains_nothing_proposes_nothing(tmp_path: Path) -> None:
         "ubx_kernel_allgather_2",
         "mori::moe::EpDispatchIntraNodeKernel<float>(x)",
         "EpCombineInterNodeKernel",
+        "void torchcomms::rccl::allgather_kernel<float>(int)",
+        "torchcomm::reduceScatterKernel",
     ],
 )
 def test_kernels_of_communication_libraries_are_communication(name: str) -> None:
@@ -145,6 +153,56 @@ def test_wrappers_are_no_part_of_a_layers_name() -> None:
     assert layer_name("layers.0._checkpoint_wrapped_module") == "layers.0"
     assert layer_name("layers.0._checkpoint_wrapped_module.mlp") == "layers.0.mlp"
     assert layer_name("_orig_mod.layers.0") == "layers.0"
+
+
+def test_one_unit_that_holds_most_is_named_where_nothing_inside_can_be_wrapped(tmp_path: Path) -> None:
+    large: dict[str, Any] = {"numel": 400_000_000, "all_gather_ns": 12 * MS, "reduce_scatter_ns": 9 * MS}
+    ledger = ledger_of(tmp_path / "run", *[healthy().changed("layers.3", **large)] * 2)
+    assert told(ledger)[0] == "wrapping_too_coarse"
+    assert named(ledger, "wrapping_too_coarse").fqn == "layers.3"
+
+
+def test_a_python_thread_that_computes_holds_the_interpreter() -> None:
+    """8 of 50 ms without an operator in which the training's thread neither computed nor waited."""
+    analysis = trace_analysis()
+    ranks = [
+        replace(rank, steps=[replace(step, idle_ns={"host_bound": 8 * MS}) for step in rank.steps])
+        for rank in analysis.ranks
+    ]
+    for spent_ms, expected in ((45, []), (5, ["starved_host"])):
+        steps = [
+            HostStep(
+                step=step, main_thread_cpu_ns=spent_ms * MS, python_threads={"train.py:9 (spin)": 30 * MS}
+            )
+            for step in (3, 4)
+        ]
+        took = [StepInfo(step=step, start_ns=0, duration_ns=50 * MS) for step in (3, 4)]
+        manifests = [RankManifest(rank=rank, host_steps=steps, steps=took) for rank in (0, 1)]
+        ledger = with_ledger(replace(analysis, ranks=ranks), manifests=manifests).ledger
+        assert ledger is not None
+        assert told(ledger)[:1] == expected
+        for entry in ledger.entries[: len(expected)]:
+            assert "train.py:9 (spin)" in entry.said
+
+
+def test_the_line_seen_most_names_a_stretch_and_collections_their_own() -> None:
+    lines = [(100, 200, "a.py:1 (f)"), (300, 300, "b.py:2 (g)"), (400, 900, "c.py:3 (h)")]
+    spans = [HostSpan(start_ns=BASE + a, duration_ns=b - a, line=line) for a, b, line in lines]
+    collected = [HostSpan(start_ns=BASE + 1000, duration_ns=500)]
+    step = HostStep(step=1, lines=spans, garbage_collections=collected)
+    trace = replace(TraceBuilder().build(), base_time_ns=BASE)
+    seen = sighted(trace, RankManifest(host_steps=[step]))
+    start = np.array([0, 150, 310, 120, 1100])
+    end = np.array([90, 450, 350, 900, 1600])
+    assert seen.lines(start, end) == [None, "a.py:1 (f)", None, "c.py:3 (h)", None]
+    assert seen.gaps(start, end)[-1] == GARBAGE
+    assert (
+        sighted(replace(trace, base_time_ns=0), RankManifest(host_steps=[step])).lines(start, end)
+        == [None] * 5
+    )
+
+
+BASE = 1_700_000_000_000_000_000
 
 
 def starved(waiting_ms: int, threads: int) -> list[RankManifest]:
@@ -169,3 +227,25 @@ def test_a_host_without_a_processor_is_not_the_scripts_fault(threads: int, propo
     assert (entry.remedy is not None) == proposed
     assert ("starved_host" in told(ledger)) == proposed
     assert any("The host was busy" in line for line in ledger.not_judged)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("ampere_sgemm_128x64_tn", True),
+        ("cutlass_80_simt_sgemm_128x128_8x5_nn_align1", True),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize32x32x8", True),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", False),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16", False),
+    ],
+)
+def test_float32_products_without_tensor_cores_are_a_finding(name: str, named: bool) -> None:
+    """60 of 100 ms of compute, of a step of 200 ms: 30 %; TF32 and bfloat16 run on tensor cores."""
+    kernels = [
+        KernelRow(name=each, kind="compute", count=1, total_ns=ms * 1e6, mean_ns=ms * 1e6, step_frac=0.0)
+        for each, ms in ((name, 60), ("softmax", 40))
+    ]
+    found = without_tensor_cores(kernels, 200e6)
+    assert [(one.id, one.severity) for one in found] == (
+        [("float32_without_tensor_cores", "high")] if named else []
+    )

@@ -29,8 +29,8 @@ def test_counted_options():
     policy = PolicySpec(ac=Every(2), loss=Chunked(8))
     assert (policy.ac, policy.loss) == (Every(2), Chunked(8))
     assert PolicySpec(ac=Every(2), loss=Chunked(8)) == policy
-    assert (policy.ac_every, policy.loss_chunks) == (2, 8)
-    assert (PolicySpec(ac="op").ac_every, PolicySpec().loss_chunks) == (None, None)
+    assert (policy.ac_every, policy.loss_in_pieces) == (2, True)
+    assert (PolicySpec(ac="op").ac_every, PolicySpec().loss_in_pieces) == (None, False)
 
 
 @pytest.mark.parametrize(

@@ -125,3 +125,12 @@ def test_bytes_of_a_group_that_tensor_parallelism_cut_are_of_its_part() -> None:
     ]
     (root_only,) = found([group])["root_only"]
     assert root_only.evidence["gathered_bytes"] == 4 * (4 * 2) * 4
+
+
+@pytest.mark.parametrize(("units", "columns", "named"), [(39, 8, True), (15, 8, False), (39, 70_000, False)])
+def test_many_tiny_units_are_named(units: int, columns: int, named: bool) -> None:
+    """Units of 8 x 8 or 8 x 70,000 floats (2.1 MiB); fifteen are as few as a small model has blocks."""
+    groups = [sharded_group(f"layers.{i}", [8, columns], ranks=2, rows=4) for i in range(units)]
+    root = sharded_group("", [8, 8], ranks=2, rows=4)
+    fine = found([root, *groups]).get("wrapping_too_fine", [])
+    assert [(one.severity, one.evidence["units"]) for one in fine] == ([("low", 39)] if named else [])

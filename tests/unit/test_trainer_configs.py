@@ -246,7 +246,7 @@ def test_trl_and_accelerate_are_read_together(tmp_path: Path) -> None:
     got = made(read(tmp_path, ("sft.yaml", TRL), ("fsdp.yaml", ACCELERATE)))
     expected = {
         "model": "qwen3-8b", "dp_shard": 8, "batch_size": 2, "grad_accum": 4, "seq_len": 4096, "ac": "full",
-        "orig_dtype": "float32", "reduce_dtype": "bfloat16", "loss": "chunked:32",
+        "orig_dtype": "float32", "reduce_dtype": "bfloat16", "loss": "chunked-tokens:256",
         "optimizer_impl": "fused",
     }  # fmt: skip
     assert {key: got[key] for key in expected} == expected
@@ -271,7 +271,11 @@ def test_a_registry_is_read_and_not_run(tmp_path: Path) -> None:
     assert (small["model"], small["tp"], small["dp_shard"], small["batch_size"]) == ("llama3-8b", 2, 4, 4)
     assert (small["ac"], small["float8"]) == ("full", None)
     assert (float8["batch_size"], float8["seq_len"], float8["compile"]) == (8, 4096, True)
-    assert (float8["float8"], float8["fp8_all_gather"], float8["loss"]) == ("tensorwise", True, "chunked:8")
+    assert (float8["float8"], float8["fp8_all_gather"], float8["loss"]) == (
+        "tensorwise",
+        True,
+        "chunked-backward:8",
+    )
     older = REGISTRY.replace("num_tokens_per_microbatch_per_dp_rank=4 * 8192, max_context", "max_context")
     older = older.replace("max_context_length", "seq_len").replace(
         "model_spec=", "optimizer=default_adamw(), model_spec="

@@ -228,14 +228,13 @@ def _loss(run: Reading, trl: bool) -> None:
         run.set("loss", "fused", liger)
         return
     kind = run.get("loss_type")
-    if trl and kind.word() in ("", "chunked_nll") and "seq_len" in run.policy:
-        tokens = int(run.policy["batch_size"]) * int(run.policy["seq_len"])
+    if trl and kind.word() in ("", "chunked_nll"):
         said = (
             kind
             if kind.given
             else Value("loss_type", "chunked_nll", "trl/trainer/sft_config.py:336", given=False)
         )
-        run.set("loss", f"chunked:{max(1, -(-tokens // 256))}", said)
+        run.set("loss", "chunked-tokens:256", said)
     elif kind.given and kind.word() not in ("nll", "chunked_nll"):
         run.notes.append(
             f"loss_type = {kind.value} is not modelled: cross-entropy over all logits is estimated"

@@ -144,8 +144,4 @@ def _loss(run: Reading, is_sft: bool) -> None:
     if pieces.word() in ("none", "disabled", "auto"):
         run.set("loss", "logprobs", pieces)
         return
-    count = max(1, -(-int(run.policy["seq_len"]) // pieces.number(1)))
-    run.set("loss", f"chunked:{count}", pieces)
-    run.notes.append(
-        "the fused head's gradient of its weight, one whole in the weight's dtype, is estimated in pieces"
-    )
+    run.set("loss", f"chunked-blocks:{pieces.number(1)}", pieces)

@@ -159,8 +159,7 @@ def _loss_in_pieces(run: Reading) -> None:
     """The chunked loss of the registries of August 2026; older ones name it, or have none."""
     chunks = run.get("loss.num_chunks")
     if chunks.value and (chunks.given or not run.has("training.local_batch_size")):
-        run.set("loss", f"chunked:{chunks.number(1)}", chunks)
-        run.notes.append("the chunked loss recomputes no logits; the estimated step recomputes the head once")
+        run.set("loss", f"chunked-backward:{chunks.number(1)}", chunks)
 
 
 def _compilation(run: Reading) -> None:

@@ -70,10 +70,9 @@ def read_torchtune(run: Reading) -> None:
     if loss.value is None:
         run.missing("loss", loss)
     if "chunked" in loss.word() or "linearcrossentropy" in loss.word():
-        run.set("loss", "compiled" if is_on(compiled) else "full", loss)
-        run.notes.append(
-            "torchtune computes logits in pieces and keeps all of them for backward: counted as one whole"
-        )
+        pieces = run.get("loss.num_output_chunks")
+        count = pieces.number(1) if pieces.value else 8  # torchtune/modules/loss/cross_entropy_loss.py:36
+        run.set("loss", "compiled" if is_on(compiled) else f"chunked-kept:{count}", loss, pieces)
 
 
 def _model(run: Reading) -> None:

@@ -55,6 +55,7 @@ class Captures:
         self._micro_batches: set[tuple[int, int | None]] = set()
         self._trace: TraceCapture | None = None
         self._memory: MemoryCapture | None = None
+        guard.when_off("host", self._host.stop)
         guard.when_off("trace", lambda: self._leave_out("traced"))
         guard.when_off("memory", lambda: self._leave_out("memory"))
         guard.when_off("profilers", self._leave_profiler)
@@ -99,7 +100,7 @@ class Captures:
     def step_runs(self) -> None:
         """The step's own time begins: what is ours to do before it is done."""
         if self._kind != "plain":
-            self._host.begin()
+            self._host.begin(traced=self._kind == "traced")
 
     def step_ran(self) -> None:
         """The step's own time is over; what is ours to do after it begins."""
@@ -176,6 +177,7 @@ class Captures:
 
     def finish(self) -> None:
         """End the captures that run and write them."""
+        guard.clean("host", self._host.stop)
         if (trace := self._trace) is not None:
             _stop("trace", trace)
             self._trace = None
@@ -231,6 +233,7 @@ class Captures:
     def forget(self) -> None:
         """In a forked child: leave the captures to the parent, whose they are."""
         memory, self._memory, self._trace = self._memory, None, None
+        self._host.stop()
         if memory is not None:
             memory.forget()
 

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from fsdp2prof.manifest import HostStep, MachineInfo
+from fsdp2prof.recorder.rank.sightings import Collections, Sightings, cpu_of_threads, line_of_thread
 
 __all__ = ["HostLoad", "machine_info"]
 
+_NOTED = 0.01
+"""Part of a step that another Python thread computes, from which on it is noted."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _IDLE, _IOWAIT, _STEAL = 3, 4, 7
 """Columns of the first line of ``/proc/stat`` (proc(5)); 8 and 9, guests, are in the first two."""
@@ -49,6 +52,9 @@ class _Reading:
     machine: tuple[int, int, int] | None
     """Busy, stolen and all time of all cores."""
     quota_ns: int | None
+    threads: dict[int, int]
+    """CPU time of the other Python threads, by identity."""
+    at_ns: int
 
 
 class HostLoad:
@@ -56,11 +62,24 @@ class HostLoad:
 
     def __init__(self) -> None:
         self._begun: _Reading | None = None
+        self._collections: Collections | None = None
+        self._sightings: Sightings | None = None
         self._gpu = _Gpu()
 
-    def begin(self) -> None:
-        """A captured step begins."""
+    def begin(self, *, traced: bool = False) -> None:
+        """A captured step begins; of a ``traced`` one the lines are kept that it spends its time on."""
+        self.stop()
+        self._collections = Collections()
+        self._sightings = Sightings() if traced else None
         self._begun = _read()
+
+    def stop(self) -> None:
+        """Leave nothing in the training."""
+        if self._collections is not None:
+            self._collections.end()
+        if self._sightings is not None:
+            self._sightings.end()
+        self._collections = self._sightings = None
 
     def end(self, step: int) -> HostStep | None:
         """Return what was seen in the step that ends; None where its beginning was not."""
@@ -68,6 +87,9 @@ class HostLoad:
         if before is None:
             return None
         now = _read()
+        collections, sightings = self._collections, self._sightings
+        lines = [] if sightings is None else sightings.end()
+        self.stop()
         seen = HostStep(
             step=step,
             load_average=os.getloadavg()[0],
@@ -77,12 +99,27 @@ class HostLoad:
             preemptions=now.preemptions - before.preemptions,
             quota_throttled_ns=_growth(before.quota_ns, now.quota_ns),
             slowed_by=self._gpu.slowed_by(),
+            garbage_collection_ns=None if collections is None else collections.total_ns,
+            garbage_collections=[] if collections is None else collections.spans,
+            lines=lines,
+            python_threads=_threads(before, now),
         )
         if before.machine is not None and now.machine is not None:
             # Counters of single cores may go back a little (proc(5)).
             grown = (max(0, b - a) for a, b in zip(before.machine, now.machine, strict=True))
             seen.machine_busy_ns, seen.machine_steal_ns, seen.machine_time_ns = grown
         return seen
+
+
+def _threads(before: _Reading, now: _Reading) -> dict[str, int]:
+    """Return CPU time of the other Python threads that took some of the step, by the line they are on."""
+    found: dict[str, int] = {}
+    for ident, cpu_ns in now.threads.items():
+        took = cpu_ns - before.threads.get(ident, 0)
+        line = line_of_thread(ident) if took >= _NOTED * (now.at_ns - before.at_ns) else ""
+        if line:
+            found[line] = found.get(line, 0) + took
+    return found
 
 
 def _growth(before: int | None, now: int | None) -> int | None:
@@ -97,6 +134,8 @@ def _read() -> _Reading:
         preemptions=resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw,
         machine=_machine(),
         quota_ns=_quota(),
+        threads=cpu_of_threads(),
+        at_ns=time.time_ns(),
     )
 
 

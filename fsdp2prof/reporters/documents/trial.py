@@ -61,6 +61,7 @@ def _blocks(result: TrialResult) -> list[Block]:
 def _table(result: TrialResult) -> Table:
     columns = [
         c.text("change"),
+        c.text("outcome", show=_OUTCOMES.__getitem__),
         c.ms("gained_ns", "gained\nms"),
         c.ms("low_ns", "95 %\nfrom"),
         c.ms("high_ns", "95 %\nto"),
@@ -69,10 +70,9 @@ def _table(result: TrialResult) -> Table:
         c.ms("least_predicted_ns", "least\nstep"),
         c.ms("most_predicted_ns", "most\nstep"),
         c.sized("added_bytes", "memory"),
-        c.number("rounds"),
-        c.text("outcome", show=_OUTCOMES.__getitem__),
+        *([c.number("rounds")] if any(one.rounds != result.rounds for one in result.tried) else []),
         c.number("recording"),
     ]
-    note = "ms a step less than with the script's settings: median of pairs of blocks; predicted by whatif"
+    note = "ms a step less than with the script's settings; median of pairs of blocks"
     title = "Measured in the running job"
     return c.table("tried", title, columns, result.tried, note=note, noun="candidate")

@@ -1,0 +1,162 @@
+"""Work in the ledger beside training's own: evaluation, copies, recomputation, and what remains."""
+
+from __future__ import annotations
+
+from fsdp2prof.analyzers.ledger.book import Book, Remedy, Said, by_layer
+from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.wording import named_layer
+from fsdp2prof.units import format_bytes
+
+__all__ = ["enter_work"]
+
+_GIGA = 1e9
+
+
+def enter_work(book: Book) -> None:
+    """Enter what ran beside the training's own work, and all that no rule took."""
+    _evaluation(book)
+    _offload(book)
+    _recompute(book)
+    _copies(book)
+    _rest(book)
+
+
+def _evaluation(book: Book) -> None:
+    mine = book.take("evaluation")
+    cost = sum(one.ns for one in mine)
+    if not cost:
+        return
+    forwards = sum(one.count for one in mine if one.op is None)
+    steps = {(one.rank, one.step) for one in mine if one.op is None and one.count}
+    each = forwards / max(1, len(steps))
+    often = (
+        "every step" if len(steps) >= book.rank_steps else f"{len(steps)} of {book.rank_steps} traced steps"
+    )
+    problem = (
+        f"{each:.3g} {'forward runs' if round(each, 2) == 1 else 'forwards run'} without a "
+        f"backward in {often} "
+        f"(evaluation, generation, or an output that is not used): {book.per_step(cost)}, with "
+        f"{'its' if round(each, 2) == 1 else 'their'} all-gathers."
+    )
+    remedy = Remedy(
+        change="Evaluate every few hundred steps instead of in the training step, and remove forwards whose "
+        "output is not used; keep the model gathered over several generating forwards "
+        "(set_reshard_after_forward(False)).",
+        gain_ns=cost,
+        reason="all of their time",
+    )
+    book.enter(
+        Said(
+            id="forward_without_backward",
+            cause="evaluation",
+            title="forwards without backward",
+            problem=problem,
+            remedy=remedy,
+            why_sure="forwards and backwards are counted by their labels",
+            evidence={"forwards_per_step": each, "steps": len(steps)},
+        ),
+        mine,
+    )
+
+
+def _offload(book: Book) -> None:
+    """Copies between host and device that nothing hides: CPU offload, or the training's own."""
+    mine = book.take("offload")
+    if not mine:
+        return
+    cost = sum(one.ns for one in mine)
+    size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
+    offloaded = any(group.offload for group in book.groups) or any(one.fqn is not None for one in mine)
+    pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
+    layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
+    worst = layers[0][0] if layers else None
+    speed = f" at {size / cost:.1f} GB/s" if size and cost else ""
+    amount = (
+        f"{format_bytes(size // book.rank_steps)}{speed}" if size else f"{count / book.rank_steps:.3g} copies"
+    )
+    whose = f", most for {named_layer(worst)} ({book.per_step(layers[0][1])})" if layers else ""
+    what = (
+        "Parameters and gradients cross the host's link (CPU offload)"
+        if offloaded
+        else "Copies between host and device"
+    )
+    problem = f"{what} {'' if offloaded else 'are exposed '}for {book.per_step(cost)}: {amount}{whose}."
+    if not offloaded:
+        change = "Copy from pinned memory with non_blocking=True, ahead of need."
+    elif not pinned:
+        change = (
+            "Pin the offloaded parameters (CPUOffloadPolicy(pin_memory=True)), or keep them on the device."
+        )
+    else:
+        change = (
+            "Keep parameters on the device (no CPUOffloadPolicy) if they fit, shard over more "
+            "ranks, or do more "
+            "work per copy (larger batch, gradient accumulation)."
+        )
+    remedy = Remedy(change=change, gain_ns=cost, reason="all exposed copies")
+    book.enter(
+        Said(
+            id="cpu_offload" if offloaded else "host_copies",
+            cause="offload",
+            title="copies between host and device",
+            problem=problem,
+            remedy=remedy,
+            fqn=worst,
+            evidence={
+                "bytes_per_step": size // book.rank_steps,
+                "bytes_per_s": size * _GIGA / cost if cost else None,
+                "copies_per_step": count / book.rank_steps,
+            },
+        ),
+        mine,
+    )
+
+
+def _recompute(book: Book) -> None:
+    mine = book.take("recompute")
+    if not mine:
+        return
+    cost = sum(one.ns for one in mine)
+    book.enter(
+        Said(
+            id="recomputation",
+            cause="recompute",
+            title="recomputed forwards",
+            problem=f"Activation checkpointing runs forwards again in backward: {book.per_step(cost)}.",
+            fqn=None,
+        ),
+        mine,
+    )
+
+
+def _copies(book: Book) -> None:
+    mine = book.take("fsdp_copy")
+    if not mine:
+        return
+    cost = sum(one.ns for one in mine)
+    problem = f"FSDP's copies and casts in and out of its buffers take {book.per_step(cost)}."
+    fqn = by_layer(mine)[0][0]
+    book.enter(
+        Said(id="fsdp_copies", cause="fsdp_copy", title="FSDP copies", problem=problem, fqn=fqn, calm=True),
+        mine,
+    )
+
+
+def _rest(book: Book) -> None:
+    """Enter launch latency, useful compute, and what nothing explains."""
+    worded = {
+        "queued": ("launch_latency", "launched, not yet started", "Work that is launched waits {} to start."),
+        "unknown": (
+            "unknown_idle",
+            "idle, cause unknown",
+            "Nothing runs for {}, and no launch in the file tells why.",
+        ),
+        "compute": ("compute", "compute", "Useful work takes {}."),
+    }
+    for cause, (named, title, problem) in worded.items():
+        mine: list[Charge] = book.take(cause)
+        if mine:
+            cost = book.per_step(sum(one.ns for one in mine))
+            book.enter(
+                Said(id=named, cause=cause, title=title, problem=problem.format(cost), calm=True), mine
+            )
