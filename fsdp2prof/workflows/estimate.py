@@ -14,7 +14,7 @@ from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.config.documents import read_text
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
-from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
+from fsdp2prof.estimators.config.measured import Measured, MeasuredRun, read_measured
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Described",
     "anchors_of",
+    "corrected",
     "describe",
     "estimate_checkpoint",
     "estimate_communication",
@@ -393,6 +394,20 @@ def anchors_of(described: Described, measured: Measured | Sequence[MeasuredRun])
         program = program_of(spec.model, spec.mesh, spec.policy)
         anchors.append((run.measured, program, spec.model, spec.mesh, spec.policy))
     return anchors
+
+
+def corrected(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
+    """Return a cluster as the measured runs of a file have it, and how far off their predictions were.
+
+    Raises ``UsageError`` for a number of memory, and as :func:`anchors_of`.
+    """
+    from fsdp2prof.estimators.step import anchored_on
+
+    runs = read_measured(path)
+    if any(run.measured.is_memory for run in runs):
+        raise UsageError(f"--measured {path}: a peak says nothing of time; give step_ms, mfu or tokens/s")
+    found = anchored_on(anchors_of(Described(values={}, manifest=None), runs), cluster, exact=False)
+    return found.cluster, found.note
 
 
 def estimate_checkpoint(
