@@ -124,14 +124,15 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
+    from fsdp2prof.analyzers.run_analysis import with_trial
     from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
 
-    return replace(
+    analysis = replace(
         _analyze_run(job, options),
         sharding=shards_of_run(str(job.path), job.manifests),
         mesh=mesh_of_run(job.manifests),
-        trial=_trial(job),
     )
+    return with_trial(analysis, _trial(job))
 
 
 def _trial(job: JobFiles) -> TrialResult | None:
