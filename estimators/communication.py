@@ -208,7 +208,8 @@ def _head_apart(
     a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
     micro-batches accumulated.
     """
-    head = f"{head_of(built.module)}.weight"
+    weight = built.module.get_parameter(f"{head_of(built.module)}.weight")
+    head = next(fqn for fqn, parameter in built.module.named_parameters() if parameter is weight)
     own = next(group for group in groups if any(p.fqn == head for p in group.parameters))
     waits = policy.sync == "last" and policy.grad_accum > 1
     if len(own.parameters) == 1:
