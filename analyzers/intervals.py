@@ -42,11 +42,6 @@ class Intervals(NamedTuple):
     start: IntArray
     end: IntArray
 
-    @classmethod
-    def single(cls, start: int, end: int) -> Intervals:
-        """Build the set of one interval (empty when ``end <= start``)."""
-        return union(np.array([start], dtype=np.int64), np.array([end], dtype=np.int64))
-
 
 EMPTY = Intervals(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 """The empty set."""

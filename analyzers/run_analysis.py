@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from fsdp2prof.analyzers.ledger.replayed import with_room
+from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
-from fsdp2prof.analyzers.ledger.words import unrecorded_sentence
+from fsdp2prof.analyzers.ledger.words import NOTHING, unrecorded_sentence
 from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunSummary
 from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.results.trial import TrialResult
+from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["combine"]
+__all__ = ["combine", "with_trial"]
 
 _SENTENCES = 4
 """Of a verdict."""
@@ -24,6 +27,8 @@ _ALWAYS = frozenset({"leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse"}
 """Findings about the set-up that the ledger tells with their cost."""
+_MEASURED = frozenset({"wrapping_too_fine"})
+"""Findings about the set-up whose cost the ledger has: told by it, or too small to be told."""
 _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 """Findings of ``check`` about a recording that is not complete, which the ranks' table shows."""
 
@@ -42,7 +47,11 @@ def combine(
     tight = memory is not None and _is_tight(memory)
     if trace is not None and _has_room(memory):
         trace = with_room(trace)
+    if trace is not None and (free := _free_bytes(memory)) is not None:
+        trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
+    if trace is not None and trace.ledger is not None:
+        setup = [one for one in setup if one.id not in _MEASURED]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
@@ -65,6 +74,18 @@ def combine(
     )
 
 
+def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
+    """Add what was tried in the running job; a measured gain is said first, before any prediction."""
+    best = trial.tried[0] if trial is not None and trial.tried else None
+    verdict = analysis.verdict
+    if best is not None and best.outcome == "faster" and best.gained_ns and best.low_ns and best.high_ns:
+        interval = f"95 % interval {format_ns(best.low_ns)} to {format_ns(best.high_ns)}"
+        gain = f"{format_ns(best.gained_ns)} off a step ({format_frac(best.gained_frac or 0.0)}; {interval})"
+        said = f"Measured in this job: {best.change} takes {gain}."
+        verdict = [said, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
+    return replace(analysis, verdict=verdict, trial=trial)
+
+
 def _belongs(one: Finding, told: set[str]) -> bool:
     return one.severity != "info" and one.id not in _NOT_HERE and _SAID_BY_LEDGER.get(one.id) not in told
 
@@ -82,6 +103,14 @@ def _has_room(memory: MemoryAnalysis | None) -> bool:
     return figures is not None and figures.device_frac is not None and figures.device_frac < _ROOM
 
 
+def _free_bytes(memory: MemoryAnalysis | None) -> int | None:
+    """Return what the fullest device has left at its peak; None where its size is unknown."""
+    figures = None if memory is None else memory.key_figures
+    if figures is None or figures.device_total_bytes is None:
+        return None
+    return figures.device_total_bytes - (figures.reserved_bytes or figures.allocated_bytes)
+
+
 def _verdict(
     trace: TraceAnalysis | None, memory: MemoryAnalysis | None, findings: Sequence[Finding], *, tight: bool
 ) -> list[str]:
@@ -96,7 +125,8 @@ def _verdict(
     if not first and (trace.ledger is None or not any(one.told for one in trace.ledger.entries)):
         first = _setup(findings)
     if first:
-        return [*first, *trace.verdict[: _SENTENCES - 2], *peak][:_SENTENCES]
+        rest = [line for line in trace.verdict if not line.startswith(NOTHING)]
+        return [*first, *rest[: _SENTENCES - 2], *peak][:_SENTENCES]
     return [*trace.verdict, *peak][:_SENTENCES]
 
 

@@ -27,7 +27,7 @@ from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.timeline.collectives import add_executed
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.fsdp import Ledger
+from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     add_parallel_traffic,

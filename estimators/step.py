@@ -24,7 +24,6 @@ from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.timeline.as_trace import trace_of
 from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
@@ -33,8 +32,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
 from fsdp2prof.estimators.timeline.compiled import compiled
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8_gathers import with_float8_gathers
-from fsdp2prof.estimators.timeline.float8_products import in_float8
+from fsdp2prof.estimators.timeline.float8 import with_float8
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,
@@ -265,12 +263,7 @@ def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
         elements = policy.sequences * policy.seq_len * (built.ring_width // mesh.tp)
         fused = policy.compile and program.guessed_fusion is None
         program = with_context_parallel(program, mesh.cp, elements, fused=fused)
-    if policy.float8 is not None:
-        fused = policy.compile and program.guessed_fusion is None
-        narrow = mesh.tp > 1 and policy.float8 == "tensorwise"
-        program = in_float8(program, built.blocks, fused=fused, casts_before_gathers=narrow)
-    if policy.fp8_all_gather:
-        program = with_float8_gathers(program, parameter_groups(built, mesh, policy))
+    program = with_float8(program, built, mesh, policy)
     if policy.compile:
         program = compiled(program, built.blocks)
     if policy.async_tp:
@@ -319,8 +312,6 @@ class StepFigures:
     idle_ns: int
     """Nothing runs, mostly for a host that issues too slowly; the bubble is not in it."""
     model_flops: int
-    extended_from: int | None = None
-    """Micro-batches that were simulated, where there are more and each takes as long as the last."""
 
 
 _SIMULATED = 3
@@ -350,7 +341,6 @@ def step_figures(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec, cluster: 
         bubble_ns=more.bubble_ns,
         idle_ns=more.idle_ns + times * (more.idle_ns - fewer.idle_ns),
         model_flops=more.model_flops + times * (more.model_flops - fewer.model_flops),
-        extended_from=_SIMULATED,
     )
 
 

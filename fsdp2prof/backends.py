@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 __all__ = [
     "BACKENDS",
@@ -151,17 +152,23 @@ BACKENDS: tuple[Backend, ...] = (
 """Every kind there is; a new one is one more row."""
 
 
+_NAMES = 1 << 13
+"""Names whose meaning is remembered: the ranks of a job have the same."""
+
+
 def device_type(categories: Iterable[str]) -> str | None:
     """Return torch's name of the device that a trace's host calls went to, by their categories."""
     present = set(categories)
     return next((row.device_type for row in BACKENDS if not present.isdisjoint(row.calls)), None)
 
 
+@lru_cache(maxsize=_NAMES)
 def is_call(category: str) -> bool:
     """Whether a category is of host calls into a device's runtime or driver."""
     return any(category in row.calls for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def is_work(category: str) -> bool:
     """Whether a category is of activities that occupy a device: kernels, copies, fills."""
     return any(category in (row.kernel, row.copy, row.fill) for row in BACKENDS)
@@ -182,41 +189,49 @@ def is_fill(category: str) -> bool:
     return any(category == row.fill for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def waits_for_device(call: str) -> bool:
     """Whether a host call is made to return only when the device has caught up."""
     return any(row.waits.fullmatch(call) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def always_blocks(call: str) -> bool:
     """Whether a host call always stops the host until the device has caught up, as some copies do."""
     return waits_for_device(call) or any(row.blocking_copies.fullmatch(call) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def may_block_for_copy(call: str) -> bool:
     """Whether a host call copies, which may block it."""
     return any(row.copies.fullmatch(call) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def launches_graph(call: str) -> bool:
     """Whether one host call launches a whole graph of kernels."""
     return any(row.graph_launches.fullmatch(call) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def is_launch(call: str) -> bool:
     """Whether a host call puts work on a device that leaves a record of its own."""
     return any(row.launches.fullmatch(call) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def stays_on_device(copy: str) -> bool:
     """Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
     return any(row.device_copies.search(copy) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def is_collective_kernel(function: str) -> bool:
     """Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
     return any(row.collective_kernels.match(function) for row in BACKENDS)
 
 
+@lru_cache(maxsize=_NAMES)
 def is_collective_range(name: str) -> bool:
     """Whether a host range is one that a process group puts around its collectives."""
     return name.startswith(tuple(row.collective_ranges for row in BACKENDS))

@@ -345,6 +345,8 @@ def in_family(name: str, family: str) -> bool:
 
 def printable(text: str) -> str:
     """Make untrusted text safe on a terminal: control characters and escapes become visible codes."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
 
 

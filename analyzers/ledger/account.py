@@ -9,10 +9,11 @@ from dataclasses import replace
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
-from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_starved, enter_tracing
+from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_tracing
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
+from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, not_judged
 from fsdp2prof.analyzers.ledger.work_rules import enter_work

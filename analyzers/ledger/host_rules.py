@@ -1,4 +1,4 @@
-"""The host in the ledger: processors, batches, pauses, synchronisations, dispatch, and what tracing adds."""
+"""The host in the ledger: batches, pauses, synchronisations, dispatch, and what tracing adds."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, Said, by_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import oversubscribed, waited_ns
 from fsdp2prof.analyzers.unrecorded import added_ns
 from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.units import format_ns, plural
 
-__all__ = ["enter_host", "enter_starved", "enter_tracing"]
+__all__ = ["enter_host", "enter_tracing"]
 
 _UNEVEN = 2
 """How many times as long as any other one rank waits for its data, from which on that rank is named."""
-_BLOCKED = (
-    "communication",
-    "other_communication",
-    "uneven_ranks",
-    "data_loader",
-    "offload",
-    "sync",
-    "queued",
-)
-"""Causes in which the training's thread may wait without a processor."""
 _NEARLY_ALL = 0.9
 """Part of all pauses from which on one rank is named for them."""
 _OFTEN, _LONG_PAUSE = 0.75, 0.25
@@ -37,110 +26,6 @@ on the pause is the script's own."""
 _RUNS_AUTOGRAD = re.compile(r"Backward\d*$|^backward\(\) in ")
 """Names of autograd's nodes (``MmBackward0``, FSDP2's ``RegisterPostBackwardFunctionBackward``), and a line
 of the script that starts it."""
-
-
-def enter_starved(book: Book) -> None:
-    """Enter the time in which ranks were ready to run, and had no processor or not the interpreter."""
-    _threads(book)
-    waited = {manifest.rank: waited_ns(manifest) for manifest in book.manifests}
-    mine = []
-    for cause in ("host_pause", "host"):
-        for one in book.take(cause):
-            left = waited.get(one.rank, {})
-            part = min(one.ns, left.get(one.step, 0))
-            if part > 0:
-                left[one.step] -= part
-                mine.append(replace(one, ns=part, cause="starved", count=0))
-            book.put_back([replace(one, ns=one.ns - part)] if one.ns > part else [])
-    cost = sum(one.ns for one in mine)
-    if not cost:
-        return
-    crowded = oversubscribed(book.manifests)
-    remedy = Remedy(
-        change="Give each rank fewer threads: OMP_NUM_THREADS, or torch.set_num_threads().",
-        gain_ns=cost,
-        reason="all of this waiting",
-    )
-    problem = f"Ranks are ready to run and wait {book.per_step(cost)} for a processor"
-    book.enter(
-        Said(
-            id="starved_host",
-            cause="starved",
-            title="waiting for a processor",
-            problem=f"{problem}: {crowded}." if crowded else f"{problem} that other programs use.",
-            remedy=remedy if crowded else None,
-            calm=not crowded,
-            why_sure="the system counts it",
-        ),
-        mine,
-    )
-
-
-def _threads(book: Book) -> None:
-    """Enter the time in which other Python threads of the ranks held the interpreter's lock.
-
-    Such a thread computed, and the training's thread neither computed nor waited for a processor, a batch or
-    another rank.
-    """
-    held = _lock_held_ns(book)
-    mine = []
-    for cause in ("host_pause", "host"):
-        for one in book.take(cause):
-            left = held.get((one.rank, one.step), 0)
-            part = min(one.ns, left)
-            if part > 0:
-                held[one.rank, one.step] -= part
-                mine.append(replace(one, ns=part, cause="starved", count=0))
-            book.put_back([replace(one, ns=one.ns - part)] if one.ns > part else [])
-    cost = sum(one.ns for one in mine)
-    if not cost:
-        return
-    lines: Counter[str] = Counter()
-    for manifest in book.manifests:
-        for step in manifest.host_steps:
-            lines.update(step.python_threads)
-    line = lines.most_common(1)[0][0]
-    remedy = Remedy(
-        change=f"Run the work of {line} in another process (multiprocessing): the threads of a process share "
-        "the interpreter's lock.",
-        gain_ns=cost,
-        reason="all of this waiting",
-    )
-    problem = (
-        f"Another Python thread computes ({line}) and holds the interpreter's lock; the training's thread "
-        f"waits for it {book.per_step(cost)}."
-    )
-    book.enter(
-        Said(
-            id="starved_host",
-            cause="starved",
-            title="waiting for the interpreter's lock",
-            problem=problem,
-            remedy=remedy,
-            confidence="medium",
-            why_sure="CPU time of threads is recorded, who holds the lock is not",
-            evidence={"line": line},
-        ),
-        mine,
-    )
-
-
-def _lock_held_ns(book: Book) -> dict[tuple[int, int], int]:
-    """Return rank and step -> time that its training thread may have waited for another Python thread."""
-    waits: Counter[tuple[int, int]] = Counter()
-    for cause in _BLOCKED:
-        for charge in book.left(cause):
-            waits[charge.rank, charge.step] += charge.ns
-    found = {}
-    for manifest in book.manifests:
-        took = {one.step: one.duration_ns for one in manifest.steps}
-        for step in manifest.host_steps:
-            busy = step.main_thread_cpu_ns + (step.main_thread_waiting_ns or 0)
-            absent = took.get(step.step, 0) - busy - waits[manifest.rank, step.step]
-            held = min(absent, sum(step.python_threads.values()))
-            if held > 0:
-                found[manifest.rank, step.step] = held
-    return found
 
 
 def enter_tracing(book: Book) -> None:
@@ -332,7 +217,9 @@ def _pauses(book: Book) -> None:
     whose = f"The host of rank {rank}" if alone else "The host"
     long = format_ns(longest / steps) + " a step" if alone else book.per_step(cost)
     others = "; the other ranks wait for it" if alone else ""
-    place = f"at {site}, {where}" if site else f"{where}: Python code, or input and output"
+    place = f"{where}: Python code, or input and output"
+    if site:
+        place = f"at {site}" if phase == "other" else f"at {site}, {where}"
     work = f"at {site}" if site else where
     see = "" if site else " Record with --stacks to see the function."
     problem = f"{whose} runs no operator for {long}, most of it {place}{others}."

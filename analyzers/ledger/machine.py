@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results.run import ProcessorUse
 from fsdp2prof.units import format_frac
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.run import ProcessorUse
 
 __all__ = ["oversubscribed", "processor_use", "starved_frac", "starved_ranks", "waited_ns"]
 
@@ -36,14 +39,31 @@ def starved_frac(manifest: RankManifest) -> float | None:
 
 
 def starved_ranks(manifests: Sequence[RankManifest]) -> dict[int, str]:
-    """Return the ranks that wait for a processor much longer than the others, each with a sentence."""
+    """Return the ranks that wait for a processor much longer than the others, each with a sentence.
+
+    A rank with more work waits longer on a busy host; it is starved only if it also waits more for each
+    nanosecond that it runs.
+    """
     parts = {one.rank: part for one in manifests if (part := starved_frac(one)) is not None}
+    pressures = {one.rank: _pressure(one) for one in manifests if one.rank in parts}
     found = {}
     for rank, part in parts.items():
-        others = [other for each, other in parts.items() if each != rank]
-        if part >= _STARVED and (not others or part >= _MORE * median(others)):
+        others = [other for other in parts if other != rank]
+        more = all(
+            measure[rank] >= _MORE * median(measure[other] for other in others)
+            for measure in (parts, pressures)
+            if others
+        )
+        if part >= _STARVED and more:
             found[rank] = f"Its training thread waits {format_frac(part)} of a step for a processor."
     return found
+
+
+def _pressure(manifest: RankManifest) -> float:
+    """Return the time that the training thread waits for a processor, for each nanosecond that it has one."""
+    waited = waited_ns(manifest)
+    ran = sum(one.main_thread_cpu_ns for one in manifest.host_steps if one.step in waited)
+    return sum(waited.values()) / max(1, ran)
 
 
 def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
@@ -55,6 +75,8 @@ def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:
     others = [part for ranks in hosts.values() if (part := _others_frac(ranks)) is not None]
     if not waits and not others:
         return None
+    from fsdp2prof.results.run import ProcessorUse  # with it come the results of memory and sharding
+
     return ProcessorUse(wait_frac=max(waits, default=None), others_frac=max(others, default=None))
 
 

@@ -130,26 +130,46 @@ def _unlike_steps(book: Book) -> list[Finding]:
     kinds = _alike({step: frozenset(layers) for step, layers in reduced.items()})
     if len(kinds) > 1:
         everywhere = frozenset.intersection(*kinds)
-        told = [_reduced(sorted(layers - everywhere), which) for layers, which in kinds.items()]
+        told = [
+            f"{_reduced(sorted(layers - everywhere), which)} ({_each(book, rank, which)})"
+            for layers, which in kinds.items()
+        ]
         problem = (
             f"The steps are not alike: gradients are reduced {_listed(told)}. Models updated in turns make "
             "a step each; so do micro-batches that a profiler counts as steps."
         )
-        return [_finding(problem, len(kinds), rank)]
+        return [_finding(problem, list(kinds.values()), rank)]
     counts = _alike({step: sum(layers.values()) for step, layers in gathered.items()})
     if len(counts) > 1:
-        told = [f"{count} in {numbered('step', which)}" for count, which in counts.items()]
+        told = [
+            f"{count} in {numbered('step', which)} ({_each(book, rank, which)})"
+            for count, which in counts.items()
+        ]
         problem = (
             f"The steps are not alike: all-gathers of layers are {_listed(told)}. Evaluation in between, "
             "another number of micro-batches or another path through the model does this."
         )
-        return [_finding(problem, len(counts), rank)]
+        return [_finding(problem, list(counts.values()), rank)]
     return []
 
 
-def _finding(problem: str, kinds: int, rank: int) -> Finding:
-    change = "Means mix them: look at the steps one by one, or trace as many as make whole rounds."
-    return finding("unlike_steps", "info", None, problem, change, {"kinds": kinds, "rank": rank})
+def _finding(problem: str, kinds: list[list[int]], rank: int) -> Finding:
+    steps = ",".join(map(str, kinds[0]))
+    change = f"Means mix them: analyse one kind alone, for example with --steps {steps}."
+    facts: dict[str, EvidenceValue] = {"kinds": len(kinds), "rank": rank}
+    return finding("unlike_steps", "info", None, problem, change, facts)
+
+
+def _each(book: Book, rank: int, steps: list[int]) -> str:
+    """Say how long a step of one kind takes."""
+    took = [
+        step.duration_ns
+        for one in book.analysis.ranks
+        if one.rank == rank
+        for step in one.steps
+        if step.step in steps
+    ]
+    return f"{format_ns(sum(took) / max(1, len(took)))} each"
 
 
 def _by_step(steps: Iterable[int], rows: Iterable[GroupRow]) -> dict[int, Counter[str]]:

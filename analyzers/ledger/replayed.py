@@ -12,7 +12,7 @@ from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerRemedy
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 
-__all__ = ["with_replays", "with_room"]
+__all__ = ["that_fit", "with_replays", "with_room"]
 
 
 def with_replays(
@@ -40,6 +40,23 @@ def with_room(analysis: TraceAnalysis, thresholds: FindingThresholds | None = No
     on_device = any(rank.device_type != "cpu" for rank in analysis.ranks)
     entries = in_order([_not_recomputed(entry, limits, on_device) for entry in ledger.entries])
     return _changed(analysis, replace(ledger, entries=entries))
+
+
+def that_fit(analysis: TraceAnalysis, free_bytes: int) -> TraceAnalysis:
+    """Return the analysis without proposals that need more memory than the fullest device has free."""
+    ledger = analysis.ledger
+    if ledger is None or not any(_needs_more(one, free_bytes) for one in ledger.entries):
+        return analysis
+    entries = [
+        replace(one, told=False, severity="info") if _needs_more(one, free_bytes) else one
+        for one in ledger.entries
+    ]
+    return _changed(analysis, replace(ledger, entries=in_order(entries)))
+
+
+def _needs_more(entry: LedgerEntry, free_bytes: int) -> bool:
+    needed = None if entry.remedy is None else entry.remedy.memory_bytes
+    return entry.told and needed is not None and needed > free_bytes
 
 
 def _not_recomputed(entry: LedgerEntry, limits: FindingThresholds, on_device: bool) -> LedgerEntry:

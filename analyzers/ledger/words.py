@@ -13,8 +13,10 @@ from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import LEDGER_CAUSES
 
-__all__ = ["bound", "not_judged", "trace_advice", "trace_verdict", "unrecorded_sentence"]
+__all__ = ["NOTHING", "bound", "not_judged", "trace_advice", "trace_verdict", "unrecorded_sentence"]
 
+NOTHING = "Nothing to fix was found"
+"""How the sentence begins that says so."""
 _MOST = 0.5
 """Fraction of a step from which one cause bounds it."""
 _WORTH_NAMING = 0.05
@@ -45,13 +47,13 @@ def trace_verdict(analysis: TraceAnalysis) -> list[str]:
 def _nothing(tried: Sequence[WhatIfChange]) -> str:
     """Say that no loss has a remedy, and what a replay of other settings gains, where it was made."""
     if not tried:
-        return "Nothing to fix was found; `fsdp2prof whatif` replays the step with other settings."
+        return f"{NOTHING}; `fsdp2prof whatif` replays the step with other settings."
     settings = [row for row in tried if row.change.partition("=")[0] in _SETTINGS_OF_SPEED]
     best = max(settings, key=lambda row: row.gained_frac or 0.0, default=None)
     if best is None or best.gained_ns is None or (best.gained_frac or 0.0) < _WORTH_NAMING:
-        return f"Nothing to fix was found, and no other setting gains {format_frac(_WORTH_NAMING)} by replay."
+        return f"{NOTHING}, and no other setting gains {format_frac(_WORTH_NAMING)} by replay."
     gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
-    return f"Nothing to fix was found; of other settings {best.change} gains most by replay, {gain}."
+    return f"{NOTHING}; of other settings {best.change} gains most by replay, {gain}."
 
 
 def try_first(entry: LedgerEntry) -> str:

@@ -39,7 +39,7 @@ def rank_findings(
         _out_of_memory(result),
         _all_in_one_group(result.peak),
         *_unsharded_together(result.peak, manifest),
-        _unsharded_gradients(view),
+        _unsharded_gradients(view, manifest),
         _fp32_logits(view),
         _optimizer_first_step(view),
         _held_across_streams(view),
@@ -189,8 +189,10 @@ def _why_together(held: Collection[str | None], manifest: RankManifest | None) -
     )
 
 
-def _unsharded_gradients(view: PreparedRecording) -> Finding | None:
+def _unsharded_gradients(view: PreparedRecording, manifest: RankManifest | None) -> Finding | None:
     """Unsharded gradients that outlive their backward: the next forward begins, and they are still there."""
+    if manifest is not None and manifest.micro_batches == 1:
+        return None  # the next forward is an evaluation's or a closure's
     rows, whole = view.allocations, int(view.totals[view.peak_order])
     forward = np.append(np.sort(rows.alloc_order[rows.phase.equals("forward")]), NEVER - 1)
     following = forward[np.searchsorted(forward[:-1], rows.alloc_order, side="right")]
@@ -199,13 +201,21 @@ def _unsharded_gradients(view: PreparedRecording) -> Finding | None:
     size = int(rows.size[kept].sum())
     if size <= _NOTABLE * whole:
         return None
+    if manifest is not None and manifest.micro_batches == 1:
+        until = "into the next step, though a step has one micro-batch: nothing reduces them"
+        change = "Call set_requires_gradient_sync(True) before the backward."
+    else:
+        until = "into the next micro-batch: without gradient sync they stay for the whole model"
+        change = (
+            "Reduce gradients in every micro-batch (set_requires_gradient_sync(True)), which takes one more "
+            "reduce-scatter per unit each, or use fewer micro-batches."
+        )
     return finding(
         "unsharded_gradients",
         _severity(size, whole),
         None,
-        f"{format_bytes(size)} of unsharded gradients at the peak live on into the next micro-batch: "
-        "without gradient sync they stay for the whole model.",
-        "Sync every micro-batch, or use fewer of them.",
+        f"{format_bytes(size)} of unsharded gradients at the peak live on {until}.",
+        change,
         {"bytes": size, "groups": len(np.unique(rows.fqn.codes[kept]))},
     )
 
@@ -321,7 +331,7 @@ def _leaking(rank: int, leak: Leak) -> Finding:
         leak.fqn,
         f"Rank {rank} grows by {format_bytes(leak.bytes_per_step)} every step: {by} leaves memory that no "
         "later step frees.",
-        "Look for tensors kept in a list, or a loss kept with its graph.",
+        "Free what each step keeps: tensors in a list, or a loss with its graph (keep loss.item() instead).",
         {
             "bytes_per_step": leak.bytes_per_step,
             "steps": leak.steps,

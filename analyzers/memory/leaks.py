@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2prof.tables import NEVER, AllocationTable, Stacks, StepTable
+from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks, StepTable
 
 __all__ = ["Leak", "find_leaks"]
 
+_FIRST_STEPS = 2
+"""Steps at the beginning of a training that may leave less than later ones."""
 _STATES = ("sharded_parameter", "optimizer_state")
 """Live for ever by design."""
 
@@ -30,11 +32,12 @@ class Leak:
 def find_leaks(allocations: AllocationTable, steps: StepTable, stacks: Stacks) -> list[Leak]:
     """Return places that leave memory behind in every step but the last, largest first.
 
-    What the last step leaves may be freed by the next one, so three steps are the fewest that tell anything;
-    with less the list is empty. ``bytes_per_step`` is rounded down.
+    The next step may free what the last one leaves. So three steps are needed, or two that leave the same
+    where the memory from before them, of unknown role, is as large as their predecessors would have left.
+    With less the list is empty. ``bytes_per_step`` is rounded down.
     """
     watched = steps.step[:-1]
-    if len(watched) < 2:
+    if not len(watched):
         return []
     states = allocations.category.matches(lambda name: name in _STATES)
     left = (allocations.free_order == NEVER) & np.isin(allocations.step, watched) & ~states
@@ -47,6 +50,8 @@ def find_leaks(allocations: AllocationTable, steps: StepTable, stacks: Stacks) -
         if len(np.unique(mine.step)) < len(watched):
             continue
         stack = int(mine.stack[0])
+        if len(watched) < 2 and not _grew_before(allocations, states, mine, int(steps.step[-1])):
+            continue
         leaks.append(
             Leak(
                 bytes_per_step=int(mine.size.sum()) // len(watched),
@@ -58,3 +63,16 @@ def find_leaks(allocations: AllocationTable, steps: StepTable, stacks: Stacks) -
             )
         )
     return sorted(leaks, key=lambda leak: -leak.bytes_per_step)
+
+
+def _grew_before(allocations: AllocationTable, states: BoolArray, left: AllocationTable, last: int) -> bool:
+    """Whether the ``last`` step leaves the same as the one before, and those before may have left it, too."""
+    same = (allocations.free_order == NEVER) & (allocations.step == last) & ~states
+    for column in ("category", "fqn", "op"):
+        same &= getattr(allocations, column).equals(getattr(left, column)[0])
+    same &= allocations.stack == left.stack[0]
+    size, again = int(left.size.sum()), int(allocations.size[same].sum())
+    early = (allocations.free_order == NEVER) & (allocations.alloc_order < 0)
+    early &= allocations.category.equals("unattributed")
+    before = last - 1 - _FIRST_STEPS
+    return before > 0 and again == size and int(allocations.size[early].sum()) >= before * size

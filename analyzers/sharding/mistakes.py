@@ -15,6 +15,8 @@ __all__ = ["find_mistakes"]
 
 _FEW_PARAMETERS = 4
 """A model of fewer has nothing to wrap one by one."""
+_TINY_BYTES, _MANY_UNITS = 1 << 20, 16
+"""A unit that gathers less is tiny; so many of them are too many."""
 _LARGE_BYTES = 256 << 20
 """From here on memory that a mistake costs is worth failing a job in CI."""
 _FROZEN_FRAC = 0.5
@@ -99,6 +101,28 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
         change = "Call fully_shard on every block before the root."
         severity: Severity = "high" if whole >= _LARGE_BYTES else "medium"
         yield finding("root_only", severity, problem, change, fqn="", gathered_bytes=whole)
+
+
+def _tiny_units(evidence: RunEvidence) -> Iterator[Finding]:
+    """Find many units of less than a mebibyte: latency sets the time of each collective."""
+    sizes: dict[str, int] = {}
+    for group in evidence.first.param_groups:
+        if group.fqn and group.shard_world_size > 1:
+            whole = sum(
+                prod(one.padded_local_shape) * _item(group.param_dtype or one.dtype)
+                for one in group.parameters
+            )
+            sizes[f"{group.root}:{group.fqn}"] = whole * group.shard_world_size
+    tiny = {name: size for name, size in sizes.items() if size < _TINY_BYTES}
+    if len(tiny) < _MANY_UNITS or 2 * len(tiny) <= len(sizes):
+        return
+    mean = sum(tiny.values()) // len(tiny)
+    problem = (
+        f"{len(tiny)} FSDP units gather {format_bytes(mean)} each on average: latency, not bandwidth, "
+        "sets the time of their collectives."
+    )
+    change = "Apply fully_shard to larger modules, or to several together: fully_shard([a, b])."
+    yield finding("wrapping_too_fine", "low", problem, change, units=len(tiny), mean_bytes=mean)
 
 
 def _blocks_without_root(evidence: RunEvidence) -> set[int]:
@@ -409,6 +433,7 @@ def _item(dtype: str) -> int:
 _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _wrappers,
     _root_only,
+    _tiny_units,
     _outside,
     _optimizer,
     _half_states,

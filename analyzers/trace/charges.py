@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,13 @@ class _Charging:
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
         return parts.get("communication", intervals.EMPTY)
 
+    @cached_property
+    def _pause_names(self) -> IntArray:
+        """Events whose name says what the host did in a pause around which they lie."""
+        events = self._tables.trace.events
+        named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
+        return np.flatnonzero(named & ~events.name.matches(_says_nothing))
+
     def _sites(self, start: IntArray, end: IntArray, long: BoolArray) -> dict[int, str]:
         """Name the line, or the innermost range or Python function, of the longest pauses."""
         rows = np.flatnonzero(long)
@@ -238,10 +246,7 @@ class _Charging:
         lines = self._tables.sighted.lines(start[rows], end[rows])
         found = {row: line for row, line in zip(rows.tolist(), lines, strict=True) if line is not None}
         rows = np.array([row for row in rows.tolist() if row not in found], dtype=np.int64)
-        events = self._tables.trace.events
-        named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
-        named &= ~events.name.matches(_says_nothing)
-        ranges = np.flatnonzero(named)
+        events, ranges = self._tables.trace.events, self._pause_names
         for row in rows[np.argsort(start[rows] - end[rows], kind="stable")][:_NAMED_PAUSES].tolist():
             low, high = int(start[row]), int(end[row])
             slack = int(_MARGIN * (high - low))

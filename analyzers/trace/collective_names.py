@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import numpy as np
 
@@ -89,6 +90,7 @@ _DTYPES = {
 _BITS = re.compile(r"(?:b?float|u?int|complex)(\d+)(?:_\w+)?")
 
 
+@lru_cache(maxsize=1 << 13)
 def is_collective_kernel(name: str) -> bool:
     """Whether a kernel's own name, or the namespace it is from, says that it communicates.
 

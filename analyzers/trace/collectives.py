@@ -78,6 +78,8 @@ class _Sources:
     issue_ns: IntArray
     issue_end_ns: IntArray
     thread: IntArray
+    worker: IntArray
+    """Thread of gloo that carried it out; -1 where another backend did."""
     in_graph: BoolArray
     activity: IntArray
     owner: IntArray
@@ -122,6 +124,7 @@ def collect(
         fqn=Strings(np.where(activity.equals("compute"), np.int32(-1), fqn.codes), fqn.values),
         phase=phase,
         payload=payload_bytes(op, dtype, in_nelems, out_nelems, size),
+        worker=sources.worker,
     )
     payload = payload_bytes(op, dtype, in_nelems, out_nelems, groups.size)
     dtype = _first_known(dtype, groups.dtype)
@@ -190,6 +193,7 @@ def _device_sources(trace: Trace, device: DeviceTable) -> _Sources:
         issue_ns=device.launch_ns[leader],
         issue_end_ns=np.where(outer >= 0, events.end_ns[outer], device.launch_ns[leader]),
         thread=device.thread[leader].astype(np.int64),
+        worker=np.full(len(first), -1, dtype=np.int64),
         in_graph=device.in_graph[leader],
         activity=activity,
         owner=owner.astype(np.int64),
@@ -213,6 +217,7 @@ def _gloo_sources(trace: Trace) -> _Sources:
         issue_ns=np.where(known, events.start_ns[issuer], -1),
         issue_end_ns=np.where(known, events.end_ns[issuer], -1),
         thread=np.where(known, events.thread[issuer], -1).astype(np.int64),
+        worker=events.thread[ranges].astype(np.int64),
         in_graph=np.zeros(len(ranges), dtype=np.bool_),
         activity=none[:0],
         owner=none[:0],
@@ -234,6 +239,7 @@ def _rehearsed_sources(trace: Trace) -> _Sources:
         issue_ns=events.start_ns[issuers],
         issue_end_ns=events.end_ns[issuers],
         thread=events.thread[issuers].astype(np.int64),
+        worker=none,
         in_graph=np.zeros(len(issuers), dtype=np.bool_),
         activity=none[:0],
         owner=none[:0],

@@ -41,14 +41,18 @@ def kernel_sums(tables: RankTables) -> list[KernelSum]:
     work = work.take(inside)
     names = tables.trace.events.name.take(work.event)
     kind = np.where(work.is_fsdp, 1, np.where(work.is_memcpy, 2, 0))
-    keys, inverse, count = np.unique(
-        np.stack([names.codes, kind]), axis=1, return_inverse=True, return_counts=True
-    )
-    spent = np.zeros(keys.shape[1], dtype=np.int64)
-    np.add.at(spent, inverse.reshape(-1), work.end_ns - work.start_ns)
+    key = (names.codes.astype(np.int64) + 1) * len(_KINDS) + kind
+    count = np.bincount(key)
+    spent = np.zeros(len(count), dtype=np.int64)
+    np.add.at(spent, key, work.end_ns - work.start_ns)
     sums = [
-        KernelSum(kernel_name(names.values[code]) if code >= 0 else None, _KINDS[which], number, total)
-        for code, which, number, total in zip(*keys.tolist(), count.tolist(), spent.tolist(), strict=True)
+        KernelSum(
+            kernel_name(names.values[one // len(_KINDS) - 1]) if one >= len(_KINDS) else None,
+            _KINDS[one % len(_KINDS)],
+            int(count[one]),
+            int(spent[one]),
+        )
+        for one in np.flatnonzero(count).tolist()
     ]
     return _largest(sums, _NAMED_OF_A_RANK)
 

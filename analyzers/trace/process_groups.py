@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,9 @@ from fsdp2prof.manifest import ParamGroupInfo, ProcessGroupInfo, RankManifest
 from fsdp2prof.tables import IntArray, Strings
 
 __all__ = ["Groups", "resolve"]
+
+_GLOO_THREADS = 2
+"""Threads of a process group, unless it was given another number (``ProcessGroupGloo::Options``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +44,19 @@ def resolve(
     fqn: Strings,
     phase: Strings,
     payload: IntArray,
+    worker: IntArray,
 ) -> Groups:
     """Return the process group of each collective, and what the manifest says it moves.
 
     By its metadata's name; without one (gloo), by the manifest's parameter group of its layer, told apart by
     payload where a module has several; without a manifest, by its size if only one group has it, or if there
-    is only one group. A group that cannot be told is null. The mesh dimension is the manifest's, else the one
+    is only one group. Gloo's threads (``worker``; -1 of other backends), each of one group, tell the rest. A
+    group that cannot be told is null. The mesh dimension is the manifest's, else the one
     in the group's description (``mesh_dp_shard``).
     """
     groups = {group.name: group for group in [*known, *(manifest.process_groups if manifest else ())]}
     by_layer = _layer_groups(manifest)
-    answers: dict[tuple[object, ...], tuple[str | None, str | None, int, str | None, int]] = {}
+    answers: dict[tuple[object, ...], tuple[str | None, str | None, int]] = {}
     rows = []
     columns = (
         name.to_list(),
@@ -63,31 +69,69 @@ def resolve(
     )
     for key in zip(*columns, strict=True):
         if key not in answers:
-            written, described, ranks, kind, layer, when, moved = key
+            written, _, ranks, kind, layer, when, moved = key
             candidates = _candidates(by_layer.get(layer, []) if layer is not None else [], kind, moved)
             chosen = written or _only(_group_of(group, kind, when) for group in candidates)
             chosen = chosen or _only(_of_size(groups.values(), ranks))
-            group = groups.get(chosen) if chosen is not None else None
-            dim = (group.mesh_dim or _mesh_dim(group.desc) if group else None) or _mesh_dim(described)
-            known_ranks = ranks if ranks > 0 else len(group.ranks) if group and group.ranks else -1
             # A collective that is not FSDP's own can share the layer and the kind, but not the group.
             own = [group for group in candidates if _group_of(group, kind, when) == chosen]
             sole = own[0] if len(own) == 1 else None
             answers[key] = (
                 chosen,
-                dim,
-                known_ranks,
                 _dtype(sole, kind) if sole else None,
                 _payload(sole, kind) if sole else -1,
             )
         rows.append(answers[key])
+    names = _by_worker([row[0] for row in rows], size.tolist(), worker.tolist(), groups)
+    chosen_ones = [groups.get(one) if one is not None else None for one in names]
+    dims = [
+        (group.mesh_dim or _mesh_dim(group.desc) if group else None) or _mesh_dim(described)
+        for group, described in zip(chosen_ones, columns[1], strict=True)
+    ]
+    ranks_of = [
+        ranks if ranks > 0 else len(group.ranks) if group and group.ranks else -1
+        for group, ranks in zip(chosen_ones, columns[2], strict=True)
+    ]
     return Groups(
-        name=Strings.intern(row[0] for row in rows),
-        mesh_dim=Strings.intern(row[1] for row in rows),
-        size=np.array([row[2] for row in rows], dtype=np.int64),
-        dtype=Strings.intern(row[3] for row in rows),
-        payload=np.array([row[4] for row in rows], dtype=np.int64),
+        name=Strings.intern(names),
+        mesh_dim=Strings.intern(dims),
+        size=np.array(ranks_of, dtype=np.int64),
+        dtype=Strings.intern(row[1] for row in rows),
+        payload=np.array([row[2] for row in rows], dtype=np.int64),
     )
+
+
+def _by_worker(
+    names: list[str | None],
+    sizes: Sequence[int],
+    workers: Sequence[int],
+    groups: Mapping[str, ProcessGroupInfo],
+) -> list[str | None]:
+    """Fill in groups by gloo's threads: those a thread works for elsewhere, else what the others leave.
+
+    A group all of whose threads are known cannot be that of another thread.
+    """
+    known: dict[int, set[str]] = defaultdict(set)
+    threads: dict[str, set[int]] = defaultdict(set)
+    widths: dict[int, set[int]] = defaultdict(set)
+    for name, ranks, thread in zip(names, sizes, workers, strict=True):
+        if ranks > 0:
+            widths[thread].add(ranks)
+        if name is not None:
+            known[thread].add(name)
+            threads[name].add(thread)
+    settled = {name for name, mine in threads.items() if len(mine) >= _GLOO_THREADS}
+
+    def left(thread: int) -> str | None:
+        if thread < 0 or known[thread]:
+            return _only(known[thread]) if thread >= 0 else None
+        found: set[str] = set(groups)
+        for ranks in widths[thread] or {-1}:
+            found &= set(_of_size(groups.values(), ranks))
+        return _only(found - settled)
+
+    by_thread = {thread: left(thread) for thread in set(workers)}
+    return [by_thread[thread] if name is None else name for name, thread in zip(names, workers, strict=True)]
 
 
 def _of_size(groups: Iterable[ProcessGroupInfo], ranks: int) -> Iterable[str]:

@@ -80,7 +80,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     direct_gpus: _Count | None = None
     nvls_gb_per_s: _Rate | None = None
     nvls_ranks: _Count = 2
-    nvlink: bool = False
     multiprocessors: _Count | None = None
     watts: _Rate | None = None
     """Power limit of the part."""

@@ -9,9 +9,9 @@ norms) are extended linearly.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile, zip_longest
 from math import lcm
 
 import numpy as np
@@ -22,19 +22,31 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import Execution, execute
-from fsdp2prof.estimators.execution.tape import Run, Tape, read_tape
+from fsdp2prof.estimators.execution.extension import (
+    CannotRepeatError,
+    Copy,
+    Event,
+    Renaming,
+    Run,
+    Tape,
+    Unrolling,
+    prefix_of,
+)
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.wrapping import fold_blocks, names_a_block
 from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import TensorInfo
-from fsdp2prof.tables import NEVER, AllocationTable, IntArray, MemoryRecording, Strings
+from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings
 
-__all__ = ["depths_to_execute", "execute_stitched", "extend", "growth_between"]
+__all__ = ["depths_to_execute", "execute_stitched", "extend", "growth_between", "read_tape"]
 
 _TICK_NS = 1000
 _EDGE_BLOCKS = 4
 """Blocks at both ends together that may differ from those in the middle."""
+_FEWEST_RUNGS = 3
+"""Of a ladder through the blocks of one kind."""
 
 
 def execute_stitched(
@@ -82,7 +94,7 @@ def depths_to_execute(
     edge = _EDGE_BLOCKS + 2 * full.pattern.start
     edge += 2 * max(depth for depth in prefetches if isinstance(depth, int))
     shallow = edge + period + (len(blocks) - edge) % period
-    repeats = _prefix(blocks) is not None and spec.kind != "factory" and not policy.other_models
+    repeats = prefix_of(blocks) is not None and spec.kind != "factory" and not policy.other_models
     repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)
     return (shallow, period) if repeats and len(blocks) > 2 * shallow + period else None
 
@@ -125,30 +137,18 @@ class _Extension:
     """Whether the allocation belongs to a ladder."""
 
 
-@dataclass(slots=True)
-class _Copy:
-    """A thing of the extended tape: which one it copies, its block's distance, and when it lives."""
-
-    origin: int
-    shift: int
-    """Blocks between the original's and its own, for names; things outside of ladders have none."""
-    repeated: bool
-    birth: int
-    death: int = -1
-
-
 def _extension(
     shallow: Execution, blocks: tuple[str, ...], period: int, growth: dict[int, int]
 ) -> _Extension | None:
     """Extend to ``blocks``; ``None`` if the tape refers across blocks in a way that cannot be repeated."""
     tape = read_tape(shallow)
     try:
-        copies = _Unrolling(tape, len(shallow.blocks), len(blocks), period).run()
-    except _CannotRepeat:
+        copies = Unrolling(tape, len(shallow.blocks), len(blocks), period).run()
+    except CannotRepeatError:
         return None
     rows = len(shallow.recording.allocations)
     chosen = [copy for copy in copies if copy.origin < rows]
-    rename = _Renaming(blocks, len(shallow.blocks), (len(shallow.blocks) - period) // 2)
+    rename = Renaming(blocks, len(shallow.blocks), period)
     recording = _recording(shallow.recording, copies, rename, growth)
     originals = shallow.recording.allocations.address[[copy.origin for copy in chosen]].tolist()
     tensors: dict[int, list[TensorInfo]] = {}
@@ -173,113 +173,8 @@ def _extension(
     )
 
 
-class _CannotRepeat(Exception):  # noqa: N818 - not an error, an answer
-    """A death refers to a birth that has no copy."""
-
-
-class _Unrolling:
-    """Replays a tape with more blocks: ladders climb further, every other run comes once."""
-
-    def __init__(self, tape: Tape, blocks: int, deeper: int, period: int) -> None:
-        self._tape = tape
-        self._more = deeper - blocks
-        self._middle = (blocks - period) // 2
-        self._period = period
-        self._deeper = deeper
-        self._copies: list[_Copy] = []
-        self._copy_at: dict[tuple[object, int], _Copy] = {}
-        self._time = 0
-
-    def run(self) -> list[_Copy]:
-        """Return the things of the deeper tape in order of birth."""
-        runs = self._tape.runs
-        done: set[int] = set()
-        for run in runs:
-            if run.ladder is None:
-                self._replay(run, None, 0)
-            elif run.ladder not in done:
-                done.add(run.ladder)
-                self._climb([other for other in runs if other.ladder == run.ladder])
-        return self._copies
-
-    def _climb(self, rungs: list[Run]) -> None:
-        by_block = {rung.block: rung for rung in rungs}
-        upwards = (rungs[0].block or 0) <= (rungs[-1].block or 0)
-        for block in range(self._deeper) if upwards else range(self._deeper - 1, -1, -1):
-            template = self._template(block)
-            if template in by_block:  # else of another kind than this ladder's
-                self._replay(by_block[template], block, block - template)
-
-    def _template(self, block: int) -> int:
-        """Block of the shallow execution that a block of the deeper one copies."""
-        if block < self._middle:
-            return block
-        if block >= self._middle + self._period + self._more:
-            return block - self._more
-        return self._middle + (block - self._middle) % self._period
-
-    def _replay(self, run: Run, block: int | None, shift: int) -> None:
-        position = 0
-        for event in run.events:
-            if event.birth:
-                copy = _Copy(event.thing, shift, block is not None, self._time)
-                self._copies.append(copy)
-                self._copy_at[self._place(run, block), position] = copy
-                position += 1
-            else:
-                born_in, position_then = self._tape.births[event.thing]
-                born = self._tape.runs[born_in]
-                owner = self._block_of_birth(born, run, block)
-                copied = self._copy_at.get((self._place(born, owner), position_then))
-                dies_again = copied is not None and copied.death >= 0
-                if copied is None or (dies_again and owner is not None):
-                    raise _CannotRepeat
-                # What all blocks of a kind share (a mask) dies with the last of them.
-                copied.death = self._time
-            self._time += 1
-
-    def _place(self, run: Run, block: int | None) -> object:
-        return id(run) if run.ladder is None else (run.ladder, block)
-
-    def _block_of_birth(self, born: Run, run: Run, block: int | None) -> int | None:
-        if born.ladder is None or born.block is None:
-            return None
-        if block is not None and run.block is not None:
-            return born.block + block - run.block
-        return born.block if born.block < self._middle + self._period else born.block + self._more
-
-
-class _Renaming:
-    """Renames blocks in labels and names."""
-
-    def __init__(self, blocks: tuple[str, ...], shallow: int, middle: int) -> None:
-        prefix = _prefix(blocks)
-        assert prefix is not None
-        self._pattern = re.compile(rf"(?<![\w.]){re.escape(prefix)}(\d+)(?!\d)")
-        self._prefix = prefix
-        self._more = len(blocks) - shallow
-        self._middle = middle
-
-    def __call__(self, text: str, copy: _Copy) -> str:
-        """Return a text about the original as one about its copy."""
-
-        def renamed(match: re.Match[str]) -> str:
-            block = int(match[1])
-            if copy.repeated:
-                return f"{self._prefix}{block + copy.shift}"
-            return f"{self._prefix}{block if block <= self._middle else block + self._more}"
-
-        return self._pattern.sub(renamed, text)
-
-
-def _prefix(blocks: tuple[str, ...]) -> str | None:
-    """What the names of all blocks begin with, if they are numbered from 0."""
-    prefix = blocks[0].rstrip("0123456789") if blocks else ""
-    return prefix if blocks and list(blocks) == [f"{prefix}{i}" for i in range(len(blocks))] else None
-
-
 def _recording(
-    shallow: MemoryRecording, copies: list[_Copy], rename: _Renaming, growth: dict[int, int]
+    shallow: MemoryRecording, copies: list[Copy], rename: Renaming, growth: dict[int, int]
 ) -> MemoryRecording:
     """Build the recording of the copies, on a clock that ticks a microsecond an event."""
     allocations, labels, steps = shallow.allocations, shallow.labels, shallow.steps
@@ -325,7 +220,7 @@ def _ticks(times: Iterable[int]) -> IntArray:
     return np.array([time * _TICK_NS for time in times], dtype=np.int64)
 
 
-def _renamed_tensor(tensor: TensorInfo, copy: _Copy, address: int, rename: _Renaming) -> TensorInfo:
+def _renamed_tensor(tensor: TensorInfo, copy: Copy, address: int, rename: Renaming) -> TensorInfo:
     return TensorInfo(
         category=tensor.category,
         fqn=rename(tensor.fqn, copy),
@@ -378,3 +273,155 @@ def _roles(execution: Execution) -> tuple[object, ...]:
     row_of = {address: row for row, address in enumerate(execution.recording.allocations.address.tolist())}
     known = sorted((row_of[t.address], t.category, t.fqn, t.name) for t in execution.tensors)
     return known, sorted(row_of[address] for address in execution.host if address in row_of)
+
+
+def read_tape(execution: Execution) -> Tape:
+    """Cut an execution's history into runs and find its ladders."""
+    runs = _runs(execution)
+    ladders = _mark_ladders(runs, len(execution.blocks), 0)
+    runs = _with_gaps_closed(runs)
+    _mark_ladders(runs, len(execution.blocks), ladders)
+    return Tape(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A block's forward or backward on the host's clock, from its first label to the next block's."""
+
+    kind: str
+    block: int
+    start: int
+    end: int
+
+
+def _runs(execution: Execution) -> list[Run]:
+    cells = _cells(execution.recording.labels, execution.blocks)
+    starts = np.array([cell.start for cell in cells], dtype=np.int64)
+    addresses = execution.recording.allocations.address.tolist()
+    block_of: dict[int, int | None] = {
+        thing: execution.block_of.get(address) for thing, address in enumerate(addresses)
+    }
+    runs: list[Run] = []
+    for time, event in _events(execution):
+        at = int(np.searchsorted(starts, time, side="right")) - 1
+        inside = at >= 0 and time < cells[at].end
+        if inside and event.birth:
+            block_of[event.thing] = cells[at].block
+        block = cells[at].block if inside else block_of.get(event.thing)
+        key = at if inside else ("own", block, event.birth)
+        if not runs or runs[-1].key != key:
+            runs.append(Run(key, block, []))
+        runs[-1].events.append(event)
+    return runs
+
+
+def _events(execution: Execution) -> Iterator[tuple[int, Event]]:
+    """Yield the births and deaths of all things in order, with their time."""
+    recording = execution.recording
+    allocations, labels, steps = recording.allocations, recording.labels, recording.steps
+    births = [allocations.alloc_ns, labels.start_ns, steps.start_ns]
+    deaths = [allocations.free_ns, labels.end_ns, steps.end_ns]
+    rows, marks = len(allocations), len(labels) + len(steps)
+    thing = np.arange(rows + marks)
+    dies = np.concatenate([allocations.free_order != NEVER, np.ones(marks, dtype=np.bool_)])
+    times = np.concatenate([*births, np.concatenate(deaths)[dies]])
+    # Among equal times allocations and frees keep their own order, between the labels that begin and end.
+    order = np.concatenate([allocations.alloc_order, np.full(marks, -1)])
+    order_of_death = np.concatenate([allocations.free_order, np.full(marks, NEVER)])[dies]
+    ranks = np.concatenate([order, order_of_death])
+    things = np.concatenate([thing, thing[dies]]).tolist()
+    for index in np.lexsort((ranks, times)).tolist():
+        yield int(times[index]), Event(things[index], index < len(thing))
+
+
+def _cells(labels: LabelTable, blocks: tuple[str, ...]) -> list[_Cell]:
+    """Find every block's forwards and backwards from the labels that begin them."""
+    index_of = {fqn: index for index, fqn in enumerate(blocks)}
+    found: list[_Cell] = []
+    last_end = 0
+    phase = ""
+    for row, name in enumerate(labels.name.to_list()):
+        label = parse_label(name or "")
+        if label is None:
+            continue
+        kind = label.kind
+        if kind in ("root_pre_forward", "pre_backward"):
+            phase = kind.rpartition("pre_")[2]
+        block = None if label.fqn is None or " for " in (name or "") else index_of.get(label.fqn)
+        if block is None:
+            continue
+        start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
+        again = bool(found) and (found[-1].kind, found[-1].block) == (kind, block)  # its experts' group
+        if kind == f"pre_{phase}" and not again:  # a forward recomputed in backward begins no cell
+            if found:
+                found[-1] = _closed(found[-1], kind, block, start, last_end)
+            found.append(_Cell(kind, block, start, NEVER))
+        last_end = end
+    if found:
+        found[-1] = _closed(found[-1], "", -1, NEVER, last_end)
+    return found
+
+
+def _closed(cell: _Cell, kind: str, block: int, start: int, last_end: int) -> _Cell:
+    """End a cell where the next one of its ladder starts, else with its own last label."""
+    step = 1 if cell.kind == "pre_forward" else -1
+    continues = kind == cell.kind and block == cell.block + step
+    return _Cell(cell.kind, cell.block, cell.start, start if continues else last_end)
+
+
+def _with_gaps_closed(runs: list[Run]) -> list[Run]:
+    """Join what lies between two stretches of one block, or of neighbours, to the first of them.
+
+    An optimizer that goes from parameter to parameter makes things in between that belong to none, and frees
+    a block's last temporary when it already works on the next block.
+    """
+    joined: list[Run] = []
+    for run, following in zip_longest(runs, runs[1:]):
+        if joined and _continues(joined[-1], run, following):
+            joined[-1].events.extend(run.events)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _continues(before: Run, run: Run, following: Run | None) -> bool:
+    if before.block is None or before.ladder is not None or run.ladder is not None:
+        return False
+    if run.block == before.block:
+        return True
+    if following is None or following.block is None or following.ladder is not None:
+        return False
+    if run.block is None:
+        return abs(following.block - before.block) <= 1
+    return following.block == before.block and not any(event.birth for event in run.events)
+
+
+def _mark_ladders(runs: list[Run], blocks: int, ladders: int) -> int:
+    """Number, from ``ladders`` on, every sequence of runs that goes through the blocks up or down.
+
+    Through all of them, or through those of one kind: every d-th block from one of the first on.
+    """
+    index = 0
+    while index < len(runs):
+        length = _ladder_length(runs, index, blocks)
+        for run in runs[index : index + length]:
+            run.ladder = ladders
+        ladders += length > 0
+        index += max(length, 1)
+    return ladders
+
+
+def _ladder_length(runs: list[Run], index: int, blocks: int) -> int:
+    """Rungs of the ladder that begins with a run, 0 if none does."""
+    free = [run.block for run in runs[index : index + blocks] if run.ladder is None]
+    if free in (list(range(blocks)), list(range(blocks - 1, -1, -1))):
+        return blocks
+    climbed = [block for block in takewhile(lambda block: block is not None, free) if block is not None]
+    if len(climbed) < _FEWEST_RUNGS:
+        return 0
+    step = climbed[1] - climbed[0]
+    pairs = pairwise(climbed)
+    length = 1 + sum(1 for _ in takewhile(lambda pair: pair[1] - pair[0] == step, pairs))
+    low, high = sorted((climbed[0], climbed[length - 1]))
+    reaches_both = step != 0 and low < max(abs(step), _FEWEST_RUNGS) and high + abs(step) >= blocks
+    return length if reaches_both and length >= _FEWEST_RUNGS else 0

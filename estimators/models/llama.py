@@ -235,19 +235,6 @@ class LlamaTransformer(nn.Module):
         if self.config.tied:
             self.output.weight = self.tok_embeddings.weight
 
-    def init_buffers(self) -> None:
-        """Fill the rotary table, which construction and ``to_empty`` leave empty."""
-        seq_len, latent = self.rotary.shape[-2], self.config.latent
-        width = self.config.head_dim if latent is None else latent.rope_dim
-        with torch.device(self.rotary.device):
-            steps = torch.arange(0, width, 2, dtype=torch.float32) / width
-            angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), self.config.rope_theta**-steps)
-            if self.config.family == "llama":
-                self.rotary.copy_(torch.polar(torch.ones_like(angles), angles))
-            else:
-                angles = torch.cat((angles, angles), dim=-1)
-                self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
-
     def get_output_embeddings(self) -> nn.Module:
         """Return the head, by transformers' name for it."""
         return self.output

@@ -12,14 +12,16 @@ from math import ceil, prod
 
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.pipeline import PipelineSchedule
+from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.planner.profile import BlockProfile, Shapes, Stretch
 from fsdp2prof.estimators.timeline.collective_costs import transfer
 from fsdp2prof.estimators.timeline.commands import Collective, Work
 from fsdp2prof.estimators.timeline.context_parallel import ring_merges
-from fsdp2prof.estimators.timeline.costs import ClusterCosts
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, kernel_ns
+from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, order_of, waiting_ns
 
-__all__ = ["BlockCost", "FastCosts", "Layout", "Shape3", "padded_numel"]
+__all__ = ["BlockCost", "FastCosts", "Layout", "Shape3", "bubble_ns", "padded_numel"]
 
 Layout = tuple[int, int, str]
 """tp, ep and the way to checkpoint, of which there is a profile."""
@@ -172,3 +174,30 @@ def _at(work: Work, profile: BlockProfile, shape: Shape3) -> Work:
 def _counts_tokens(size: int, tokens: int, profile: BlockProfile) -> bool:
     """Whether a size of a matrix is the tokens, or the part of them that goes to an expert."""
     return size % tokens == 0 or (profile.token_factor > 1 and size % profile.token_factor == 0)
+
+
+_UNIT = 100_000
+"""One stage's work on one micro-batch."""
+
+
+def bubble_ns(mesh: MeshSpec, policy: PolicySpec, each_ns: float, split: tuple[float, float]) -> float:
+    """Return what the schedule adds to a rank's work of ``each_ns`` a micro-batch.
+
+    ``split``: the forward's share of it, and of the backward the weights' share.
+    """
+    if mesh.pp == 1:
+        return 0.0
+    forward, weights = (round(share, 2) for share in split)
+    micro_batches = enough_micro_batches(policy.pp_schedule, mesh.pp, policy.grad_accum)
+    waits = _waits(policy.pp_schedule, mesh.pp, micro_batches, policy.pp_stage, forward, weights)
+    return waits / _UNIT * each_ns / policy.stages_per_rank
+
+
+@lru_cache(maxsize=1 << 12)
+def _waits(
+    schedule: PipelineSchedule, ranks: int, micro_batches: int, rank: int, forward: float, weights: float
+) -> int:
+    backward = _UNIT - round(forward * _UNIT)
+    later = round(weights * backward)
+    durations = {"F": _UNIT - backward, "B": backward, "I": backward - later, "W": later}
+    return waiting_ns(order_of(schedule, ranks, micro_batches), rank, durations)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.budget import budget, room
 from fsdp2prof.estimators.planner.precision import OtherPrecision
 from fsdp2prof.estimators.planner.reasons import equal_within, what_it_wins, why_it_lost
 from fsdp2prof.estimators.planner.recipes import recipes
@@ -15,19 +14,20 @@ from fsdp2prof.estimators.planner.refine import REFINED
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, pareto_front
 from fsdp2prof.estimators.step import is_extended
-from fsdp2prof.estimators.verdict.memory_fit import fit_sentence
+from fsdp2prof.estimators.verdict.memory_fit import Room, deciding, fit_sentence
 from fsdp2prof.results.plan import (
     FastPathError,
     Plan,
+    PlanAnswer,
     PlanFamily,
     PlanGiven,
     PlanPoint,
     PlanPrecision,
     PlanSearch,
 )
-from fsdp2prof.units import format_bytes, format_frac, format_ns
+from fsdp2prof.units import format_amount, format_bytes, format_count, format_frac, format_ns
 
-__all__ = ["fast_path_error", "name_of", "outcome"]
+__all__ = ["budget", "fast_path_error", "name_of", "outcome", "room"]
 
 _CHANGES = ("ac", "batch_size", "sync", "reshard", "pp_schedule", "expert_shards", "orig_dtype", *REFINED)
 _DIMS = ("tp", "cp", "pp", "ep", "dp_replicate")
@@ -299,3 +299,46 @@ def _network(request: PlanRequest) -> list[str]:
     if network is None or request.gpus <= request.cluster.gpus_per_node:
         return []
     return [f"network {network.name}: {network.source}"]
+
+
+def room(one: Scored, request: PlanRequest) -> Room:
+    """The room that a configuration leaves of what it may take."""
+    hardware, free = request.cluster.hardware.name, request.reserve_frac
+    return Room(
+        device=f"{hardware} with {free:.0%} left free" if free else hardware,
+        total_bytes=request.limit_bytes,
+        least_bytes=request.limit_bytes - one.total_bytes,
+        most_bytes=request.limit_bytes - one.total_low_bytes,
+        depends_on=one.depends_on or deciding(),
+    )
+
+
+def budget(point: PlanPoint | None, request: PlanRequest) -> PlanAnswer | None:
+    """Say what a training of so many tokens takes, and whether a budget pays for it."""
+    if point is None or (request.tokens is None and request.budget_gpu_hours is None):
+        return None
+    each = point.gpu_hours_per_billion_tokens
+    parts = []
+    trained = None if request.budget_gpu_hours is None else round(request.budget_gpu_hours / each * 1e9)
+    if request.tokens is not None:
+        hours = request.tokens / 1e9 * each
+        price = request.price_per_gpu_hour
+        unit = request.currency or "in the currency of --price"
+        cost = "" if price is None else f" and cost {format_amount(hours * price)} {unit}"
+        days = format_amount(hours / request.gpus / 24)
+        parts.append(
+            f"{format_count(request.tokens)} tokens take {format_amount(hours)} GPU-hours, {days} days on "
+            f"{request.gpus:,} GPUs{cost}"
+        )
+        if request.budget_gpu_hours is not None:
+            budgeted = request.budget_gpu_hours
+            left = budgeted - hours
+            word = "within" if left >= 0 else "over"
+            parts.append(
+                f"{format_amount(abs(left))} GPU-hours {word} the budget of {format_amount(budgeted)}"
+            )
+    if trained is not None and request.budget_gpu_hours is not None:
+        parts.append(
+            f"{format_amount(request.budget_gpu_hours)} GPU-hours train {format_count(trained)} tokens"
+        )
+    return PlanAnswer(question="budget", value=trained, sentence="; ".join(parts) + ".")

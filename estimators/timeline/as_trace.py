@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fsdp2prof.estimators.timeline.commands import Collective, Enter, HostWait, Kernel, Leave, Program
-from fsdp2prof.estimators.timeline.inputs_of_kernels import inputs_of, recorded_name
+from fsdp2prof.estimators.timeline.commands import Collective, Enter, HostWait, Kernel, Leave, Program, Work
 from fsdp2prof.estimators.timeline.simulate import Timeline
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.tables import (
@@ -22,7 +22,7 @@ from fsdp2prof.tables import (
     Trace,
 )
 
-__all__ = ["STEP", "Rows", "groups_of", "metadata_of", "table_of", "trace_of"]
+__all__ = ["STEP", "Rows", "groups_of", "inputs_of", "metadata_of", "recorded_name", "table_of", "trace_of"]
 
 STEP = 1
 """Number of the one step in a predicted trace."""
@@ -214,3 +214,47 @@ def _shapes(rows: list[dict[str, Any]]) -> ShapeTable:
         dims=Strings.intern(dims for _, (dims, _) in known),
         types=Strings.intern(types for _, (_, types) in known),
     )
+
+
+_OF_HOSTS = "_for_cpu"
+"""Part of the name of the host's flash attention, which stands in for the device's."""
+_PLAIN = ("aten::mm", "aten::_scaled_mm")
+_BIASED = ("aten::addmm", "aten::baddbmm")
+_BATCHED = ("aten::bmm", "aten::baddbmm")
+
+
+def recorded_name(kernel: Kernel) -> str:
+    """Return the operator's name as an accelerator would record it."""
+    return kernel.op.replace(_OF_HOSTS, "")
+
+
+def inputs_of(kernel: Kernel) -> tuple[str, str] | None:
+    """Return ``Input Dims`` and ``Input type`` as JSON texts; None for other operators."""
+    work = kernel.work
+    if work is None or work.kind not in ("matmul", "attention"):
+        return None
+    shapes = _attention(work) if work.kind == "attention" else _product(kernel.op, work)
+    if not shapes:
+        return None
+    types = [work.dtype] * len(shapes)
+    return json.dumps(shapes, separators=(",", ":")), json.dumps(types, separators=(",", ":"))
+
+
+def _product(op: str, work: Work) -> list[list[int]]:
+    batch, m, n, k = work.shape
+    if op in _PLAIN or op == "aten::addmm":
+        factors = [[batch * m, k], [k, n]]
+    elif op in _BATCHED:
+        factors = [[batch, m, k], [batch, k, n]]
+    elif op == "aten::_grouped_mm":
+        factors = [[batch * m, k], [batch, k, n]]
+    else:
+        return []
+    return [[n], *factors] if op in _BIASED else factors
+
+
+def _attention(work: Work) -> list[list[int]]:
+    batch, heads, queries, keys, depth, kv_heads, value_depth = work.shape
+    query, key = [batch, heads, queries, depth], [batch, kv_heads, keys, depth]
+    value, result = [batch, kv_heads, keys, value_depth], [batch, heads, queries, value_depth]
+    return [result, query, key, value] if work.backward else [query, key, value]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil
 
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
+from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.timeline.collective_costs import Transfer, transfer
@@ -18,9 +20,8 @@ from fsdp2prof.estimators.timeline.commands import (
     Wait,
     Work,
 )
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
 
-__all__ = ["CONTENTION_FRAC", "ClusterCosts", "HostPace"]
+__all__ = ["CONTENTION_FRAC", "ClusterCosts", "HostPace", "kernel_ns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,3 +131,48 @@ class ClusterCosts:
         if isinstance(command, Enter):
             return host.label_ns
         return host.event_ns if isinstance(command, (Record, Wait, HostWait)) else 0
+
+
+_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75), (64, 64, 0.55))
+"""Rows and columns of a tile, and the share of the achieved rate that tiles of this size reach."""
+
+_INNER = 128
+"""Inner dimension at which prologue and epilogue take as long as the products between them."""
+
+
+def kernel_ns(
+    work: Work, hardware: HardwareSpec, *, compute_frac: float = 1.0, memory_frac: float = 1.0
+) -> int:
+    """Nanoseconds of a kernel that nothing disturbs, at a share of the rates of computing and of memory.
+
+    The larger of its arithmetic and its memory traffic, and never less than an empty kernel. The
+    multiprocessors compute the tiles of a matrix product in waves, of which the last is seldom full (tile and
+    wave quantisation, NVIDIA "Matrix Multiplication Background"); a long inner dimension hides each tile's
+    prologue and epilogue. Attention follows its own measured curve over the sequence length. Raises
+    ``ModelError`` for an element type whose matrix rate the accelerator does not state.
+    """
+    if work.kind in ("host_to_device", "device_to_host"):
+        seconds = work.bytes / hardware.host_link_bytes_per_s
+    else:
+        seconds = work.bytes / (memory_frac * hardware.achieved_memory_bytes_per_s)
+    if work.kind == "matmul":
+        seconds = max(seconds, work.flops / (compute_frac * _matmul_rate(work, hardware)))
+    elif work.kind == "attention":
+        seconds = max(seconds, work.flops / (compute_frac * _attention_rate(work, hardware)))
+    return hardware.kernel_floor_ns + round(1e9 * seconds)
+
+
+def _matmul_rate(work: Work, hardware: HardwareSpec) -> float:
+    batch, m, n, k = work.shape
+    units = hardware.units
+    used = 0.0
+    for rows, columns, share in _TILES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        filled = batch * m * n / (tiles * rows * columns)
+        used = max(used, share * filled * tiles / (units * ceil(tiles / units)))
+    return hardware.achieved_flops(work.dtype) * used * k / (k + _INNER)
+
+
+def _attention_rate(work: Work, hardware: HardwareSpec) -> float:
+    _, _, queries, keys, depth, *_ = work.shape
+    return hardware.attention_flops(work.dtype, depth, min(queries, keys), backward=work.backward)

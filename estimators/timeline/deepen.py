@@ -13,7 +13,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import repeat
 
+from fsdp2prof.estimators.execution.extension import (
+    CannotRepeatError,
+    Event,
+    Renaming,
+    Run,
+    Tape,
+    Unrolling,
+    prefix_of,
+)
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -28,7 +38,7 @@ from fsdp2prof.estimators.timeline.commands import (
 )
 from fsdp2prof.labels import AUTOGRAD_NODE
 
-__all__ = ["CannotCutError", "Part", "deepened", "parts_of"]
+__all__ = ["Part", "deepened", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +51,6 @@ class Part:
     block: int = -1
 
 
-class CannotCutError(Exception):
-    """Blocks do not follow each other, or do not repeat."""
-
-
 def deepened(
     shallow: Program, deeper: Program, blocks: Sequence[str], shallow_blocks: int, period: int
 ) -> Program | None:
@@ -52,19 +58,19 @@ def deepened(
 
     ``deeper`` is the capture with ``period`` blocks more.
     """
-    prefix = blocks[0].removesuffix("0")
-    if list(blocks) != [f"{prefix}{index}" for index in range(len(blocks))]:
+    prefix = prefix_of(blocks)
+    if prefix is None:
         return None
     try:
         first = parts_of(shallow, prefix, shallow_blocks)
         second = parts_of(deeper, prefix, shallow_blocks + period)
-        once = _Extension(first, second, prefix, shallow_blocks, period, 1).commands()
+        once = _extended(first, second, blocks[: shallow_blocks + period], shallow_blocks, period)
         if once != _renumbered(deeper.commands):
             return None
-        periods = (len(blocks) - shallow_blocks) // period
-        commands = _Extension(first, second, prefix, shallow_blocks, period, periods).commands()
-    except CannotCutError:
+        commands = _extended(first, second, blocks, shallow_blocks, period)
+    except CannotRepeatError:
         return None
+    periods = (len(blocks) - shallow_blocks) // period
     return replace(
         shallow,
         commands=commands,
@@ -76,7 +82,7 @@ def deepened(
 def parts_of(program: Program, prefix: str, blocks: int) -> list[Part]:
     """Cut a program where a block's forward or backward begins or its last label ends.
 
-    The blocks are ``prefix`` with a number. Raises ``CannotCutError`` if they do not follow each other.
+    The blocks are ``prefix`` with a number. Raises ``CannotRepeatError`` if they do not follow each other.
     """
     named = re.compile(rf"FSDP::(\w+) \({re.escape(prefix)}(\d+)\)(?: \[pg=\d+\])?")
     found: list[tuple[int, int, str, int]] = []  # start, end, kind, block
@@ -112,7 +118,7 @@ def _ladders(commands: list[Command], found: list[tuple[int, int, str, int]], bl
         order = [block for *_, block in cells]
         upwards = list(range(blocks))
         if order not in (upwards, upwards[::-1]) or len({kind for _, _, kind, _ in cells}) > 1:
-            raise CannotCutError
+            raise CannotRepeatError
         parts.append(Part(commands[end : cells[0][0]]))
         starts = [start for start, *_ in cells]
         for start, stop, block in zip(starts, [*starts[1:], cells[-1][1]], order, strict=True):
@@ -121,119 +127,66 @@ def _ladders(commands: list[Command], found: list[tuple[int, int, str, int]], bl
     return [*parts, Part(commands[end:])]
 
 
-class _Extension:
-    """Writes the commands of a model that is some periods deeper than the shallow capture."""
+def _extended(
+    first: list[Part], second: list[Part], blocks: Sequence[str], shallow: int, period: int
+) -> list[Command]:
+    """Return the commands of a model of ``blocks`` by the parts of a capture with ``shallow`` of them.
 
-    def __init__(
-        self, first: list[Part], second: list[Part], prefix: str, blocks: int, period: int, periods: int
-    ) -> None:
-        outside = [part for part in first if part.ladder is None]
-        outside_deeper = [part for part in second if part.ladder is None]
-        if len(outside) != len(outside_deeper):
-            raise CannotCutError
-        self._first = first
-        self._grown = [
-            _grown(mine.commands, theirs.commands, periods)
-            for mine, theirs in zip(outside, outside_deeper, strict=True)
-        ]
-        self._name = re.compile(rf"(?<![\w.]){re.escape(prefix)}(\d+)(?!\d)")
-        self._prefix = prefix
-        self._blocks, self._period, self._more = blocks, period, period * periods
-        self._middle = (blocks - period) // 2
-        self._home: dict[int, tuple[object, int, int]] = {}
-        """Event of the shallow capture -> ladder or index of its part, block, position."""
-        self._events: dict[tuple[object, int, int], int] = {}
-        self._made: list[Command] = []
-
-    def commands(self) -> list[Command]:
-        """Return them, events numbered in order. Raises ``CannotCutError`` for a wait that has no copy."""
-        for index, part in enumerate(self._first):
-            for position, command in enumerate(part.commands):
-                if isinstance(command, (Record, Collective)) and command.event >= 0:
-                    self._home[command.event] = (*_place(part, index, part.block), position)
-        outside = 0
-        index = 0
-        while index < len(self._first):
-            part = self._first[index]
-            if part.ladder is None:
-                for origin, command in self._grown[outside]:
-                    self._add(command, (*_place(part, index, -1), origin), part, 0)
-                outside += 1
-                index += 1
-            else:
-                self._climb(self._first[index : index + self._blocks])
-                index += self._blocks
-        return self._made
-
-    def _climb(self, rungs: list[Part]) -> None:
-        by_block = {rung.block: rung for rung in rungs}
-        deeper = range(self._blocks + self._more)
-        for block in deeper if rungs[0].block == 0 else reversed(deeper):
-            rung = by_block[self._template(block)]
-            for position, command in enumerate(rung.commands):
-                place = (*_place(rung, 0, block), position)
-                self._add(command, place, rung, block - rung.block)
-
-    def _template(self, block: int) -> int:
-        if block < self._middle:
-            return block
-        if block >= self._middle + self._period + self._more:
-            return block - self._more
-        return self._middle + (block - self._middle) % self._period
-
-    def _add(self, command: Command, place: tuple[object, int, int], part: Part, shift: int) -> None:
-        if isinstance(command, (Record, Collective)) and command.event >= 0:
-            number = self._events[place] = len(self._events)
-            command = replace(command, event=number)
+    ``second`` are those with a period more: what lies outside of the blocks grows from one to the other.
+    """
+    outside = [part.commands for part in second if part.ladder is None]
+    if len(outside) != sum(part.ladder is None for part in first):
+        raise CannotRepeatError
+    grown, periods = iter(outside), (len(blocks) - shallow) // period
+    runs: list[Run] = []
+    commands: list[Command] = []
+    recorded: dict[int, int] = {}
+    for index, part in enumerate(first):
+        own = _grown(part.commands, next(grown), periods) if part.ladder is None else part.commands
+        events: list[Event] = []
+        for thing, command in enumerate(own, len(commands)):
+            if isinstance(command, (Record, Collective)) and command.event >= 0:
+                recorded[command.event] = thing
+            elif isinstance(command, (Wait, HostWait)) and command.event >= 0:
+                if command.event not in recorded:
+                    raise CannotRepeatError
+                events.append(Event(recorded[command.event], birth=False))
+            events.append(Event(thing, birth=True))
+        commands += own
+        runs.append(Run(index, None if part.ladder is None else part.block, events, part.ladder))
+    unrolling = Unrolling(Tape(runs), shallow, len(blocks), period, often=True)
+    copies = unrolling.run()
+    awaited = dict(unrolling.references)
+    rename = Renaming(blocks, shallow, period)
+    numbers: dict[int, int] = {}
+    made: list[Command] = []
+    for at, copy in enumerate(copies):
+        command = commands[copy.origin]
+        if isinstance(command, Enter):
+            command = Enter(rename(command.name, copy))
+        elif isinstance(command, (Record, Collective)) and command.event >= 0:
+            command = replace(command, event=numbers.setdefault(copy.birth, len(numbers)))
         elif isinstance(command, (Wait, HostWait)) and command.event >= 0:
-            command = replace(command, event=self._event_of(command.event, part, shift))
-        elif isinstance(command, Enter):
-            command = Enter(self._renamed(command.name, part, shift))
-        self._made.append(command)
-
-    def _event_of(self, event: int, part: Part, shift: int) -> int:
-        if event not in self._home:
-            raise CannotCutError
-        where, block, position = self._home[event]
-        if block >= 0 and part.ladder is not None:
-            block += shift
-        elif block >= self._middle + self._period:
-            block += self._more
-        copied = self._events.get((where, block, position))
-        if copied is None:
-            raise CannotCutError
-        return copied
-
-    def _renamed(self, name: str, part: Part, shift: int) -> str:
-        def renamed(match: re.Match[str]) -> str:
-            block = int(match[1])
-            if part.ladder is not None:
-                return f"{self._prefix}{block + shift}"
-            return f"{self._prefix}{block if block <= self._middle else block + self._more}"
-
-        return self._name.sub(renamed, name)
+            command = replace(command, event=numbers[awaited[at].birth])
+        made.append(command)
+    return made
 
 
-def _place(part: Part, index: int, block: int) -> tuple[object, int]:
-    return (("outside", index), -1) if part.ladder is None else (("ladder", part.ladder), block)
-
-
-def _grown(mine: list[Command], theirs: list[Command], periods: int) -> list[tuple[int, Command]]:
-    """Extend what lies outside of the blocks: (position in ``mine`` or -1, command)."""
+def _grown(mine: list[Command], theirs: list[Command], periods: int) -> list[Command]:
+    """Extend what lies outside of the blocks."""
     ours, other = [_key(command) for command in mine], [_key(command) for command in theirs]
-    made: list[tuple[int, Command]] = []
+    made: list[Command] = []
     for tag, start, end, begin, stop in SequenceMatcher(None, ours, other, autojunk=False).get_opcodes():
         if tag == "equal":
-            pairs = zip(range(start, end), range(begin, stop), strict=True)
-            made += [(at, _larger(mine[at], theirs[to], periods)) for at, to in pairs]
+            made += map(_larger, mine[start:end], theirs[begin:stop], repeat(periods))
         elif tag == "insert":
             added = theirs[begin:stop]
             beside = (theirs[max(0, begin - len(added)) : begin], theirs[stop : stop + len(added)])
             if added not in beside or _has_events(added):
-                raise CannotCutError
-            made += [(-1, command) for command in added * periods]
+                raise CannotRepeatError
+            made += added * periods
         else:
-            raise CannotCutError
+            raise CannotRepeatError
     return made
 
 
@@ -286,7 +239,7 @@ def _renumbered(commands: list[Command]) -> list[Command]:
             command = replace(command, event=numbers[command.event])
         elif isinstance(command, (Wait, HostWait)) and command.event >= 0:
             if command.event not in numbers:
-                raise CannotCutError
+                raise CannotRepeatError
             command = replace(command, event=numbers[command.event])
         made.append(command)
     return made

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fsdp2prof.estimators.timeline.as_trace import STEP, Rows, groups_of, metadata_of, table_of
+from fsdp2prof.estimators.timeline.as_trace import STEP, Rows, groups_of, inputs_of, metadata_of, table_of
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
@@ -19,7 +19,6 @@ from fsdp2prof.estimators.timeline.commands import (
     Leave,
     Program,
 )
-from fsdp2prof.estimators.timeline.inputs_of_kernels import inputs_of
 from fsdp2prof.estimators.timeline.simulate import Timeline
 from fsdp2prof.tables import Trace
 

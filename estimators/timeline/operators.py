@@ -51,11 +51,6 @@ _COPIES = frozenset(
     }
 )  # fmt: skip
 
-_FILLS = frozenset(
-    f"aten::{name}" for name in ("zero_", "fill_", "_foreach_zero_", "zeros_like", "ones_like")
-)
-"""Operators that write and read nothing."""
-
 _REREADS = {"aten::_log_softmax": 2, "aten::_softmax": 2, "aten::_log_softmax_backward_data": 1}
 """Operators that read rows of their first argument again, and how often, where a row is longer than
 :data:`_ROW_KEPT_BYTES`: ``ATen/native/cuda/SoftMax.cu`` takes a pass each for largest, sum and result."""

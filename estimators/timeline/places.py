@@ -11,7 +11,7 @@ from fsdp2prof.estimators.timeline.commands import Enter, Leave, Program
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.tables import LabelTable, StepTable, Strings
 
-__all__ = ["Place", "family_of", "places_of"]
+__all__ = ["Place", "family_of", "layers_of", "places_of"]
 
 Place = tuple[str, str]
 """(layer with its numbers left out, phase)."""
@@ -23,7 +23,12 @@ def family_of(fqn: str | None, phase: str | None) -> Place:
 
 
 def places_of(program: Program) -> list[Place]:
-    """Return the place of every command; positions stand for host time."""
+    """Return the place of every command."""
+    return [family_of(fqn, phase) for fqn, phase in layers_of(program)]
+
+
+def layers_of(program: Program) -> list[tuple[str | None, str | None]]:
+    """Return the layer and phase of every command; its position serves as host time."""
     size = len(program.commands)
     ranges: list[tuple[int, int, str]] = []
     opened: list[tuple[int, str]] = []
@@ -48,9 +53,4 @@ def places_of(program: Program) -> list[Place]:
     )
     phases = build_phases(labels, step)
     rows = find_rows(phases, np.zeros(size, dtype=np.int64), 2 * np.arange(size, dtype=np.int64))
-    return [
-        family_of(fqn, phase)
-        for fqn, phase in zip(
-            phases.fqn.lookup(rows).to_list(), phases.phase.lookup(rows).to_list(), strict=True
-        )
-    ]
+    return list(zip(phases.fqn.lookup(rows).to_list(), phases.phase.lookup(rows).to_list(), strict=True))

@@ -25,7 +25,7 @@ from fsdp2prof.estimators.step import (
     simulate_program,
 )
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
-from fsdp2prof.estimators.timeline.kernel_costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.ranks.trace_file import write_trace
 

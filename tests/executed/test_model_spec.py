@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.present import present
+from support.rotary import fill_rotary
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Chunked
@@ -99,7 +100,7 @@ def materialise(model):
     for parameter in model.module.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     if model.config.family != "gpt":
-        model.module.init_buffers()
+        fill_rotary(model.module)
     return model
 
 

@@ -20,9 +20,15 @@ from fsdp2prof.workflows.nccl import analyze_nccl
 from .conftest import Recorded
 
 
-@pytest.mark.parametrize("lost", [0, 3], ids=["from a step's beginning", "from the middle of a step"])
-def test_layers_are_those_of_the_trace(recorded: Callable[..., Recorded], tmp_path: Path, lost: int) -> None:
-    run = recorded("train_tiny_fsdp2", 2).run
+@pytest.mark.parametrize(
+    ("script", "lost"),
+    [("train_tiny_fsdp2", 0), ("train_tiny_fsdp2", 3), ("nested", 0)],
+    ids=["from a step's beginning", "from the middle of a step", "groups inside groups"],
+)
+def test_layers_are_those_of_the_trace(
+    recorded: Callable[..., Recorded], tmp_path: Path, script: str, lost: int
+) -> None:
+    run = recorded(script, 2).run
     expected: Counter[tuple[str | None, ...]] = Counter()
     for file, tables in read_tables(open_job(run)):
         rank = file.rank

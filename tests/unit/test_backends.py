@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from synthetic import Layer, Schedule, record, transformer, write
 
 from fsdp2prof import backends
+from fsdp2prof.analyzers.trace import collective_names
 from fsdp2prof.analyzers.trace.analysis import analyze_trace
 from fsdp2prof.backends import BACKENDS, Backend
 from fsdp2prof.readers.trace.chrome_trace import read_trace
@@ -106,8 +108,19 @@ def written_as(file: Path, words: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def with_acme(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "BACKENDS", (*BACKENDS, ACME))
+def with_acme(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patched:
+        patched.setattr(backends, "BACKENDS", (*BACKENDS, ACME))
+        forget_names()
+        yield
+    forget_names()
+
+
+def forget_names() -> None:
+    """What a name means is remembered, and depends on the kinds that are known."""
+    for one in (*vars(backends).values(), collective_names.is_collective_kernel):
+        if hasattr(one, "cache_clear"):
+            one.cache_clear()
 
 
 @pytest.mark.usefixtures("with_acme")

@@ -509,3 +509,44 @@ def test_a_rehearsed_list_of_tensors_is_named_by_what_is_around_it() -> None:
     table = rank_tables(trace.build(), manifest).collectives.table
     assert table.op.to_list() == ["all_reduce"] * 3
     assert table.payload_bytes.tolist() == [128 * 4, 2 * 8, 7 * 4]
+
+
+def tensor_parallel() -> TraceBuilder:
+    """FSDP's gathers on two gloo threads, and DTensor's functional collectives on two others."""
+    trace = labelled()
+    begin = 15
+    for worker in (WORKER, WORKER + 1):
+        trace.host("c10d::_allgather_base_", begin, begin + 1, in_nelems=100, out_nelems=200, dtype="float")
+        trace.host("gloo:all_gather", begin + 2, begin + 4, "user_annotation", worker, in_nelems=100)
+        begin += 10
+    begin = 70
+    for op, large, small in (("allgather_into_tensor", 1, 0), ("reduce_scatter_tensor", 0, 1)):
+        sizes: dict[str, Any] = {"in_nelems": (64, 128)[small], "out_nelems": (64, 128)[large]}
+        trace.host(f"c10d::{op}_coalesced_", begin, begin + 1, dtype="float", **sizes)
+        title = "gloo:all_gather" if large else "gloo:all_reduce"
+        seen = sizes if large else {"in_nelems": 128, "out_nelems": 128}
+        trace.host(title, begin + 2, begin + 4, "user_annotation", WORKER + 2, **seen)
+        begin += 10
+    trace.host("c10d::allreduce_", begin, begin + 1, in_nelems=32, out_nelems=32, dtype="float")
+    trace.host(
+        "gloo:all_reduce", begin + 2, begin + 4, "user_annotation", WORKER + 2, in_nelems=32, out_nelems=32
+    )
+    return trace
+
+
+def test_collectives_of_tensor_parallelism_on_gloo_have_group_and_wire_bytes() -> None:
+    """Both groups have two ranks: gloo's threads, each of one group, tell them apart.
+
+    128 floats gathered or scattered over two ranks send 256 bytes; 32 all-reduced send 128.
+    """
+    groups = [
+        ProcessGroupInfo(name="8", desc="mesh_dp_shard", backend="gloo", ranks=[0, 2], mesh_dim="dp_shard"),
+        ProcessGroupInfo(name="5", desc="mesh_tp", backend="gloo", ranks=[0, 1]),
+    ]
+    manifest = RankManifest(process_groups=groups, param_groups=[param_group("layers.0", 100, "8")])
+    table = rank_tables(tensor_parallel().build(), manifest).collectives.table
+    assert table.op.to_list()[2:] == ["all_gather", "reduce_scatter", "all_reduce"]
+    assert table.process_group.to_list()[2:] == ["5", "5", "5"]
+    assert table.mesh_dim.to_list()[2:] == ["tp", "tp", "tp"]
+    assert table.payload_bytes.tolist()[2:] == [512, 512, 128]
+    assert table.wire_bytes.tolist()[2:] == [256, 256, 128]

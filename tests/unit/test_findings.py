@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.ledger import find
 from support.results import trace_analysis
@@ -13,10 +15,11 @@ from support.sharded_groups import sharded_group
 from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.fail_on import METRICS
+from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, parse_thresholds
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
-from fsdp2prof.manifest import RankManifest
+from fsdp2prof.manifest import OptimizerInfo, RankManifest, RootInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.cross_rank import CrossRank, LateRank, LateRanks, Straggler
 from fsdp2prof.results.finding import Finding
@@ -432,8 +435,9 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
     rest = f"step{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
     assert without(analysis, "none", first) == []
     (turns,) = without(analysis, "reduce_scatter", first, "layers.2", "layers.3")
-    said = f"of no other layer in step {first}, of `layers.2` and 1 more layer in {rest}. "
-    assert f"gradients are reduced {said}" in turns.message
+    said = rf"of no other layer in step {first} \(\S+ ms each\), of `layers.2` and 1 more layer in {rest} \("
+    assert re.search(f"gradients are reduced {said}", turns.message)
+    assert f"--steps {first}." in turns.change
     assert (turns.evidence["kinds"], turns.severity) == (2, "info")
     gathers = sum(r.count for r in analysis.groups if r.op == "all_gather" and (r.rank, r.step) == (0, first))
     once = sum(
@@ -442,10 +446,30 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
         if r.op == "all_gather" and (r.rank, r.step, r.fqn) == (0, first, "layers.2")
     )
     (evaluated,) = without(analysis, "all_gather", first, "layers.2")
-    assert (
-        f"all-gathers of layers are {gathers - once} in step {first}, {gathers} in {rest}."
-        in evaluated.message
+    said = (
+        rf"all-gathers of layers are {gathers - once} in step {first} \(\S+ ms each\), {gathers} in {rest} \("
     )
+    assert re.search(said, evaluated.message)
+
+
+def test_a_unit_that_runs_several_times_in_a_micro_batch_is_gathered_too_often() -> None:
+    """Four micro-batches need eight all-gathers; of twenty the exposed time of twelve could be saved."""
+    analysis = trace_analysis()
+    ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
+    analysis = replace(analysis, ranks=ranks, findings=[])
+    group = sharded_group("layers.0", [64, 64], ranks=2, rows=32)
+
+    def run(gathers: int | None) -> list[RankManifest]:
+        one = msgspec.structs.replace(group, gathers=gathers, forwards=10, evaluations=0)
+        return [RankManifest(param_groups=[one], roots=[RootInfo(root=0, micro_batches=4)])]
+
+    for gathers, expected in ((20, True), (8, False), (None, False)):
+        found = {one.id for one in find(analysis, run(gathers))}
+        assert ("gathered_repeatedly" in found) == expected
+    again = with_ledger(analysis, manifests=run(20)).ledger
+    assert again is not None
+    entry = next(e for e in again.entries if e.id == "gathered_repeatedly")
+    assert entry.ns == 4 * MS * 12 // 20
 
 
 def test_thresholds_are_options_with_names() -> None:
@@ -502,3 +526,41 @@ def test_a_straggler_costs_what_is_felt_and_is_not_mistaken_for_wide_reductions(
     found = named(analysis)
     assert set(found) == {"straggler"}
     assert found["straggler"].evidence["wait_frac"] == pytest.approx((together - alone) / together, rel=0.05)
+
+
+def test_the_modules_that_a_large_root_holds_are_named() -> None:
+    """An embedding and a head of 32,000 x 64 beside blocks that are wrapped already."""
+    analysis = replace(trace_analysis(), findings=[])
+    rows = [
+        replace(
+            analysis.groups[0], rank=0, step=4, fqn=fqn, op="all_gather", phase="forward", count=1,
+            payload_bytes=size << 20, exposed_ns=20 * MS,
+        )
+        for fqn, size in (("", 16), ("layers.0", 1), ("layers.1", 1))
+    ]  # fmt: skip
+    root = sharded_group("", [32_000, 64], ranks=2, rows=16_000)
+    (one,) = root.parameters
+    root.parameters = [
+        msgspec.structs.replace(one, fqn=f"{name}.weight", global_shape=shape)
+        for name, shape in (("embedding", [32_000, 64]), ("head", [32_000, 64]), ("norm", [64]))
+    ]
+    blocks = [sharded_group(f"layers.{i}", [64, 64], ranks=2, rows=32) for i in range(2)]
+    found = find(replace(analysis, groups=rows), [RankManifest(param_groups=[root, *blocks])])
+    (told,) = [f for f in found if f.id == "root_holds_most"]
+    assert told.change == "Apply fully_shard to `embedding` and `head` before the root."
+
+
+def test_closures_of_lbfgs_are_not_micro_batches() -> None:
+    """Three reductions in a step: the loss at three places, not three micro-batches."""
+    analysis = replace(trace_analysis(), findings=[])
+    one = replace(
+        analysis.groups[0], rank=0, step=4, op="reduce_scatter", phase="backward", count=3,
+        payload_bytes=6 << 20, exposed_ns=9 * MS,
+    )  # fmt: skip
+    analysis = replace(analysis, groups=[replace(one, fqn="a"), replace(one, fqn="b", count=6)])
+    group = sharded_group("a", [8, 64], ranks=4, rows=2)
+    for name, expected in (("SGD", 1), ("LBFGS", 0)):
+        optimizer = OptimizerInfo(class_name=name, state_bytes=0, param_groups=1, parameters=1)
+        manifest = RankManifest(param_groups=[group], optimizers=[optimizer])
+        found = [f for f in find(analysis, [manifest]) if f.id == "reduced_every_micro_batch"]
+        assert len(found) == expected, name

@@ -139,4 +139,4 @@ def test_nanoseconds_beyond_float_precision_stay_exact() -> None:
         np.array([epoch, epoch + 10], dtype=np.int64), np.array([epoch + 3, epoch + 11], dtype=np.int64)
     )
     assert intervals.total(found) == 4
-    assert intervals.total(Intervals.single(epoch, epoch + 1)) == 1
+    assert intervals.total(intervals.union(np.array([epoch]), np.array([epoch + 1]))) == 1

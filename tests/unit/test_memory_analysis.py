@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,13 +19,14 @@ from support.snapshots import Training
 from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
 from fsdp2prof.analyzers.memory import findings as memory_findings
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
+from fsdp2prof.analyzers.memory.leaks import find_leaks
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.results.allocator import Fragmentation
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
-from fsdp2prof.tables import NEVER, MemoryRecording
+from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording, Stacks, StepTable, Strings
 
 MIB = 1 << 20
 
@@ -396,6 +398,29 @@ def test_leak_is_what_every_step_leaves_behind(tmp_path: Path):
     assert "leak" not in finding_ids(analyze_memory([(0, steps_of(Training(), 2, 100).read(tmp_path), None)]))
 
 
+@pytest.mark.parametrize(("first", "early", "expected"), [(8, 600, True), (8, 100, False), (2, 600, False)])
+def test_two_steps_show_a_leak_if_those_before_left_as_much(first: int, early: int, expected: bool) -> None:
+    """Steps 8 and 9 leave 100 bytes each, and 600 of unknown role are older."""
+    none, where = Strings.full(3, None), Strings.intern(["unattributed", "activation", "activation"])
+    columns: dict[str, Any] = {
+        one.name: none if one.type == "Strings" else np.zeros(3, dtype=np.int64)
+        for one in fields(AllocationTable)
+    }
+    rows = AllocationTable(**columns | {"category": where})
+    rows = replace(
+        rows,
+        size=np.array([early, 100, 100]),
+        alloc_order=np.array([-1, 5, 15]),
+        free_order=np.full(3, NEVER),
+        step=np.array([-1, first, first + 1]),
+        stack=np.full(3, -1),
+    )
+    steps = StepTable(
+        step=np.array([first, first + 1]), start_ns=np.array([0, 10]), end_ns=np.array([10, 20])
+    )
+    assert bool(find_leaks(rows, steps, Stacks.empty())) == expected
+
+
 @pytest.mark.parametrize(
     ("before", "inside", "tensors", "why"),
     [
@@ -482,6 +507,10 @@ def test_gradients_without_sync_and_gradients_kept(tmp_path: Path):
     recording = t.read(tmp_path)
     found = {finding.id: finding for finding in analyze_memory([(0, recording, None)]).findings}
     assert found["unsharded_gradients"].evidence["bytes"] == 500
+    only = RankManifest(micro_batches=1)  # what follows is an evaluation, or a closure called again
+    assert not [
+        one for one in analyze_memory([(0, recording, only)]).findings if one.id == "unsharded_gradients"
+    ]
     state = t._at["old gradient"][0]
     gradient = TensorInfo(category="sharded_gradient", fqn="a", address=state, nbytes=700)
     manifest = RankManifest(device=DeviceInfo(type="cuda"), tensors=[gradient])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.traces import TraceBuilder
 
+from fsdp2prof.analyzers.trace.host_work import working_operators
 from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows, operator_sums
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.reporters.charts.roofline import roofline_chart
@@ -95,3 +96,19 @@ def test_the_chart_holds_each_point_and_the_roof() -> None:
     assert without is not None
     assert len(without["data"]) == 1
     assert roofline_chart([], {}, None) is None
+
+
+def test_a_nested_copy_does_not_take_its_operators_place() -> None:
+    """Twelve addmm; the copy of the bias takes most of two of them: it is part of the product."""
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#1", 0, 2000)
+    for call in range(12):
+        begin = 100 * call
+        trace.host("aten::addmm", begin, begin + 50, dims="[[16],[64,32],[32,16]]", types="[]")
+        if call in (3, 7):
+            trace.host("aten::copy_", begin + 5, begin + 45)
+    built = trace.build()
+    kept = [built.events.name.to_list()[row] for row in working_operators(built)]
+    assert kept == ["aten::addmm"] * 12
+    (found,) = operator_sums(rank_tables(built))
+    assert (found.name, found.count, found.total_ns) == ("aten::addmm", 12, 600)

@@ -459,3 +459,15 @@ def test_any_labels_give_disjoint_sorted_rows_with_the_innermost_label_first(
             found = at(phases, time, thread)
             assert found is not None
             assert (found[0], expected[1] and found[1]) == expected
+
+
+def test_ranges_of_megatron_fsdp_are_labels() -> None:
+    """``MFSDP <name> forward|backward`` brackets the module's work and nothing else."""
+    phases = build_phases(
+        labels(("MFSDP decoder.layers.3 forward", 10, 30), ("MFSDP decoder.layers.3 backward", 50, 90)),
+        steps((1, 0, 100)),
+    )
+    assert at(phases, 20) == ("decoder.layers.3", "forward", "compute")
+    assert at(phases, 60) == ("decoder.layers.3", "backward", "compute")
+    assert (at(phases, 40) or (None,))[0] is None
+    assert parse_label("MFSDP decoder.layers.3 sideways") is None

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from synthetic import Schedule, record, transformer, write
 
@@ -162,7 +163,7 @@ def test_hta_agrees_on_overlap_and_compute(real_data: Path, hta: type, name: str
     window = int(ours.windows.end_ns[0] - ours.windows.start_ns[0])
     assert times["kernel_time(us)"] * 1e3 == pytest.approx(window, abs=1000)
     *_, idle = intervals.classify(
-        intervals.Intervals.single(0, 2**62), [ours.run.compute, ours.run.comm, ours.run.memcpy]
+        intervals.union(np.array([0]), np.array([2**62])), [ours.run.compute, ours.run.comm, ours.run.memcpy]
     )
     idle = intervals.intersect(idle, intervals.Intervals(*_window(ours)))
     assert times["idle_time(us)"] * 1e3 == pytest.approx(intervals.total(idle), abs=len(ours.device))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.sharded_groups import sharded_group
 
+from fsdp2prof.analyzers.sharding.check import check_run
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
-from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RunInfo, UnshardedInfo
+from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RunInfo, StepInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.run_directory import RunDirectory
 
 
 def found(
@@ -125,3 +128,26 @@ def test_bytes_of_a_group_that_tensor_parallelism_cut_are_of_its_part() -> None:
     ]
     (root_only,) = found([group])["root_only"]
     assert root_only.evidence["gathered_bytes"] == 4 * (4 * 2) * 4
+
+
+@pytest.mark.parametrize(("units", "columns", "named"), [(39, 8, True), (15, 8, False), (39, 70_000, False)])
+def test_many_tiny_units_are_named(units: int, columns: int, named: bool) -> None:
+    """Units of 8 x 8 or 8 x 70,000 floats (2.1 MiB); fifteen are as few as a small model has blocks."""
+    groups = [sharded_group(f"layers.{i}", [8, columns], ranks=2, rows=4) for i in range(units)]
+    root = sharded_group("", [8, 8], ranks=2, rows=4)
+    fine = found([root, *groups]).get("wrapping_too_fine", [])
+    assert [(one.severity, one.evidence["units"]) for one in fine] == ([("low", 39)] if named else [])
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, "no rank ended its first step"), (2, "older version")])
+def test_a_run_that_ended_before_its_first_step_is_not_called_an_old_one(steps: int, said: str) -> None:
+    """What no group shards is seen after a step: without one nobody can say."""
+    taken = [StepInfo(step=i, start_ns=0, duration_ns=1) for i in range(steps)]
+    manifests = {
+        rank: RankManifest(rank=rank, world_size=2, param_groups=[alone(0)], unsharded=None, steps=taken)
+        for rank in range(2)
+    }
+    run = RunDirectory(path=Path("run"), info=RunInfo(state="crashed", world_size=2), ranks=())
+    (row,) = [one for one in check_run(run, manifests).checks if one.name == "unsharded"]
+    assert row.state == "unknown"
+    assert said in row.said

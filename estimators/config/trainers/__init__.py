@@ -7,7 +7,7 @@ decides where a file says nothing. A format is recognized by its keys, not by th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,6 @@ class TrainerRun:
     """As :func:`~fsdp2prof.estimators.config.inputs.make_spec` takes them."""
     read: ConfigRead
     """What was read and what became of it."""
-    seq_len_is_open: bool = field(default=False)
-    """Whether the length of sequences is in no file."""
 
 
 def read_trainer_files(
@@ -123,7 +121,7 @@ def _result(run: Reading, paths: Sequence[Path], stack: str | None) -> TrainerRu
         notes=run.notes,
         open=run.open,
     )
-    return TrainerRun(values=values, read=read, seq_len_is_open="seq_len" not in run.policy)
+    return TrainerRun(values=values, read=read)
 
 
 def _shown(value: Any) -> str:

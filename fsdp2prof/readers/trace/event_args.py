@@ -77,7 +77,14 @@ _SHAPED_NAMES = frozenset(
 )
 
 _OUTPUT_FIRST = frozenset(
-    {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_", "fake:all_gather"}
+    {
+        "c10d::_allgather_base_",
+        "c10d::_reduce_scatter_base_",
+        "c10d::allgather_into_tensor_coalesced_",
+        "c10d::reduce_scatter_tensor_coalesced_",
+        "c10d::alltoall_base_",
+        "fake:all_gather",
+    }
 )
 """Take (output, input, ...)."""
 _IN_PLACE = frozenset(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,15 @@ def count_launches(path: Path) -> tuple[int, int]:
     events, document = msgspec.json.Decoder(list[_Event]), msgspec.json.Decoder(_Document)
     calls: list[Any] = []
     records: set[Any] = set()
-    is_call, is_work, is_launch = map(
-        lru_cache(maxsize=None), (backends.is_call, backends.is_work, backends.is_launch)
-    )
 
     def count(text: bytes, _: int, is_last: bool) -> None:
         found = document.decode(text).events if is_last else events.decode(text)
         for event in found:
             if event.args is None or event.args.correlation == -1:
                 continue
-            if is_work(event.cat):
+            if backends.is_work(event.cat):
                 records.add(event.args.correlation)
-            elif is_call(event.cat) and is_launch(event.name):
+            elif backends.is_call(event.cat) and backends.is_launch(event.name):
                 calls.append(event.args.correlation)
 
     decode_pieces(path, count, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,9 @@ def _collectives(
     table = tables.collectives.table
     analysed = np.flatnonzero(np.isin(table.step, tables.windows.step)).tolist()
     points = {analysed[place]: point for place, point in flows.items()}
+    exposed = np.zeros(len(table), dtype=np.int64)
+    np.add.at(exposed, tables.exposure.collective, tables.exposure.exposed_ns)
+    exposed_ns = exposed.tolist()
     for place, op in enumerate(sorted(set(table.op.to_list()), key=str)[:_MOST]):
         rows = np.flatnonzero(table.op.equals(op)).tolist()
         slices = [
@@ -111,7 +115,7 @@ def _collectives(
                 int(table.end_ns[row]),
                 _title(tables, row),
                 "collective",
-                _about(tables, row),
+                _about(tables, row, exposed_ns[row]),
                 row,
             )
             for row in rows
@@ -125,7 +129,7 @@ def _collectives(
                 yield flow(point.kind, one.name, "collective", point.number, rank, event["tid"], time)
 
 
-def _about(tables: RankTables, row: int) -> dict[str, Any]:
+def _about(tables: RankTables, row: int, exposed_ns: int) -> dict[str, Any]:
     """Return what is known of a collective: sizes in bytes, times in nanoseconds; the unknown is absent."""
     table, waits = tables.collectives.table, tables.waits
     texts = {
@@ -142,11 +146,10 @@ def _about(tables: RankTables, row: int) -> dict[str, Any]:
         "seq": table.seq[row],
         "stall ns": waits.stall_ns[row],
     }
-    exposed = int(tables.exposure.exposed_ns[tables.exposure.collective == row].sum())
     return (
         {name: printable(text) for name, text in texts.items() if text is not None}
         | {name: int(number) for name, number in numbers.items() if number >= 0}
-        | {"exposed ns": exposed}
+        | {"exposed ns": exposed_ns}
     )
 
 
@@ -158,23 +161,19 @@ def _recorded(tables: RankTables, rank: int, clock: RankClock) -> Iterator[Event
     events = tables.trace.events
     on_device = events.stream >= 0
     lane = np.where(on_device, events.stream, events.thread)
-    names = [printable(name) for name in events.name.values]
-    categories = [printable(name) for name in events.category.values]
+    names = [*map(printable, events.name.values), ""]  # -1 is without a name
+    categories = [*map(printable, events.category.values), ""]
     about = _layers_of_events(tables)
     tids: dict[int, int] = {}
     lanes = sorted(set(zip(on_device.tolist(), lane.tolist(), strict=True)))
     for place, (device, number) in enumerate(lanes):
         rows = np.flatnonzero((on_device == device) & (lane == number)).tolist()
+        columns = (events.start_ns, events.end_ns, events.name.codes, events.category.codes)
         slices = (
-            Slice(
-                int(events.start_ns[row]),
-                int(events.end_ns[row]),
-                names[events.name.codes[row]] if events.name.codes[row] >= 0 else "",
-                categories[events.category.codes[row]] if events.category.codes[row] >= 0 else "",
-                about.get(row, {}),
-                row,
+            Slice(start, end, names[name], categories[category], about.get(row, {}), row)
+            for row, start, end, name, category in zip(
+                rows, *(column[rows].tolist() for column in columns), strict=True
             )
-            for row in rows
         )
         name = f"stream {number}" if device else _thread_name(tables, number)
         track = Track(_RECORDED + place, name, 7 if device else 6)
@@ -190,10 +189,10 @@ def _launches(tables: RankTables, rank: int, clock: RankClock, tids: Mapping[int
     events = tables.trace.events
     device = np.flatnonzero(events.stream >= 0)
     calls = host_launches(events, device)
-    for row, call in zip(device.tolist(), calls.tolist(), strict=True):
+    columns = device, calls, events.start_ns[calls], events.start_ns[device]
+    for row, call, issued, begun in zip(*(column.tolist() for column in columns), strict=True):
         if call >= 0:
             number = rank * _LAUNCHES + row
-            issued, begun = int(events.start_ns[call]), int(events.start_ns[row])
             yield flow("s", "launch", "launch", number, rank, tids[call], clock.us(issued))
             yield flow("f", "launch", "launch", number, rank, tids[row], clock.us(begun))
 
@@ -209,6 +208,7 @@ def _layers_of_events(tables: RankTables) -> dict[int, dict[str, Any]]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def _place(fqn: str | None, phase: str | None) -> dict[str, Any]:
     return {"layer": printable(layer_name(fqn)), "phase": phase or "other"}
 

@@ -7,27 +7,29 @@ stand in one row. :func:`nested` gives such slices rows of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = ["Event", "Slice", "Track", "counter", "flow", "named_process", "nested"]
 
 Event: TypeAlias = dict[str, Any]
 """One event of the Trace Event Format."""
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 _ROWS = 1 << 10
 """Rows that a track can grow to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Something that took time, in a rank's own nanoseconds."""
 
     start_ns: int
     end_ns: int
     name: str
     category: str
-    args: dict[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = _NOTHING
     row: int = -1
     """Row of the table it was made of."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
+from isal import igzip
 
 from fsdp2prof import __version__
 from fsdp2prof.errors import SnapshotError
@@ -38,7 +38,7 @@ _CHUNK = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerfettoExport:
-    """What was written."""
+    """Counts of the file written."""
 
     path: Path
     ranks: int
@@ -103,7 +103,10 @@ def _memory(job: JobFiles) -> list[RankMemory]:
 @contextmanager
 def _opened(path: Path, *, compressed: bool) -> Iterator[IO[bytes]]:
     if compressed:
-        with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=5, mtime=0) as file:
+        with (
+            path.open("wb") as raw,
+            igzip.IGzipFile(fileobj=raw, mode="wb", compresslevel=2, mtime=0) as file,  # type: ignore[no-untyped-call]
+        ):
             yield file  # type: ignore[misc]
     else:
         with path.open("wb") as plain:

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.interception import Interception
+from support.rotary import fill_rotary
 
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import ExpertShape, TransformerConfig
@@ -153,7 +154,7 @@ def build(dense: DeviceMesh, experts: DeviceMesh) -> Any:
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.05)
-    module.init_buffers()
+    fill_rotary(module)
     info = FSDPMeshInfo(mesh=experts["efsdp"], shard_mesh_dim=0)
     apart: set[nn.Parameter] = set()
     for layer in range(EXPERTS.first, CONFIG.layers):

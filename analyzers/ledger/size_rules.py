@@ -1,0 +1,237 @@
+"""Sizes of FSDP units in the ledger: many that carry little, or one with most of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from statistics import median
+
+from fsdp2prof.analyzers.ledger.book import Book, Remedy, Said
+from fsdp2prof.analyzers.wording import named_layer
+from fsdp2prof.labels import is_root
+from fsdp2prof.manifest import ParamGroupInfo
+from fsdp2prof.units import dtype_bytes, format_bytes, format_frac
+
+__all__ = ["too_coarse", "too_fine"]
+
+_MANY_UNITS = 16
+"""Parameter groups of a model from which on units of less than a mebibyte are called too fine."""
+_FINE_PER_BLOCK = 3
+"""Groups inside one numbered block from which on they are called so, too."""
+_TINY_BYTES = 1 << 20
+_LARGE_IN_ROOT = 0.1
+"""Part of the root's parameters from which on one of them is named."""
+
+
+def too_fine(book: Book) -> None:
+    """Many units that carry little: each pays the latency of a collective and FSDP's own work."""
+    fine = _tiny_units(book) or _below_the_knee(book)
+    if not fine:
+        return
+    mine = book.take("communication", lambda one: one.fqn in fine)
+    copies = [] if book.on_device else book.take("fsdp_copy", lambda one: one.fqn in fine)
+    cost = sum(one.ns for one in [*mine, *copies])
+    rows = [
+        row
+        for op in ("all_gather", "reduce_scatter")
+        for row in book.rows(op)
+        if row.fqn in fine and row.count
+    ]
+    count = sum(row.count for row in rows)
+    known = [row for row in rows if row.payload_bytes is not None]
+    payload = sum(row.payload_bytes or 0 for row in known) // max(1, sum(row.count for row in known))
+    merged = max(1, min(len(fine) // 4, 8))
+    problem = (
+        f"{len(fine)} units of {format_bytes(payload)} on average take "
+        f"{count / book.rank_steps:.3g} collectives a step: latency, not bandwidth, sets their time, "
+        f"{book.per_step(cost)}."
+    )
+    remedy = Remedy(
+        change="Apply fully_shard to larger modules, or to several together: fully_shard([a, b]).",
+        gain_ns=cost * (len(fine) - merged) / len(fine),
+        reason=f"with {merged} units in place of {len(fine)}, if each takes as long as one does now",
+    )
+    book.enter(
+        Said(
+            id="wrapping_too_fine",
+            cause="communication",
+            title=f"{len(fine)} small FSDP units",
+            problem=problem,
+            remedy=remedy,
+            confidence="medium",
+            why_sure="the time of larger units is extrapolated",
+            evidence={
+                "collectives_per_step": int(count // book.rank_steps),
+                "mean_payload_bytes": payload,
+                "units": len(fine),
+                "layers": sorted(fine)[:5],
+            },
+        ),
+        [*mine, *copies],
+    )
+
+
+def _tiny_units(book: Book) -> set[str]:
+    """Units of less than a mebibyte, where the manifest has many of them or several a block."""
+    sizes: dict[str, int] = {}
+    for row in book.rows("all_gather"):
+        if row.count and row.payload_bytes is not None and row.fqn is not None and not is_root(row.fqn):
+            sizes.setdefault(row.fqn, row.payload_bytes // row.count)
+    tiny = {fqn for fqn, size in sizes.items() if size < _TINY_BYTES}
+    if 2 * len(tiny) <= len(sizes):
+        return set()
+    blocks = Counter(".".join(_block(fqn)) for fqn in tiny)
+    per_block = median(blocks.values()) if blocks else 0
+    return (
+        tiny
+        if len(tiny) >= _MANY_UNITS
+        or (per_block >= _FINE_PER_BLOCK and len(tiny) >= book.thresholds.small_count)
+        else set()
+    )
+
+
+def _block(fqn: str) -> list[str]:
+    """The beginning of a name up to its first number: the block that a module is in."""
+    parts = fqn.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts) - 1)
+    return parts[: number + 1]
+
+
+def _below_the_knee(book: Book) -> set[str]:
+    """Layers whose collectives are small, many, and slower than the bandwidth of larger ones."""
+    limits = book.thresholds
+    slow = {
+        (row.op, row.process_group, row.dtype, row.payload_bytes)
+        for row in book.analysis.bandwidth
+        if row.payload_bytes < limits.small_payload_bytes
+        and min(row.of_best_frac or 1.0, row.of_peak_frac or 1.0) < limits.knee_frac
+    }
+    rows = [
+        row
+        for row in [*book.rows("all_gather"), *book.rows("reduce_scatter")]
+        if row.payload_bytes is not None
+        and row.count  # 0 where only the time of another step's is in this one
+        and (row.op, row.process_group, row.dtype, row.payload_bytes // row.count) in slow
+    ]
+    layers = {row.fqn for row in rows if row.fqn is not None}
+    count = sum(row.count for row in rows)
+    many = count and count >= limits.small_count * book.rank_steps and len(layers) >= limits.small_count
+    return layers if many and book.on_device else set()
+
+
+def too_coarse(book: Book) -> None:
+    """One unit with most parameters: nothing of the model can run while it is gathered."""
+    shares = _payload_shares(book)
+    if not shares:
+        return
+    fqn, (payload, share) = max(shares.items(), key=lambda item: item[1][1])
+    root, alone = is_root(fqn), len(shares) == 1
+    if share < (book.thresholds.root_frac if root else book.thresholds.coarse_frac):
+        return
+    ops = ("all_gather",) if root and not alone else ("all_gather", "reduce_scatter", "all_reduce")
+    mine = book.take("communication", lambda one: one.fqn == fqn and one.op in ops)
+    cost = sum(one.ns for one in mine)
+    name = named_layer(fqn)
+    if alone:
+        problem = (
+            f"All parameters ({format_bytes(payload)}) are in one FSDP unit, {name}, and are gathered "
+            "together"
+        )
+        change = "Apply fully_shard to the blocks inside before the module around them."
+        named, title = "wrapping_too_coarse", "one FSDP unit for the whole model"
+    elif root:
+        large = _large_in_root(book, fqn)
+        inside = f": {', '.join(f'`{one}`' for one in large)}" if large else ""
+        problem = (
+            f"The root unit holds {format_frac(share)} of all parameters ({format_bytes(payload)}){inside}, "
+            "which no fully_shard call wraps by itself"
+        )
+        change = f"Apply fully_shard to {_modules(large)} before the root."
+        named, title = "root_holds_most", "a root unit that holds much of the model"
+    else:
+        problem = f"One unit, {name}, holds {format_frac(share)} of all parameters ({format_bytes(payload)})"
+        change = (
+            f"Apply fully_shard to the modules inside {name}, too: its blocks, or its large Linear layers."
+            if _has_parts(book, fqn)
+            else f"{name[0].upper()}{name[1:]} has no modules inside to wrap: gather it earlier "
+            "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch on the blocks before it), or "
+            "split it into several modules."
+        )
+        named, title = "wrapping_too_coarse", f"one large FSDP unit, {name}"
+    exposed = book.per_step(cost)
+    shown = (
+        f"its collectives are exposed for {exposed}" if book.on_device else f"its collectives take {exposed}"
+    )
+    why = "" if book.on_device else " (on a CPU they are not hidden either way)"
+    remedy = Remedy(
+        change=change,
+        gain_ns=cost if book.on_device else None,
+        reason="all but the first unit's collectives can be hidden then"
+        if book.on_device
+        else "overlap cannot be measured on a CPU; less is gathered at a time",
+        basis="bound" if book.on_device else "unknown",
+    )
+    book.enter(
+        Said(
+            id=named,
+            cause="communication",
+            title=title,
+            problem=f"{problem}; {shown}{why}.",
+            remedy=remedy,
+            fqn=fqn,
+            confidence="high" if book.on_device else "medium",
+            why_sure="units and sizes are recorded",
+            evidence={"payload_bytes": payload, "share_frac": share},
+        ),
+        mine,
+    )
+
+
+def _has_parts(book: Book, fqn: str) -> bool:
+    """Whether a unit has several modules that could be units; unknown without a manifest is yes."""
+    group = next((one for one in book.groups if one.fqn == fqn), None)
+    if group is None:
+        return True
+    return len({one.fqn.rpartition(".")[0] for one in group.parameters}) > 1
+
+
+def _payload_shares(book: Book) -> dict[str, tuple[int, float]]:
+    """Layer -> payload of one forward all-gather and its share of all layers'."""
+    payloads: dict[str, int] = {}
+    for row in book.rows("all_gather"):
+        if row.phase == "forward" and row.count and row.payload_bytes is not None and row.fqn is not None:
+            payloads.setdefault(row.fqn, row.payload_bytes // row.count)
+    total = sum(payloads.values())
+    return {fqn: (payload, payload / total) for fqn, payload in payloads.items()} if total else {}
+
+
+def _large_in_root(book: Book, fqn: str) -> list[str]:
+    """Modules of the root's own large parameters, the largest first."""
+    group = next((one for one in book.groups if is_root(one.fqn) or one.fqn == fqn), None)
+    if group is None:
+        return []
+    sizes = _module_sizes(group)
+    whole = sum(sizes.values())
+    return [
+        name
+        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+        if size >= _LARGE_IN_ROOT * whole
+    ][:4]
+
+
+def _module_sizes(group: ParamGroupInfo) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for one in group.parameters:
+        module = one.fqn.rpartition(".")[0]
+        if module:
+            sizes[module] += prod(one.global_shape) * (dtype_bytes(one.dtype) or 0)
+    return dict(sizes)
+
+
+def _modules(names: Sequence[str]) -> str:
+    """Name modules, or the usual ones where the run does not say."""
+    shown = [f"`{name}`" for name in names]
+    if not shown:
+        return "its large modules (usually the embedding and the head)"
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
