@@ -200,17 +200,21 @@ def test_every_collective_of_a_step(case):
         {"wrap": ("block", "output"), "grad_accum": 2, "sync": "each"},
         {"wrap": ("block", "output"), "reshard": "never"},
         {"wrap": ("block", "output"), "grad_accum": 3},
+        {"wrap": ("block", "tok_embeddings+norm+output"), "tied": True},
+        {"wrap": ("block", "tok_embeddings+norm+output"), "tied": True, "grad_accum": 2, "sync": "each"},
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 def test_a_head_whose_backward_runs_in_the_forward(options):
     """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
+    options = dict(options)
+    config = tiny(tied=options.pop("tied", False))
     policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
     sums: Counter[tuple[str, str]] = Counter()
-    for (_, op, dtype, payload), count in executed(tiny(), mesh, policy).items():
+    for (_, op, dtype, payload), count in executed(config, mesh, policy).items():
         sums[op, dtype] += count * payload
         sums[op, "count"] += count
-    for row in estimate(tiny(), mesh, policy).groups:
+    for row in estimate(config, mesh, policy).groups:
         sums[row.op, row.dtype] -= row.payload_bytes
         sums[row.op, "count"] -= row.count
     assert not any(sums.values()), sums
