@@ -1,6 +1,6 @@
 """Every verb on inputs of which anything is spoiled, or is no file at all: an answer, or one clear line.
 
-300 inputs here, 10,000 with ``-m slow``; the same ones every time. ``FSDP2PROF_FUZZ=FIRST-LAST`` chooses some.
+300 inputs here, 10,000 with ``-m slow``; the same every time. ``FSDP2PROF_FUZZ=FIRST-LAST`` chooses some.
 """
 
 from __future__ import annotations
