@@ -72,8 +72,8 @@ def test_the_command_writes_it_and_never_over_something_else(
     assert call(capfd, "compare", kept, run, *gates, "-q").err == ""
     other = tmp_path / "other.json"
     other.write_text("{}")
-    call(capfd, "compare", other, run, "--write-baseline").refused("is no baseline")
-    call(capfd, "compare", run, run, "--write-baseline").refused("is no baseline")
+    call(capfd, "compare", other, run, "--write-baseline").refused("is not a baseline")
+    call(capfd, "compare", run, run, "--write-baseline").refused("is not a baseline")
     assert other.read_text() == "{}"
 
 
