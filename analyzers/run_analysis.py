@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.replayed import that_fit, with_room
 from fsdp2prof.analyzers.ledger.thresholds import cost_frac
@@ -11,8 +12,10 @@ from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunSummary
 from fsdp2prof.results.trace import TraceAnalysis
+from fsdp2prof.results.trial import TrialResult
+from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["combine"]
+__all__ = ["combine", "with_trial"]
 
 _SENTENCES = 4
 """Of a verdict."""
@@ -24,6 +27,8 @@ _ALWAYS = frozenset({"leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse"}
 """Findings about the set-up that the ledger tells with their cost."""
+_MEASURED = frozenset({"wrapping_too_fine"})
+"""Findings about the set-up whose cost the ledger has: told by it, or too small to be told."""
 _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 """Findings of ``check`` about a recording that is not complete, which the ranks' table shows."""
 
@@ -45,6 +50,8 @@ def combine(
     if trace is not None and (free := _free_bytes(memory)) is not None:
         trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
+    if trace is not None and trace.ledger is not None:
+        setup = [one for one in setup if one.id not in _MEASURED]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),
@@ -65,6 +72,18 @@ def combine(
         ],
         warnings=list(warnings),
     )
+
+
+def with_trial(analysis: RunAnalysis, trial: TrialResult | None) -> RunAnalysis:
+    """Add what was tried in the running job; a measured gain is said first, before any prediction."""
+    best = trial.tried[0] if trial is not None and trial.tried else None
+    verdict = analysis.verdict
+    if best is not None and best.outcome == "faster" and best.gained_ns and best.low_ns and best.high_ns:
+        interval = f"95 % interval {format_ns(best.low_ns)} to {format_ns(best.high_ns)}"
+        gain = f"{format_ns(best.gained_ns)} off a step ({format_frac(best.gained_frac or 0.0)}; {interval})"
+        said = f"Measured in this job: {best.change} takes {gain}."
+        verdict = [said, *(line for line in verdict if not line.startswith(NOTHING))][:_SENTENCES]
+    return replace(analysis, verdict=verdict, trial=trial)
 
 
 def _belongs(one: Finding, told: set[str]) -> bool:

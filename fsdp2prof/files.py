@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["replacing", "scratch", "temporaries", "write_json"]
+__all__ = ["remove_scratch", "replacing", "scratch", "scratch_prefix", "temporaries", "write_json"]
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """How Python keeps a byte that it could not decode."""
@@ -45,6 +47,17 @@ def write_json(path: Path, document: object) -> None:
         text = msgspec.json.encode(_readable(msgspec.to_builtins(document)))
     with replacing(path) as temporary:
         temporary.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
+
+
+def scratch_prefix(pid: int) -> str:
+    """Return how the names begin of what a process writes for a moment into ``$TMPDIR``."""
+    return f"fsdp2prof-{pid}-"
+
+
+def remove_scratch(pid: int) -> None:
+    """Remove what a process that was killed left in this machine's ``$TMPDIR``."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{scratch_prefix(pid)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def temporaries(folder: Path) -> list[Path]:

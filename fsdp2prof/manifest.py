@@ -23,6 +23,7 @@ __all__ = [
     "OptimizerInfo",
     "ParamGroupInfo",
     "ParameterInfo",
+    "Pause",
     "ProcessGroupInfo",
     "RankManifest",
     "RecordOptions",
@@ -465,6 +466,16 @@ class TensorInfo(_Record):
     """Index of its root, as in :class:`ParamGroupInfo`."""
 
 
+class Pause(_Record):
+    """Time in which the training stood still while a rank stopped a recording and wrote its file."""
+
+    kind: Literal["trace", "memory"]
+    after_step: Index
+    """The last recorded step."""
+    duration_ns: Amount
+    file_bytes: Amount
+
+
 class RankManifest(_Record):
     """``manifest.json`` of one rank. Every field has a default so that a crash leaves a readable file."""
 
@@ -513,6 +524,7 @@ class RankManifest(_Record):
     memory_steps: list[Index] = []
     recordings: list[Index] = []
     """Numbers of those it took part in, in a run that may record several times."""
+    pauses: list[Pause] = []
     memory_source: str | None = None
     """``cuda_snapshot``, ``storage_count`` or null."""
     tensors: list[TensorInfo] = []

@@ -128,10 +128,10 @@ def format_numbers(numbers: Sequence[int]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``3 entries``, ``4 launches``."""
+    """``1 rank``, ``2 ranks``, ``3 entries``, ``4 launches``, ``2 days``."""
     if count == 1:
         return f"1 {noun}"
-    if noun.endswith(("ry", "ty", "cy")):
+    if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{count:,} {noun[:-1]}ies"
     return f"{count:,} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
 

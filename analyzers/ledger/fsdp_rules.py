@@ -204,7 +204,7 @@ def _enter_late(book: Book, mine: list[Charge]) -> None:
         Said(
             id=lateness.name,
             cause="communication",
-            title=f"{op_label(op)}s in {phase}: {lateness.name.replace('_', ' ')}",
+            title=f"{op_label(op)}s in {phase}: {lateness.name.removeprefix(op).replace('_', ' ').strip()}",
             problem=problem,
             remedy=remedy,
             fqn=worst,

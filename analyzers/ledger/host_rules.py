@@ -217,7 +217,9 @@ def _pauses(book: Book) -> None:
     whose = f"The host of rank {rank}" if alone else "The host"
     long = format_ns(longest / steps) + " a step" if alone else book.per_step(cost)
     others = "; the other ranks wait for it" if alone else ""
-    place = f"at {site}, {where}" if site else f"{where}: Python code, or input and output"
+    place = f"{where}: Python code, or input and output"
+    if site:
+        place = f"at {site}" if phase == "other" else f"at {site}, {where}"
     work = f"at {site}" if site else where
     see = "" if site else " Record with --stacks to see the function."
     problem = f"{whose} runs no operator for {long}, most of it {place}{others}."

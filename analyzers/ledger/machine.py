@@ -39,14 +39,31 @@ def starved_frac(manifest: RankManifest) -> float | None:
 
 
 def starved_ranks(manifests: Sequence[RankManifest]) -> dict[int, str]:
-    """Return the ranks that wait for a processor much longer than the others, each with a sentence."""
+    """Return the ranks that wait for a processor much longer than the others, each with a sentence.
+
+    A rank with more work waits longer on a busy host; it is starved only if it also waits more for each
+    nanosecond that it runs.
+    """
     parts = {one.rank: part for one in manifests if (part := starved_frac(one)) is not None}
+    pressures = {one.rank: _pressure(one) for one in manifests if one.rank in parts}
     found = {}
     for rank, part in parts.items():
-        others = [other for each, other in parts.items() if each != rank]
-        if part >= _STARVED and (not others or part >= _MORE * median(others)):
+        others = [other for other in parts if other != rank]
+        more = all(
+            measure[rank] >= _MORE * median(measure[other] for other in others)
+            for measure in (parts, pressures)
+            if others
+        )
+        if part >= _STARVED and more:
             found[rank] = f"Its training thread waits {format_frac(part)} of a step for a processor."
     return found
+
+
+def _pressure(manifest: RankManifest) -> float:
+    """Return the time that the training thread waits for a processor, for each nanosecond that it has one."""
+    waited = waited_ns(manifest)
+    ran = sum(one.main_thread_cpu_ns for one in manifest.host_steps if one.step in waited)
+    return sum(waited.values()) / max(1, ran)
 
 
 def processor_use(manifests: Sequence[RankManifest]) -> ProcessorUse | None:

@@ -181,12 +181,10 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
             sites[one.site] += one.ns
     where = ", ".join(sorted(phases, key=lambda phase: -phases[phase]))
     site = max(sites, key=lambda name: sites[name]) if sites else None
-    by = f" by {site}" if site else ""
+    by = f" by {site}" if site else f" ({where})"
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"
-    problem = (
-        f"{count:.3g} {noun} a step ({where}) are issued outside FSDP{by} and take {book.per_step(cost)}."
-    )
+    problem = f"{count:.3g} {noun} a step are issued outside FSDP{by} and take {book.per_step(cost)}."
     change = _CHANGES.get(kind, "These are another parallelism, or code of the script: do them less often.")
     if site:
         change = _at(site, change)

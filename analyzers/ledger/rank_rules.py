@@ -101,7 +101,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         if together
         else ""
     )
-    reason = f"{text or 'unknown'}{'' if fqn is None else f', at {named_layer(fqn)}'}"
+    at = "" if fqn is None or (kind == "host" and site) else f", at {named_layer(fqn)}"
+    reason = f"{text or 'unknown'}{at}"
     problem = (
         f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}, "
         f"{format_frac(share)} of their time.{beside} Rank {rank} is late mostly because {reason}."

@@ -305,9 +305,7 @@ def _no_stragglers(changed: Changed, late: Sequence[int]) -> Changed:
         raise NotApplicableError("it takes the trace of another rank")
     if not any(one.meeting >= 0 for program in changed.job for one in program.activities.values()):
         raise NotApplicableError("the ranks' collectives could not be matched")
-    is_never = (
-        "is never the last; its own steps are" if len(late) == 1 else "are never the last; their steps are"
-    )
+    is_never = "is never the last; its own steps" if len(late) == 1 else "are never the last; their steps"
     return replace(
         changed,
         pace=replace(changed.pace, waits_for=left),

@@ -39,6 +39,12 @@ class Gather:
 
 def gathers(program: RankProgram) -> list[Gather]:
     """Return every all-gather of a layer, in the order in which layers need them."""
+    if "gathers" not in program.found:
+        program.found["gathers"] = _gathers(program)
+    return list(program.found["gathers"])
+
+
+def _gathers(program: RankProgram) -> list[Gather]:
     labels: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name, begin, end in _label_ranges(program.points):
         label = parse_label(name)

@@ -7,7 +7,7 @@ stretch of the host's time; an :class:`Activity` is what ran beside the host: a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 __all__ = ["Activity", "Job", "Kind", "Point", "RankProgram", "Role"]
 
@@ -121,6 +121,8 @@ class RankProgram:
     """Beginning and end of each analysed step, as the analysis measures them."""
     boundary: int = -1
     """Number of the point at which the first analysed step begins: all up to it stays as recorded."""
+    found: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What was looked up in these points once; a changed copy of the program begins without it."""
 
 
 Job: TypeAlias = "list[RankProgram]"

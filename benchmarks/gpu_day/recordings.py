@@ -78,6 +78,7 @@ def _record(day: Day, backend: Backend, variant: _Variant) -> tuple[str, dict[st
         "backend": backend.name,
         "device": "cuda" if day.machine.has_gpu else "cpu",
         "out_of_memory": variant.out_of_memory,
+        "longest_pause_s": _longest_pause_s(folder),
         "command": " ".join(training[training.index(EXAMPLE) :]),
     }
     return _check(analysis, variant, ranks, on_gpu=day.machine.has_gpu), row
@@ -87,6 +88,13 @@ def _analyze(day: Day, name: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "fsdp2prof", "analyze", "run", folder, "--format", "json"]
     analysis: dict[str, Any] = json.loads(day.run(f"analyze-{name}", command, limit_s=_LIMIT_S))
     return analysis
+
+
+def _longest_pause_s(folder: Path) -> float:
+    """The longest that a rank stood still while it stopped a recording and wrote its file."""
+    manifests = [json.loads(path.read_text()) for path in folder.glob("rank-*/manifest.json")]
+    pauses = [pause["duration_ns"] for one in manifests for pause in one.get("pauses", [])]
+    return float(round(max(pauses, default=0) / 1e9, 2))
 
 
 def _check(analysis: dict[str, Any], variant: _Variant, ranks_ran: int, *, on_gpu: bool) -> str:
@@ -107,5 +115,13 @@ def _check(analysis: dict[str, Any], variant: _Variant, ranks_ran: int, *, on_gp
         raise Failed(f"{collectives - attributed} of {collectives} collectives are on no layer")
     if on_gpu and not any(rank["device_type"] == "cuda" for rank in analysis["trace"]["ranks"]):
         raise Failed("the trace has no work of the GPU")
+    lost = {
+        step["step"] for rank in analysis["trace"]["ranks"] for step in rank.get("incomplete_steps") or ()
+    }
+    if lost:
+        raise Failed(f"the profiler lost records of the device in steps {', '.join(map(str, sorted(lost)))}")
     peak = max(rank["peak"]["allocated_bytes"] for rank in ranks)
-    return f"{attributed} of {collectives} collectives on a layer, peak {peak / 2**20:.1f} MiB"
+    seen = (
+        f"{attributed} of {collectives} collectives on a layer" if collectives else "one rank, no collectives"
+    )
+    return f"{seen}, peak {peak / 2**20:.1f} MiB"

@@ -94,7 +94,7 @@ def _add_tools(server: MCPServer, root: click.Group) -> None:
         """Say where a training step goes, which layer's communication is exposed, and what fills memory.
 
         path: a run directory of `fsdp2prof record`, Kineto traces, memory snapshots, Flight Recorder dumps
-        (hang), logs of NCCL (nccl).
+        (hang), logs of NCCL (nccl). Of a run of `fsdp2prof try`, `trial` is what each setting gained.
         """
         return await call(("analyze", what), (path,), options, keys, rows, limit_s)
 

@@ -41,6 +41,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
         *(f"run.{key}" for key in _RUN),
         *(f"trace.{key}" for key in ("totals", "by_layer_folded", "late_folded", "by_rank", "what_if")),
         "memory.verdict",
+        "trial",
     ),
     "fsdp2prof.compare/1": (
         "verdict",

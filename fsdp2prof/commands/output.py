@@ -146,20 +146,28 @@ class Output:
 
 @contextmanager
 def _lines(doing: str) -> Iterator[Callable[[str], None]]:
-    """Say every ten seconds what is being done; nothing about work that takes less."""
-    from threading import Event, Thread
+    """Say every ten seconds what is being done, how far it has come and for how long it has run.
 
-    now = [doing]
+    Work that takes less says nothing.
+    """
+    from threading import Event, Thread
+    from time import monotonic
+
+    now, far, began = [doing], [""], monotonic()
     done = Event()
+
+    def came(count: int, of: int) -> None:
+        far[0] = f", {count} of {of}"
 
     def repeat() -> None:
         while not done.wait(_EVERY_S):
-            say(now[0])
+            say(f"{now[0]}{far[0]} ({monotonic() - began:.0f} s)")
 
     thread = Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield lambda text: now.__setitem__(0, text)
+        with watched(came):
+            yield lambda text: now.__setitem__(0, text)
     finally:
         done.set()
         thread.join()

@@ -10,6 +10,7 @@ The training's own functions are called once, and no exception of theirs is caug
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import signal
@@ -89,6 +90,7 @@ class Guard:
         self._local = threading.local()
         self._handlers: list[Any] = []
         self._early: list[str] = []
+        self._is_removed = False
 
     def start(self, file: Path, keep: Callable[[str], None], step: Callable[[], int]) -> None:
         """Say from now on what fails: ``keep`` gets the message, ``file`` the traceback.
@@ -154,6 +156,10 @@ class Guard:
             return self.run(part, action, *arguments, **named)
 
         return guarded
+
+    def thread(self, part: Part, action: Callable[..., object], *arguments: Any) -> None:
+        """Run ``action`` on a thread that ends with the process, and that the training does not list."""
+        _thread.start_new_thread(self.hook(part, action), arguments)
 
     def around(
         self,
@@ -256,6 +262,12 @@ class Guard:
 
     def _say(self, part: Part, message: str, error: Exception) -> None:
         rank = os.environ.get("RANK", "0")
+        if isinstance(error, OSError) and self._file is not None and not self._file.parent.is_dir():
+            if not self._is_removed:
+                self._is_removed = True
+                line = "the run directory was removed: nothing more is recorded, the training goes on"
+                self._try(self._print, f"fsdp2prof: rank {rank}: {line}")
+            return
         self._try(self._print, f"fsdp2prof: rank {rank}: {message}; it is off, the training goes on")
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         text = f"{message}\n{trace}\n"

@@ -126,16 +126,14 @@ class HangWatch:
         self._told = True
         self._over = threading.Event()
         self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._is_watching = False
 
     def step(self) -> None:
         """A step begins."""
         self._last, self._told = time.monotonic(), False
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=guard.hook("hang", self._run), name="fsdp2prof-hang", daemon=True
-            )
-            self._thread.start()
+        if not self._is_watching:
+            self._is_watching = True
+            guard.thread("hang", self._run)
 
     def close(self) -> None:
         """Watch no longer."""

@@ -57,7 +57,7 @@ def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalys
 
 
 def analyze_ranks(job: JobFiles, **options: Unpack[TraceOptions]) -> tuple[TraceAnalysis, list[RankAnalysis]]:
-    """Analyse the traces of a job as :func:`analyze_trace` does; return what was kept of each rank, too."""
+    """Analyse the traces of a job as :func:`analyze_trace` does; return each rank's own analysis, too."""
     if not job.traces.files:
         raise TraceError(job.traces.absent)
     with place_of(options) as place:
@@ -119,23 +119,24 @@ def analyze_memory(job: JobFiles, *, cluster: str | None = None) -> MemoryAnalys
 
 
 def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
-    """Summarize a run and analyse its traces and memory; what was not captured is None.
+    """Summarize a run and analyse its traces and memory; parts that were not captured are None.
 
     Without a recorder's manifests the files of both kinds are a run, too. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
+    from fsdp2prof.analyzers.run_analysis import with_trial
     from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
 
-    return replace(
+    analysis = replace(
         _analyze_run(job, options),
         sharding=shards_of_run(str(job.path), job.manifests),
         mesh=mesh_of_run(job.manifests),
-        trial=_trial(job),
     )
+    return with_trial(analysis, _trial(job))
 
 
 def _trial(job: JobFiles) -> TrialResult | None:
-    """Return what was tried in the running job, if anything was."""
+    """Return the trial of settings in the running job, if there was one."""
     if job.run is None or not was_tried(job.path):
         return None
     from fsdp2prof.workflows.trial import trial_of_run  # it analyses the candidates' recordings
@@ -220,7 +221,7 @@ def _summary(job: JobFiles) -> RunSummary:
 
 
 def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOptions) -> TraceAnalysis:
-    """Merge what is kept of the ranks' traces. Raises ``TraceError`` where none can be read."""
+    """Merge the analyses of the ranks' traces. Raises ``TraceError`` where none can be read."""
     from fsdp2prof.analyzers.trace.analysis import References, merge
 
     traces = [one.trace for one in reduced if one.trace is not None]
@@ -242,7 +243,7 @@ def _merged_traces(job: JobFiles, reduced: Sequence[Reduced], options: TraceOpti
 
 
 def _merged_memory(found: Found, reduced: Sequence[Reduced]) -> MemoryAnalysis:
-    """Merge what is kept of the ranks' recordings. Raises ``SnapshotError`` where none can be read."""
+    """Merge the analyses of the ranks' recordings. Raises ``SnapshotError`` where none can be read."""
     from fsdp2prof.analyzers.memory.analysis import merge
 
     analyses = [one for rank in reduced for one in rank.memory]
@@ -263,7 +264,7 @@ def _with_peak(result: MemoryAnalysis, at_peak: AtPeak | None) -> MemoryAnalysis
 def _works(
     job: JobFiles, traces: Iterable[RankFile], memory: Iterable[RankFile], options: TraceOptions
 ) -> list[RankWork]:
-    """Return what is to be reduced, in order of rank."""
+    """Return the work of each rank, in order of rank."""
     packed = job.packed_manifests
     trace_of = {file.rank: file for file in traces}
     memory_of: dict[int, list[RankFile]] = defaultdict(list)

@@ -21,7 +21,7 @@ __all__ = ["check_balance"]
 
 _MOST_STEPS = 10_000
 _LONGEST_NS = 10**18
-"""Of a step, 30 years: what is longer was not measured."""
+"""The longest step that is believed, 30 years: nobody measured a longer one."""
 
 
 def check_balance(

@@ -1,4 +1,4 @@
-"""From a run directory to what is wrong with how it was sharded."""
+"""From a run directory to findings about its sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_run"]
 
 
 def check_run(path: Path) -> RunCheck:
-    """Check a recorded run. Raises ``RunDirectoryError`` for what is none, or has no manifest to read."""
+    """Check a recorded run. Raises ``RunDirectoryError`` for a folder without a readable manifest."""
     run = open_run(path)
     return check.check_run(run, read_manifests(run), lambda: _own_all_reduces(path))
 

@@ -48,7 +48,7 @@ class Chosen(TypedDict, total=False):
 
 
 def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunComparison:
-    """Compare whatever is at two paths in all they share, analysing what is not analysed yet.
+    """Compare two paths in everything that they share; analyse recordings first.
 
     Raises ``InputError`` (or one of its kinds) for what cannot be read, and if the two share nothing, and
     ``UsageError`` for a choice that neither side has anything to choose from for.
@@ -60,18 +60,18 @@ def compare(before: Path, after: Path, **chosen: Unpack[Chosen]) -> RunCompariso
     if chosen.get("steps") is not None and not any(side.trace for side in pair):
         raise UsageError(f"--steps would have no effect: neither {before} nor {after} has a trace")
     if chosen.get("ranks") is not None and all(side.kind == "estimate" for side in pair):
-        raise UsageError("--ranks would have no effect: an estimate stands for all ranks")
+        raise UsageError("--ranks would have no effect: an estimate is the same for all ranks")
     return sides.compare(*pair)
 
 
 def write_baseline(path: Path, run: Path, **chosen: Unpack[Chosen]) -> Baseline:
-    """Keep what is at ``run`` as a baseline at ``path``, in place of an older one.
+    """Write a baseline of ``run`` to ``path``, in place of an older one.
 
     Raises what :func:`compare` does, and ``InputError`` for a path that holds something else or cannot be
     written.
     """
     if path.exists() and read_baseline(path) is None:
-        raise InputError(f"{path}: is there and is no baseline; choose another name")
+        raise InputError(f"{path}: exists and is not a baseline; choose another name")
     _refuse_cluster_for_kept(chosen, run)
     baseline = baseline_of(read_side(run, **chosen))
     try:
@@ -105,7 +105,7 @@ def _prepared(job: JobFiles) -> PreparedRecording:
 
 
 def read_side(path: Path, **chosen: Unpack[Chosen]) -> Side:
-    """Read whatever is at ``path``, analysing what is not analysed yet.
+    """Read a saved analysis, or analyse the recordings at ``path``.
 
     Raises ``InputError`` (or one of its kinds) for what cannot be read.
     """

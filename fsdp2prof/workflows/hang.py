@@ -1,4 +1,4 @@
-"""From the Flight Recorder dumps and stacks at a path to where the job stands."""
+"""From Flight Recorder dumps and stacks to the collective in which a job hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STACKS = ("stack", "py-spy", "pyspy", "py_spy", "faulthandler", "traceback")
 
 
 def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
-    """Read every dump and every rank's stacks at a path and say where the job stands.
+    """Read every dump and every rank's stacks at a path and find where the job hangs.
 
     ``path`` is one file, a folder of them (one a rank), or a run directory that holds them; ``run`` is the
     run directory whose manifests name the layers, by default ``path`` itself where it is one. Raises

@@ -18,17 +18,17 @@ __all__ = ["inspect_checkpoint", "inspect_run_sharding", "inspect_sharding"]
 
 
 def inspect_run_sharding(path: Path) -> ShardingMap:
-    """Say who holds what of a recorded run. Raises ``RunDirectoryError`` without a parameter group."""
+    """Return each rank's shards in a recorded run. Raises ``RunDirectoryError`` without a parameter group."""
     return lay_out_shards(sharding_of_run(str(path), read_sharded_manifests(path)))
 
 
 def inspect_sharding(described: Described) -> ShardingMap:
-    """Say who would hold what of a model. Raises ``ModelError`` for what cannot be built."""
+    """Return each rank's shards of a model. Raises ``ModelError`` for a model that cannot be built."""
     return lay_out_shards(_table(described))
 
 
 def inspect_checkpoint(path: Path, described: Described | None) -> CheckpointMap:
-    """Say what a checkpoint holds, and what a model lacks in it. Raises ``InputError`` for what is none."""
+    """Return a checkpoint's contents and a model's gaps in it. Raises ``InputError`` for another folder."""
     table = read_checkpoint(path)
     return map_checkpoint(table, None if described is None else _table(described))
 

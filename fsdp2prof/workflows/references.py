@@ -1,4 +1,4 @@
-"""What a trace does not know, from what people know: a number of tokens, the name of an accelerator."""
+"""Figures that are not in a trace, from options: tokens a step, the accelerator's peaks."""
 
 from __future__ import annotations
 

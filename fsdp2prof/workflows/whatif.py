@@ -1,4 +1,4 @@
-"""From a recorded run to what a change to it would gain."""
+"""From a recorded run to the gain of changes to it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -140,3 +141,28 @@ def test_a_failure_that_cannot_be_said_is_harmless(tmp_path: Path) -> None:
     assert made.run("watch", broken) is None
     assert made.is_off("trace")
     assert made.is_off("watch")
+
+
+def test_a_run_directory_that_was_removed_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    made = Guard()
+    made.start(tmp_path / "removed" / "errors.txt", lambda _: None, lambda: 3)
+    for part in ("memory", "trace", "manifest"):
+        made.run(part, (tmp_path / "removed" / "file").write_text, "")
+    assert capsys.readouterr().err == (
+        "fsdp2prof: rank 0: the run directory was removed: nothing more is recorded, the training goes on\n"
+    )
+    assert made.is_off("trace")
+
+
+def test_a_thread_of_ours_is_not_listed(guard: Guard) -> None:
+    seen, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        seen.set()
+        over.wait(10)
+
+    before = threading.enumerate()
+    guard.thread("hang", watch)
+    assert seen.wait(10)
+    assert threading.enumerate() == before
+    over.set()

@@ -91,7 +91,7 @@ def test_a_process_that_was_stopped_is_watched_anew(monkeypatch: pytest.MonkeyPa
     watch = HangWatch(2, told.append)
     monkeypatch.setattr("fsdp2prof.recorder.hanging.time.monotonic", lambda: next(clock))
     monkeypatch.setattr(watch, "_over", SimpleNamespace(wait=lambda _: watch._told and bool(told)))
-    monkeypatch.setattr(watch, "_thread", threading.current_thread())
+    monkeypatch.setattr(watch, "_is_watching", True)
     watch.step()
     watch._run()
     assert told == [2.0]

@@ -33,6 +33,7 @@ from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.precision import other_precisions
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure, probes
 from fsdp2prof.estimators.planner.reasons import time_parts, why_it_lost
+from fsdp2prof.estimators.planner.recipes import recipes
 from fsdp2prof.estimators.planner.refine import prefetches, prefetching_can_matter
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
 from fsdp2prof.estimators.planner.search import Correction, Scored, Search, pareto_front, ranked, simplest
@@ -42,6 +43,8 @@ from fsdp2prof.estimators.timeline import micro_batches
 from fsdp2prof.estimators.timeline.commands import Work
 from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.estimators.verdict.memory_fit import fit_sentence, room_on
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.workflows import plan as workflow
 from fsdp2prof.workflows.estimate import describe
@@ -688,3 +691,32 @@ def test_a_plan_of_a_trainers_file_keeps_its_batch_and_prints_the_change(plan: P
     assert "parallelism.tensor_parallel_degree = 1  # was 2" in lines
     assert "training.local_batch_size = 4  # was 2" in lines
     assert any(line.startswith("# ac = op") for line in lines)
+
+
+@pytest.mark.parametrize(("mesh", "runs"), [("dp_shard=4", True), ("pp=2,dp_shard=2", False)])
+def test_a_recipe_is_given_only_for_a_tool_that_runs_the_mesh(
+    planning: Planning, mesh: str, runs: bool
+) -> None:
+    candidate = replace(winner_of(planning).candidate, mesh=MeshSpec.parse(mesh))
+    assert ("accelerate" in {recipe.tool for recipe in recipes(SMALL, candidate)}) is runs
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_a_narrow_terminal_shows_the_configuration_of_every_row(plan: Plan, brief: bool) -> None:
+    text = str(RENDERERS["text"].render(build(plan), RenderOptions(width=80, brief=brief)))
+    assert max(map(len, text.splitlines())) <= 80
+    table = text[text.index("\nThe best of each family") :].split("\n\n")[0]
+    rows = [line for line in table.splitlines() if any(line.startswith(one.name) for one in plan.families)]
+    words = set(table.split())
+    assert len(rows) == (3 if brief else len(plan.families))
+    for family in plan.families[: len(rows)]:
+        assert words >= set(family.best.name.split())
+
+
+def test_a_cost_has_its_currency(plan: Plan) -> None:
+    named = build(replace(plan, given=replace(plan.given, currency="EUR")))
+    assert "EUR a billion tokens" in [figure.label for figure in named.numbers]
+    headers = [column.label for table in named.tables().values() for column in table.columns]
+    assert any(header.startswith("EUR per") for header in headers)
+    unnamed = build(replace(plan, given=replace(plan.given, currency=None)))
+    assert "(currency of --price) a billion tokens" in [figure.label for figure in unnamed.numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import write_json
@@ -60,6 +61,22 @@ def test_every_so_many_steps_from_the_first_on(tmp_path):
     rank.run(60)
     assert plans(tmp_path) == [(1, 10), (2, 30), (3, 50)]
     assert rank.file.manifest.recordings == [1, 2, 3]
+
+
+def test_ranks_hear_of_it_through_the_store_where_the_disk_is_late(tmp_path, monkeypatch):
+    """The follower's view of the disk never shows the leader's file."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    ranks = [Rank(tmp_path / str(rank), rank, at_step=10, every=20) for rank in range(2)]
+    for _ in range(15):
+        for rank in ranks:
+            rank.run(1)
+    assert [rank.file.manifest.recordings for rank in ranks] == [[1], [1]]
+    assert plans(tmp_path / "0") == [(1, 10)]
+    assert plans(tmp_path / "1") == []
+    assert [rank.file.manifest.messages for rank in ranks] == [[], []]
 
 
 def test_without_a_schedule_the_first_steps_are_not_recorded(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -265,3 +266,20 @@ def test_words_of_a_newer_version_are_read_as_other(
     said = " ".join(found["run"]["messages"])
     for words in ("state 'resumed'", "kind 'replayed', state 'paused'", "tensors of cached"):
         assert words in said
+
+
+def test_words_of_a_newer_version_in_results_are_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each word of a saved analysis in turn: it is read, or one line says what wrote it."""
+    saved, newer = tmp_path / "saved.json", tmp_path / "newer.json"
+    assert call(capfd, "analyze", "run", run(tmp_path), "-o", saved).code == 0
+    text = saved.read_text()
+    refused = 0
+    for word in sorted(set(re.findall(r':\s*"([a-z]+(?:_[a-z]+)*)"', text))):
+        newer.write_text(re.sub(rf'(:\s*"){word}"', r'\1renamed"', text))
+        ended = call(capfd, "compare", saved, newer)
+        if ended.code:
+            ended.refused("newer.json: ")
+            refused += "a newer fsdp2prof wrote it (Invalid enum value 'renamed'" in ended.err
+    assert refused

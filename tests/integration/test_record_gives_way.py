@@ -9,66 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from fsdp2prof.manifest import RankManifest, RecordOptions
+from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder import devices
-from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.memory.history import CudaMemoryCapture
 from fsdp2prof.recorder.rank import captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
-from fsdp2prof.recorder.rank.session import RankSession
-from fsdp2prof.recorder.settings import Settings
 
 from .alone_and_recorded import compare, one_rank
+from .one_session import MEMORY_STEPS, Act, nothing, record
 
 pytestmark = pytest.mark.usefixtures("single_rank")
-
-STEPS = 7
-MEMORY_STEPS = [3, 4]
-Act = Callable[[int], None]
-
-
-def nothing(step: int) -> None:
-    """Beside the training."""
-
-
-def train(model: nn.Module, act: Act) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        act(step)
-        loss = model(torch.randn(2, 4)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def sharded() -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    fully_shard(model[0])
-    return fully_shard(model)
-
-
-LOSSES: list[float] = []
-
-
-def record(run: Path, act: Act) -> RankSession:
-    """Record two steps of trace and two of memory; losses are those of the training alone."""
-    LOSSES[:] = LOSSES or train(sharded(), nothing)
-    options = RecordOptions(wait=0, warmup=1, active=2, memory_steps=2)
-    session = RankSession(Settings(run=str(run), options=options), Identity(0, 0, 1), automatic=True)
-    session.begin()
-    model = sharded()
-    session.watch(model)
-    assert train(model, act) == LOSSES
-    session.end()
-    return session
 
 
 @pytest.fixture
@@ -235,7 +187,7 @@ def test_other_devices_than_cuda_are_not_taken_for_a_cpu(recorded, monkeypatch):
 
 
 SCRIPT = """
-import torch, torch.distributed as dist
+import threading, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import flex_attention
@@ -249,12 +201,12 @@ for step in range(8):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(loss.item().hex())
+    print(loss.item().hex(), [thread.name for thread in threading.enumerate()])
 dist.destroy_process_group()
 """
 
 
-def test_a_script_that_compiles_flex_attention_and_never_calls_it(tmp_path):
+def test_a_script_that_compiles_flex_attention_without_a_call_and_lists_its_threads(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = compare(tmp_path, [sys.executable, str(tmp_path / "train.py")], state={"complete"}, env=one_rank())
     [rank] = open_run(run).ranks

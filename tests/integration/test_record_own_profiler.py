@@ -6,19 +6,23 @@ import gzip
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 
 import pytest
 import torch
+import torch.autograd.profiler as entry_points
 from support.present import manifest_of
 from support.recordings import SHORT
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.profiler import profile, schedule
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.recorder.identity import Identity
+from fsdp2prof.recorder.rank import tracing
 from fsdp2prof.recorder.rank.session import RankSession
 from fsdp2prof.recorder.settings import Settings
 
@@ -219,3 +223,56 @@ def test_a_real_run_of_two_ranks(tmp_path):
         manifest = manifest_of(record_of_rank)
         assert (manifest.traced_steps, manifest.memory_steps) == ([2, 3], [4])
         assert {"ProfilerStep#2", "ProfilerStep#3"} <= ranges(record_of_rank.trace).keys()
+
+
+POINTS = ["_prepare_profiler", "_enable_profiler", "_disable_profiler", "export_chrome_trace", "_compress"]
+"""Where a profiler of theirs or ours begins and ends; ours is written by the last."""
+
+
+@pytest.mark.parametrize("at_step", [None, 0, 4])
+@pytest.mark.parametrize("point", POINTS)
+def test_delays_wherever_the_two_meet(compare, monkeypatch, point, at_step):
+    owner = {"export_chrome_trace": entry_points.profile, "_compress": tracing}.get(point, entry_points)
+    original = getattr(owner, point)
+
+    def late(*arguments, **named):
+        time.sleep(0.03)
+        result = original(*arguments, **named)
+        time.sleep(0.03)
+        return result
+
+    monkeypatch.setattr(owner, point, late)
+    manifest = compare(scheduled(2, 3, 1), at_step=at_step)
+    assert manifest.traced_steps
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_a_profiler_on_another_thread(compare, first):
+    """Kineto has one session a process: ours leaves before theirs begins, whatever thread theirs is on."""
+
+    def train(training):
+        begins, ends = threading.Event(), threading.Event()
+
+        def watch():
+            begins.wait(60)
+            with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("theirs"):
+                torch.ones(3).add(1)
+                ends.wait(60)
+            training.write(profiler)
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        losses = []
+        for step in range(STEPS):
+            if step == first:
+                begins.set()
+            if step == first + 3:
+                ends.set()
+            losses.append(training.step())
+        watching.join()
+        assert "theirs" in training.traces[0]
+        training.traces[0] = Counter({"theirs": 1})
+        return losses
+
+    manifest = compare(train)
+    assert manifest.memory_steps, "memory is recorded before or after theirs"

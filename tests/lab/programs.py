@@ -272,6 +272,60 @@ def mixture() -> None:
         optimizer.zero_grad()
 
 
+def diffusion() -> None:
+    """diffusers' UNet, trained to predict noise as its training example does."""
+    from diffusers import DDPMScheduler, UNet2DModel
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    model = UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    for block in [*model.down_blocks, model.mid_block, *model.up_blocks]:
+        fully_shard(block)
+    fully_shard(model)
+    noise_scheduler = DDPMScheduler(num_train_timesteps=100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(STEPS):
+        clean, noise = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16)
+        when = torch.randint(0, 100, (2,))
+        predicted = model(noise_scheduler.add_noise(clean, noise, when), when).sample
+        nn.functional.mse_loss(predicted, noise).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def torch_test() -> None:
+    """The loop of torch's own FSDP2 tests, with their model: micro-batches, resharding off between them."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed._tensor.common_dtensor import (
+        ModelArgs,
+        Transformer,
+        TransformerBlock,
+    )
+
+    dist.init_process_group("gloo")
+    model = Transformer(ModelArgs(n_layers=3, dropout_p=0.0))
+    for module in model.modules():
+        if isinstance(module, TransformerBlock):
+            fully_shard(module)
+    root = fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for last in (False, True):
+            root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last)
+            model(torch.randint(0, 8, (2, 16))).sum().backward()
+        optimizer.step()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
@@ -284,6 +338,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         encoder_decoder,
         torch_transformer,
         mixture,
+        diffusion,
+        torch_test,
     )
 }
 

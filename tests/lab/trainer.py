@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Switches:
     spinning_threads: int = 0
     """Python threads that hold the interpreter's lock."""
     lengths: str = "even"
-    """``even``; ``uneven``: each rank and step has a random length."""
+    """``even``; ``uneven``: each rank and step has a random length; ``together``: each step."""
     full_tensors: int = 0
     """How many parameters are gathered whole each step, again and again from the first."""
     state_dict: bool = False
@@ -100,6 +101,15 @@ class Switches:
     """What a save writes besides."""
     leak_kib: int = 0
     """What each step appends to a list that nothing empties."""
+    habit: str = ""
+    """One of ``habits.py``, and how much of it."""
+    habit_size: int = 0
+    longer_rank: int = -1
+    """The rank whose sequences are always three times as long."""
+    optimizer_first: bool = False
+    """The optimizer is made before the model is wrapped."""
+    keep_gradients: bool = False
+    """``zero_grad(set_to_none=False)``."""
 
 
 def parse(arguments: Iterable[str]) -> Switches:
@@ -274,6 +284,12 @@ def prepare(s: Switches, size: int) -> Tensor:
     length = s.length
     if s.lengths == "uneven":
         length = int(torch.randint(8, 2 * s.length - 8, ()).item())
+    if s.lengths == "together":
+        shared = torch.randint(s.length // 2, s.length + 1, ())
+        dist.broadcast(shared, 0)
+        length = int(shared.item())
+    if s.longer_rank == dist.get_rank():
+        length *= 3
     return torch.randint(s.vocab, (size, length + 1))
 
 
@@ -303,8 +319,10 @@ class Trainer:
         self.s = s
         torch.manual_seed(0)
         model = Transformer(s) if s.model == "transformer" else Features(s)
+        first = make_optimizer(model, s) if s.optimizer_first else None
         self.model = wrap(model, s)
-        self.optimizer = make_optimizer(self.model, s)
+        self.optimizer = first or make_optimizer(self.model, s)
+        self.do("AT_START")
         self.leaked: list[Tensor] = []
         torch.manual_seed(1 + dist.get_rank())
 
@@ -318,8 +336,15 @@ class Trainer:
             loss = self.accumulate(tokens)
             self.before_update()
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=not self.s.keep_gradients)
             self.after_update(step, tokens, loss)
+
+    def do(self, when: str) -> None:
+        if self.s.habit:
+            from lab import habits
+
+            if habit := getattr(habits, when).get(self.s.habit):
+                habit(self, self.s.habit_size)
 
     def closure(self, tokens: Tensor) -> float:
         self.optimizer.zero_grad()
@@ -343,6 +368,7 @@ class Trainer:
 
     def before_update(self) -> None:
         s = self.s
+        self.do("BEFORE_UPDATE")
         if s.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if s.clip_by_full_tensors:
@@ -354,6 +380,7 @@ class Trainer:
 
     def after_update(self, step: int, tokens: Tensor, loss: Tensor) -> None:
         s = self.s
+        self.do("AFTER_UPDATE")
         parameters = [one for one in self.model.parameters() if isinstance(one, DTensor)]
         for index in range(s.full_tensors):
             parameters[index % len(parameters)].full_tensor()
@@ -399,6 +426,7 @@ def save(model: nn.Module, mib: int) -> None:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # tests, for the package of this folder
     switches = parse(sys.argv[1:])
     dist.init_process_group("gloo")
     for _ in range(switches.spinning_threads):

@@ -15,7 +15,7 @@ from typing import Any
 from support.mutations import HOSTILE, mutated
 from support.results import HOSTILE as HOSTILE_NAME
 
-__all__ = ["Kind", "good", "limited", "spoil"]
+__all__ = ["Kind", "good", "limited", "spoil", "spoil_bytes"]
 
 CPU_SECONDS = 30.0
 """Of one input: good ones take some hundredths."""
@@ -48,11 +48,12 @@ def spoil(kind: Kind, document: Any, seed: int) -> bytes:
             content = kind.encode(document)
         except (ValueError, TypeError, OverflowError, RecursionError):  # what its format cannot hold
             content = kind.encode({})
-        return content if how < 0.6 else _spoil_bytes(content, rng)
-    return _spoil_bytes(document if isinstance(document, bytes) else kind.encode(document), rng)
+        return content if how < 0.6 else spoil_bytes(content, rng)
+    return spoil_bytes(document if isinstance(document, bytes) else kind.encode(document), rng)
 
 
-def _spoil_bytes(content: bytes, rng: random.Random) -> bytes:
+def spoil_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Change, cut, drop, insert or repeat some bytes."""
     spoiled = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
         if not spoiled:

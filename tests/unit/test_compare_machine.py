@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.cli import call
 from support.results import MS, run_summary
@@ -15,7 +16,7 @@ import fsdp2prof
 from fsdp2prof.analyzers.compare.settings import changed
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, judge, parse
-from fsdp2prof.analyzers.ledger.machine import processor_use
+from fsdp2prof.analyzers.ledger.machine import processor_use, starved_ranks
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import HostStep, RankManifest, StepInfo
 from fsdp2prof.results.run import ProcessorUse, RunSummary, StepTime
@@ -184,3 +185,14 @@ def test_a_busy_machine_excuses_no_bytes() -> None:
     )
     with pytest.raises(InputError, match="undefined here"):
         judge([parse("wire_bytes_frac>0")], comparison)
+
+
+@pytest.mark.parametrize(("ran", "starved"), [((20, 60), []), ((20, 20), [1])])
+def test_a_rank_with_more_work_is_not_starved_alone(ran: tuple[int, int], starved: list[int]) -> None:
+    """Rank 1 waits 36 of 100 ms, rank 0 12: as much for each millisecond that they run, or three times it."""
+    manifests = [manifest(rank, wait=wait, busy=0.9, own=0.3) for rank, wait in enumerate((0.12, 0.36))]
+    for one, ms in zip(manifests, ran, strict=True):
+        one.host_steps = [
+            msgspec.structs.replace(step, main_thread_cpu_ns=ms * MS) for step in one.host_steps
+        ]
+    assert list(starved_ranks(manifests)) == starved

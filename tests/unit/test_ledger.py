@@ -16,9 +16,11 @@ from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
+from fsdp2prof.analyzers.ledger.replayed import that_fit
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.trace.collective_names import is_collective_kernel
 from fsdp2prof.analyzers.trace.sighted import sighted
+from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.work import KernelRow
@@ -140,6 +142,7 @@ def test_a_replay_that_gains_nothing_proposes_nothing(tmp_path: Path) -> None:
         "ubx_kernel_allgather_2",
         "mori::moe::EpDispatchIntraNodeKernel<float>(x)",
         "EpCombineInterNodeKernel",
+        "torchcomms::ncclx::sendrecv_kernel",
         "void torchcomms::rccl::allgather_kernel<float>(int)",
         "torchcomm::reduceScatterKernel",
     ],
@@ -147,6 +150,45 @@ def test_a_replay_that_gains_nothing_proposes_nothing(tmp_path: Path) -> None:
 def test_kernels_of_communication_libraries_are_communication(name: str) -> None:
     assert is_collective_kernel(name)
     assert not is_collective_kernel("hybrid_ep::metadata_preprocessing_kernel")
+
+
+def test_products_beside_the_tensor_cores_are_named_where_they_take_much_of_compute() -> None:
+    def kernel(name: str, total_ns: float) -> KernelRow:
+        return KernelRow(
+            name=name, kind="compute", count=1, total_ns=total_ns, mean_ns=total_ns, step_frac=None
+        )
+
+    single, half = (
+        kernel("ampere_sgemm_128x64_tn", 8 * MS),
+        kernel("ampere_bf16_s16816gemm_bf16_128x64", 2 * MS),
+    )
+    (found,) = without_tensor_cores([single, half], 20 * MS)
+    assert (found.evidence["compute_frac"], found.severity) == (0.8, "high")
+    assert without_tensor_cores([replace(single, total_ns=MS), replace(half, total_ns=9 * MS)], 20 * MS) == []
+
+
+def test_megatrons_ranges_are_labels_of_a_module() -> None:
+    label = parse_label("MFSDP decoder.layers.3 backward")
+    assert label is not None
+    assert (label.kind, label.fqn, label.is_backward) == ("module_backward", "decoder.layers.3", True)
+    assert parse_label("MFSDP decoder.layers.3 optimizer") is None
+
+
+def test_a_proposal_that_does_not_fit_into_memory_is_not_made(tmp_path: Path) -> None:
+    """Without reductions the full gradients stay in memory until the last micro-batch."""
+    schedule = replace(healthy(reduce_scatter_ns=9 * MS), microbatches=4, steps=3)
+    analysis = analyze_trace(open_job(write_run(record(schedule, schedule), tmp_path / "run")), workers=1)
+    ledger = analysis.ledger
+    assert ledger is not None
+    entry = named(ledger, "reduced_every_micro_batch")
+    assert entry.told
+    assert entry.remedy is not None
+    assert entry.remedy.memory_bytes is not None
+    for free, proposed in ((entry.remedy.memory_bytes, True), (entry.remedy.memory_bytes - 1, False)):
+        fitting = that_fit(analysis, free)
+        assert fitting.ledger is not None
+        assert ("reduced_every_micro_batch" in told(fitting.ledger)) == proposed
+        assert ("reduced_every_micro_batch" in {one.id for one in fitting.findings}) == proposed
 
 
 def test_wrappers_are_no_part_of_a_layers_name() -> None:

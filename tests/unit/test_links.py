@@ -11,6 +11,7 @@ from fsdp2prof.analyzers.layers import family_name
 from fsdp2prof.reporters.document import Document, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Place
+from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline, TimelineLane, TimelineStall
 from fsdp2prof.vocabulary import in_family
 
@@ -74,6 +75,19 @@ def test_a_finding_links_to_the_window_of_its_layer_phase_operation_and_rank() -
     assert (window.target, window.window) == ("timeline", (1, 400, 470))
     (window, _) = found(place, stall(needed_ns=380, stall_ns=90)).places["It waits."]
     assert window.window == (1, 380, 470), "the wait for it is longer than the collective"
+
+
+def test_idle_time_links_to_the_longest_gap_of_its_rank() -> None:
+    place = Place(fqn=None, phase="forward", rank=1, step=3)
+    entry = LedgerEntry(
+        id="host_bound", cause="host", fqn=None, rank=None, total_ns=1, ns=1.0, frac=0.1, severity="high",
+        told=True, title="", said="It is slow.", remedy=None, confidence="high", confidence_reason="",
+        place=place,
+    )  # fmt: skip
+    ledger = Ledger(windows=1, total_ns=1, step_ns=1.0, unrecorded_step_ns=None, entries=[entry])
+    analysis = replace(trace_analysis(), ledger=ledger, timeline=timeline(), verdict=["So: It is slow."])
+    (window, _) = build(analysis).places["So: It is slow."]
+    assert window.window == (1, 470, 900)
 
 
 def test_a_place_that_the_timeline_lacks_has_a_row_alone() -> None:

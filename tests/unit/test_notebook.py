@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from support.documents import KERNEL, Said, document
+from support.results import run_analysis
+from support.samples import trial_sample
 from synthetic import Schedule, record, transformer, write_run
 
 import fsdp2prof
 from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters import documents
+from fsdp2prof.reporters.documents import build
+from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.results.shown import Shown
 
 
@@ -69,3 +75,25 @@ def test_a_recording_shows_its_first_screen(tmp_path: Path) -> None:
     assert "Communication by layer" in html
     assert "What was run" not in html
     assert "<script" not in html
+
+
+def test_a_trial_shows_what_each_setting_gained() -> None:
+    alone, in_a_run = trial_sample(), replace(run_analysis(), trial=trial_sample())
+    for result in (alone, in_a_run):
+        html = result._repr_html_()
+        assert "Measured in the running job" in html
+        assert "reshard=never" in html
+    frame = in_a_run.to_pandas()["tried"]
+    assert frame["gained_ns"].tolist() == [5e6]
+
+
+def test_an_agent_gets_the_trial_of_a_run() -> None:
+    pytest.importorskip("anyio", reason="mcp is not installed")
+    from fsdp2prof.agents.calls import reduced
+    from fsdp2prof.agents.summaries import summary_keys
+
+    document = json.loads(
+        str(RENDERERS["json"].render(build(replace(run_analysis(), trial=trial_sample())), RenderOptions()))
+    )
+    (tried,) = reduced(document, summary_keys(document), rows=20)["trial"]["tried"]
+    assert (tried["change"], tried["outcome"]) == ("reshard=never", "faster")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 
 from support.terminal import on_terminal
@@ -9,7 +11,8 @@ from support.terminal import on_terminal
 from fsdp2prof.progress import counted, watched
 
 SLOW = """
-import time
+import sys, time
+from fsdp2prof.commands import output
 from fsdp2prof.commands.output import Output
 from fsdp2prof.progress import counted
 
@@ -18,7 +21,9 @@ def work():
         time.sleep(0.3)
         yield item
 
-with Output(path=None, format="text", force=False, quiet=False).progress("analysing [b]runs/x[/b]"):
+output._EVERY_S = 0.25
+quiet = "-q" in sys.argv
+with Output(path=None, format="text", force=False, quiet=quiet).progress("analysing [b]runs/x[/b]"):
     assert list(counted(work(), range(3))) == [0, 1, 2]
 print("done")
 """
@@ -49,3 +54,20 @@ def test_without_colour_it_is_a_plain_line() -> None:
     shown = on_terminal([sys.executable, "-c", SLOW], columns=100, environment=environment)
     assert "\x1b" not in shown
     assert "analysing [b]runs/x[/b]" in shown
+
+
+def without_terminal(*options: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", SLOW, *options], capture_output=True, text=True, check=True)
+    assert ended.stdout == "done\n"
+    return ended.stderr
+
+
+def test_without_a_terminal_a_line_comes_every_interval_and_says_how_far_it_is() -> None:
+    lines = without_terminal().splitlines()
+    assert 2 <= len(lines) <= 4
+    assert all(re.fullmatch(r"analysing \[b\]runs/x\[/b\](, \d of 3)? \(\d s\)", line) for line in lines)
+    assert ", 2 of 3" in lines[-1]
+
+
+def test_quiet_says_nothing() -> None:
+    assert without_terminal("-q") == ""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 from support.sharded_groups import sharded_group
 
+from fsdp2prof.analyzers.sharding.check import check_run
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
-from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RunInfo, UnshardedInfo
+from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RunInfo, StepInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding
+from fsdp2prof.run_directory import RunDirectory
 
 
 def found(
@@ -134,3 +137,17 @@ def test_many_tiny_units_are_named(units: int, columns: int, named: bool) -> Non
     root = sharded_group("", [8, 8], ranks=2, rows=4)
     fine = found([root, *groups]).get("wrapping_too_fine", [])
     assert [(one.severity, one.evidence["units"]) for one in fine] == ([("low", 39)] if named else [])
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, "no rank ended its first step"), (2, "older version")])
+def test_a_run_that_ended_before_its_first_step_is_not_called_an_old_one(steps: int, said: str) -> None:
+    """What no group shards is seen after a step: without one nobody can say."""
+    taken = [StepInfo(step=i, start_ns=0, duration_ns=1) for i in range(steps)]
+    manifests = {
+        rank: RankManifest(rank=rank, world_size=2, param_groups=[alone(0)], unsharded=None, steps=taken)
+        for rank in range(2)
+    }
+    run = RunDirectory(path=Path("run"), info=RunInfo(state="crashed", world_size=2), ranks=())
+    (row,) = [one for one in check_run(run, manifests).checks if one.name == "unsharded"]
+    assert row.state == "unknown"
+    assert said in row.said

@@ -8,9 +8,13 @@ from statistics import median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.results import run_summary
 
+from fsdp2prof.analyzers.ledger.words import NOTHING
+from fsdp2prof.analyzers.run_analysis import with_trial
 from fsdp2prof.analyzers.trial import LEAST_ROUNDS, Prediction, analyze_trial
 from fsdp2prof.errors import UsageError
+from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.trial import (
     Trial,
     TriedBlock,
@@ -84,6 +88,16 @@ class TestGains:
         )
         (change,) = result.tried
         assert (change.predicted_ns, change.peak_bytes, change.added_bytes) == (7.0 * MS, 130, 30)
+
+    def test_a_measured_gain_leads_the_verdict_of_a_run(self):
+        bare = RunAnalysis(
+            verdict=[f"{NOTHING}.", "The peak."], run=run_summary(), trace=None, memory=None, warnings=[]
+        )
+        faster = with_trial(bare, analyzed(trial(blocks(8, gain_ns=5 * MS)))).verdict
+        assert "reshard=never" in faster[0]
+        assert faster[1:] == ["The peak."]
+        slower = analyzed(trial(blocks(8, gain_ns=-5 * MS)))
+        assert with_trial(bare, slower).verdict == with_trial(bare, None).verdict == bare.verdict
 
     def test_a_trial_without_a_block(self):
         result = analyzed(trial([], ended=None))

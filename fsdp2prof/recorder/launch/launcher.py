@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fsdp2prof.errors import InputError, RunDirectoryError
-from fsdp2prof.files import temporaries, write_json
+from fsdp2prof.files import remove_scratch, temporaries, write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, Rehearsal, RunInfo, State
 from fsdp2prof.recorder.hanging import buffer_variables
 from fsdp2prof.recorder.launch.host_hangs import HangReport
@@ -247,6 +247,7 @@ def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
         manifest = record.manifest
         if manifest is None or manifest.state != "running":
             continue
+        remove_scratch(manifest.pid)
         manifest.state = "crashed"
         manifest.error = (
             "killed: it outlived the command" if record.rank in killed else "ended without a word"

@@ -1,7 +1,8 @@
-"""What the ranks of one mesh agree on, through the store that their process groups met at.
+"""Agreements of ranks, through the store that their process groups met at.
 
 Ranks that run different FSDP2 settings wait for collectives that never come, so no rank changes a setting
-before all have said that they can.
+before all have said that they can. Ranks that record different steps cannot be compared, so all of them see
+an announcement at once; files on a shared disk may come late: NFS keeps for 30 s that a file is not there.
 """
 
 from __future__ import annotations
@@ -9,14 +10,49 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
-__all__ = ["Agreement", "LeftError"]
+from fsdp2prof.manifest import RecordingInfo
+from fsdp2prof.recorder.plans import announce, read_plan
+
+__all__ = ["Agreement", "Announcements", "LeftError"]
 
 PATIENCE = timedelta(seconds=120)
 _STAYS, _STAYS_WITH = "stays", "stays_with"
+
+
+class Announcements:
+    """Of recordings, by number: in the store, and in files, which stay and serve where there is no store."""
+
+    def __init__(self, run: Path, attempt: int) -> None:
+        self._run = run
+        self._name = f"fsdp2prof/recordings/{attempt}"
+        self._cached: Any = None
+
+    def announce(self, plan: RecordingInfo) -> None:
+        """Tell all ranks of a recording."""
+        announce(self._run, plan)
+        if (store := self._store()) is not None:
+            store.set(str(plan.number), msgspec.json.encode(plan))
+
+    def read(self, number: int) -> RecordingInfo | None:
+        """Return the announcement of a recording; None where there is none yet. Does not wait."""
+        store = self._store()
+        if store is None:
+            return read_plan(self._run, number)
+        if not store.check([str(number)]):
+            return None
+        return msgspec.json.decode(store.get(str(number)), type=RecordingInfo)
+
+    def _store(self) -> Any:
+        if self._cached is None and dist.is_initialized() and dist.get_backend() != "fake":
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._cached = dist.PrefixStore(self._name, store)
+        return self._cached
 
 
 class LeftError(Exception):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from fsdp2prof.manifest import RecordOptions
+from fsdp2prof.manifest import Pause, RecordOptions
 from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.guard import Part, guard
 from fsdp2prof.recorder.memory.history import MemoryCapture, memory_capture, why_not
@@ -18,9 +21,13 @@ from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.schedule import Schedule, StepKind
 from fsdp2prof.recorder.rank.tracing import TraceCapture, adopt_trace
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
+from fsdp2prof.recorder.settings import leader
 from fsdp2prof.run_directory import SNAPSHOT_FILE, STORAGE_COUNT_FILE, TRACE_FILE
 
 __all__ = ["Captures"]
+
+SAID_FROM_NS = 1_000_000_000
+"""Shorter pauses are in the manifest alone."""
 
 
 class Captures:
@@ -35,6 +42,7 @@ class Captures:
         self._file = file
         self._manifest = file.manifest
         self._options = options
+        self._is_first = self._manifest.rank == leader(options.ranks, self._manifest.world_size)
         self._roots = roots
         self._schedule = Schedule(options)
         self._step = 0
@@ -94,8 +102,10 @@ class Captures:
         Returns whether one of the two is captured.
         """
         self._step, self._was_put_off = step, False
+        was_captured = self._kind != "plain"
+        self.give_way()
         self._profiled = training_profilers.active
-        return self._kind != "plain" or self._schedule.kind(step) != "plain"
+        return was_captured or self._schedule.kind(step) != "plain"
 
     def step_runs(self) -> None:
         """The step's own time begins: what is ours to do before it is done."""
@@ -147,6 +157,11 @@ class Captures:
         if waits and self._schedule.bring_forward(self._step):
             self.begin_step()
 
+    def give_way(self) -> None:
+        """Make way for a profiler of the training's on another thread, which waits for it."""
+        if self._kind != "plain" and training_profilers.active:
+            self.make_way()
+
     def make_way(self) -> None:
         """End what is being captured, for the training's own profiler is about to begin."""
         self._profiled = True
@@ -179,7 +194,8 @@ class Captures:
         """End the captures that run and write them."""
         guard.clean("host", self._host.stop)
         if (trace := self._trace) is not None:
-            _stop("trace", trace)
+            with self._pause("trace", [TRACE_FILE]):
+                _stop("trace", trace)
             self._trace = None
             if trace.warning is not None:
                 self._file.tell(trace.warning)
@@ -187,13 +203,28 @@ class Captures:
         memory, self._memory = self._memory, None
         if memory is not None:
             guard.run("description", self._file.describe_tensors, memory.address)
-            _stop("memory", memory)
+            with self._pause("memory", [SNAPSHOT_FILE, STORAGE_COUNT_FILE]):
+                _stop("memory", memory)
             if memory.lost is not None:
                 self._file.tell(f"memory is not recorded: {memory.lost}")
                 self._leave_out("memory")
             self._manifest.allocator_settings |= memory.allocator_settings
             stats = guard.run("description", devices.allocator_stats, self._manifest.device.type)
             self._manifest.allocator = stats or {}
+
+    @contextmanager
+    def _pause(self, kind: Literal["trace", "memory"], files: list[str]) -> Iterator[None]:
+        """Keep how long the training stands still in the block; the first rank says so in the log."""
+        begun = time.monotonic_ns()
+        yield
+        paused = time.monotonic_ns() - begun
+        found = [path.stat().st_size for name in files if (path := self._file.folder / name).is_file()]
+        self._manifest.pauses.append(
+            Pause(kind=kind, after_step=self._step - 1, duration_ns=paused, file_bytes=sum(found))
+        )
+        if paused >= SAID_FROM_NS and found and self._is_first:
+            line = f"the training paused for {paused / 1e9:.1f} s while the {kind} recording was written"
+            print(f"fsdp2prof: rank {self._manifest.rank}: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
     def abandon(self) -> None:
         """Stop what still records, keep what can be written of it, and capture nothing more."""
@@ -271,10 +302,11 @@ class Captures:
             if (device := self._file.device_type) not in ("cpu", "cuda"):
                 self._file.tell(f"the trace holds the host's work alone: {device} devices are not recorded")
             guard.run("description", self._file.describe)
-        if kind == "warmup":
-            self._trace.prepare()
-        else:
-            self._trace.begin_step(self._step)
+        begun = self._trace.prepare() if kind == "warmup" else self._trace.begin_step(self._step)
+        if not begun:  # the training's own profiler began on another thread, at this moment
+            self._trace = None
+            self._put_off(begun=True)
+            self._kind = "plain"
 
     def _begin_memory_step(self) -> None:
         if self._memory is None:

@@ -89,8 +89,7 @@ class _Ending:
             os.close(writer)
             return
         self._wakeup = reader, writer
-        watch = guard.hook("ending", self._watch)
-        threading.Thread(target=watch, args=(reader,), name="fsdp2prof-sigterm", daemon=True).start()
+        guard.thread("ending", self._watch, reader)
 
     def forget(self) -> None:
         """In a forked child: leave no trace of the recorder."""

@@ -1,8 +1,8 @@
 """Several recordings in one run: when the next one is due, and that all ranks record the same steps.
 
-The lowest selected rank, the leader, decides. It announces a recording some steps ahead, in a file of the run
-directory, and every rank looks for the next announcement where a step begins. A rank that sees it only after
-it was to begin leaves the recording out and says so: ranks never record different steps under one number.
+The lowest selected rank, the leader, decides. It announces a recording some steps ahead, and every rank looks
+for the next announcement (:class:`Announcements`) where a step begins. A rank that sees it only after it was
+to begin leaves the recording out and says so: ranks never record different steps under one number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fsdp2prof.manifest import RecordingInfo, RecordOptions, StepInfo
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model.roots import Roots
-from fsdp2prof.recorder.plans import announce, bytes_taken, newest, read_plan
+from fsdp2prof.recorder.plans import bytes_taken, newest
+from fsdp2prof.recorder.rank.agreement import Announcements
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
@@ -60,6 +61,7 @@ class Recordings:
         self._run = settings.path
         self._leads = identity.rank == leader(settings.options.ranks, identity.world_size)
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._announcements = Announcements(self._run, self._attempt)
         self._number = newest(self._run, before_attempt=self._attempt)
         self._scheduled = _first(self._options)
         self._limit = None if self._options.max_size is None else parse_bytes(self._options.max_size)
@@ -107,7 +109,7 @@ class Recordings:
     def begin(self, plan: RecordingInfo, traced: int) -> None:
         """Begin a recording that every rank plans alike: of ``traced`` steps and one of memory."""
         if self._leads:
-            announce(self._run, plan)
+            self._announcements.announce(plan)
         options = msgspec.structs.replace(self._options, warmup=1, active=traced, memory_steps=1)
         self._take_up(plan, plan.announced_at_step, options)
 
@@ -136,7 +138,7 @@ class Recordings:
 
     def _look(self, step: int) -> None:
         """Take up the next recording if it is announced."""
-        plan = read_plan(self._run, self._number + 1) if self._own is None else None
+        plan = self._announcements.read(self._number + 1) if self._own is None else None
         if plan is not None:
             self._take_up(plan, step, self._options)
 
@@ -154,8 +156,7 @@ class Recordings:
             reason = take_request(self._run)
         if reason is None or self._is_full():
             return
-        announce(
-            self._run,
+        self._announcements.announce(
             RecordingInfo(
                 number=self._number + 1,
                 step=first,

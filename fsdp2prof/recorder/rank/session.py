@@ -69,6 +69,8 @@ class RankSession:
         self._active = self._ended = False
         self._step = 0
         self._step_start_ns = -1
+        self._thread = threading.get_ident()
+        """That trains."""
         self._kept_in_step = -1
         self._keeping = threading.RLock()  # a signal may come to the thread that keeps it
         self._forward_began = False
@@ -166,6 +168,7 @@ class RankSession:
         """Begin step 0; the first root forward does it where step boundaries are automatic."""
         guard.run("oom", self._watch_memory)
         self._step_start_ns = time.time_ns()
+        self._thread = threading.get_ident()
         if self._hang is not None:
             guard.run("hang", self._hang.step)
         self._choose_recording()
@@ -260,7 +263,7 @@ class RankSession:
 
     def profiler_begins(self) -> None:
         """Make way for a profiler of the training's own."""
-        if self._alive() and self._step_start_ns >= 0:
+        if self._alive() and self._step_start_ns >= 0 and threading.get_ident() == self._thread:
             guard.run("captures", self._captures.make_way)
 
     def trace_exported(self, path: Path) -> None:
@@ -309,6 +312,7 @@ class RankSession:
             return
         if self._automatic and self._step_start_ns < 0:
             self.begin_first_step()
+        guard.run("captures", self._captures.give_way)
         if not self._forward_began:
             self._forward_began = True
             guard.run("captures", self._captures.begin_late)

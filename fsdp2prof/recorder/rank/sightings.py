@@ -44,8 +44,7 @@ class Sightings:
         self._thread = threading.get_ident()
         self._over = threading.Event()
         self._spans: list[HostSpan] = []
-        self._watcher = threading.Thread(target=guard.hook("host", self._watch), daemon=True)
-        self._watcher.start()
+        guard.thread("host", self._watch)
 
     def end(self) -> list[HostSpan]:
         """Stop looking; return what was seen, in order of time."""
@@ -74,12 +73,13 @@ class Collections:
         self.total_ns = 0
         self.spans: list[HostSpan] = []
         self._began = 0
-        gc.callbacks.append(self._note)
+        self._callback = guard.hook("host", self._note)
+        gc.callbacks.append(self._callback)
 
     def end(self) -> None:
         """Stop timing them."""
-        if self._note in gc.callbacks:
-            gc.callbacks.remove(self._note)
+        if self._callback in gc.callbacks:
+            gc.callbacks.remove(self._callback)
 
     def _note(self, phase: str, _: dict[str, int]) -> None:
         now = time.time_ns()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,10 +16,11 @@ from torch.profiler import ProfilerActivity
 from torch.profiler.profiler import _KinetoProfile
 
 from fsdp2prof.errors import Fsdp2ProfError
-from fsdp2prof.files import replacing, scratch
+from fsdp2prof.files import replacing, scratch_prefix
 from fsdp2prof.manifest import RecordOptions
 from fsdp2prof.readers.trace.launch_counts import count_launches
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
+from fsdp2prof.run_directory import TRACE_FILE
 
 __all__ = ["TraceCapture", "adopt_trace", "kineto_is_used"]
 
@@ -58,22 +61,27 @@ class TraceCapture:
         self._running = False
         self._step: record_function | None = None
 
-    def prepare(self) -> None:
-        """Set the profiler up, one step or more before it records."""
+    def prepare(self) -> bool:
+        """Set the profiler up, one step or more before it records; False where the training has it."""
         global _used
         if not self._prepared:
+            if not training_profilers.claim():
+                return False
             _used = True
             with training_profilers.set_aside():
                 self._profiler.prepare_trace()
                 self._prepared = True
+        return True
 
-    def begin_step(self, step: int) -> None:
-        """Begin a traced step, starting the trace with the first."""
-        self.prepare()
+    def begin_step(self, step: int) -> bool:
+        """Begin a traced step, starting the trace with the first; False where :meth:`prepare` is."""
+        if not self.prepare():
+            return False
         if not self._running:
             self._start()
         self._step = record_function(f"ProfilerStep#{step}")
         self._step.__enter__()  # type: ignore[no-untyped-call]
+        return True
 
     def end_step(self) -> None:
         """End the running step's range."""
@@ -86,29 +94,41 @@ class TraceCapture:
         was_running = self._running
         self.discard()
         if was_running:
-            with scratch(self._path.with_suffix("")) as text, training_profilers.set_aside():
-                self._profiler.export_chrome_trace(str(text))
-                partial = text.with_name(f"{text.name}.tmp")  # where Kineto writes first
-                if partial.exists():
-                    partial.unlink()
-                    raise OSError("the trace cannot be written whole; is the disk full?")
-                if self._on_device:
-                    self.warning = _missing_records(text)
-                _compress(text, self._path)
+            self._export()
+
+    def _export(self) -> None:
+        """Write the raw trace on the node's own disk (``$TMPDIR``), and only compressed into the run."""
+        with (
+            tempfile.TemporaryDirectory(prefix=scratch_prefix(os.getpid())) as folder,
+            training_profilers.set_aside(),
+        ):
+            text = Path(folder, TRACE_FILE).with_suffix("")
+            self._profiler.export_chrome_trace(str(text))
+            if text.with_name(f"{text.name}.tmp").exists():  # where Kineto writes first
+                raise OSError(f"no room for the raw trace in {folder}; point TMPDIR to a larger disk")
+            if self._on_device:
+                self.warning = _missing_records(text)
+            _compress(text, self._path)
 
     def discard(self) -> None:
         """Stop and write nothing. Safe to call again after a failure: torch's profiler must be left free."""
         self.end_step()
-        if self._prepared:
-            if not self._running:
-                self._start()  # a prepared profiler can only be stopped through a start
-            with training_profilers.set_aside():
-                try:
-                    self._profiler.stop_trace()
-                finally:
-                    if _profiler_enabled():  # a torch whose profiler is stopped in another way
-                        _disable_profiler()
-        self._prepared = self._running = False
+        try:
+            if self._prepared:
+                self._stop()
+            self._prepared = self._running = False
+        finally:
+            training_profilers.release()
+
+    def _stop(self) -> None:
+        if not self._running:
+            self._start()  # a prepared profiler can only be stopped through a start
+        with training_profilers.set_aside():
+            try:
+                self._profiler.stop_trace()
+            finally:
+                if _profiler_enabled():  # a torch whose profiler is stopped in another way
+                    _disable_profiler()
 
     def _start(self) -> None:
         with training_profilers.set_aside():

@@ -16,11 +16,15 @@ from fsdp2prof.recorder.guard import Enter, guard
 __all__ = ["ProfilerListener", "TrainingProfilers", "training_profilers"]
 
 
+PATIENCE_S = 60.0
+"""Seconds that the training's profiler on another thread waits until ours has stopped on its own."""
+
+
 class ProfilerListener(Protocol):
     """Who has to make way."""
 
     def profiler_begins(self) -> None:
-        """A profiler of the training's is about to be set up or started."""
+        """A profiler of the training's is about to be set up or started on this thread."""
 
     def trace_exported(self, path: Path) -> None:
         """It has written a Chrome trace."""
@@ -32,6 +36,11 @@ class TrainingProfilers:
     ``torch.profiler``, ``torch.autograd.profiler`` and ``emit_nvtx`` all pass through three functions, by the
     names that ``torch.autograd.profiler`` bound them to. They are wrapped before the training can hold a
     profiler that is set up; what they do stays the same.
+
+    Kineto has one session for the process, and torch keeps the other half of a profiler's state per thread: a
+    profiler can be stopped on its own thread alone, and crashes the process where another thread has begun a
+    session since. So the training's profiler waits on another thread until ours has left
+    (:meth:`claim`, :meth:`release`).
     """
 
     def __init__(self) -> None:
@@ -40,6 +49,23 @@ class TrainingProfilers:
         self.listener: ProfilerListener | None = None
         self._restore: list[tuple[Any, str, Any, Any]] = []
         self._within = threading.local()
+        self._turn = threading.Condition()
+        self._thread: int | None = None
+        """On which a profiler of ours is set up or runs."""
+
+    def claim(self) -> bool:
+        """Take the process's profiler for ours, on this thread; False where the training has it."""
+        with self._turn:
+            if self.active:
+                return False
+            self._thread = threading.get_ident()
+            return True
+
+    def release(self) -> None:
+        """Ours has stopped."""
+        with self._turn:
+            self._thread = None
+            self._turn.notify_all()
 
     def install(self) -> None:
         """Begin watching, once."""
@@ -58,6 +84,7 @@ class TrainingProfilers:
                 setattr(owner, name, original)
         self._restore.clear()
         self.listener = None
+        self.release()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -85,10 +112,14 @@ class TrainingProfilers:
         return bool(self._restore) and not self.is_aside
 
     def _begin(self, *_: Any, **__: Any) -> None:
-        if self._watches and not self.active:
+        if not self._watches or self.active:
+            return
+        with self._turn:
             self.active = True
-            if self.listener is not None:
-                self.listener.profiler_begins()
+        if self.listener is not None:
+            self.listener.profiler_begins()
+        with self._turn:
+            self._turn.wait_for(lambda: self._thread in (None, threading.get_ident()), PATIENCE_S)
 
     def _end(self, *_: Any, **__: Any) -> Callable[[bool, Any], None] | None:
         def ended(returned: bool, _: Any) -> None:

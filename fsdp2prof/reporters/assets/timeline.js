@@ -2,7 +2,7 @@
 // A step's timeline. Of the spans in view as much is drawn as there are pixels: each pixel of a lane is what runs
 // longest in it, so a step of any size pans and zooms alike.
 const MS = 1e6;
-const NARROW = 640, ROW_HEIGHT = 18, MARGIN = 96;
+const NARROW = 640, ROW_HEIGHT = 18, MARGIN = 84;
 const LEAST_TEXT = 46, TEXT_WIDTH = 6.3, TEXTS = 250, ARROWS = 30, HATCHED = 300;
 const ON_PALE = "#1f2933";
 const MOST_ROWS = 48;  // from which on a column is wider than a pixel
@@ -94,7 +94,9 @@ class Timeline {
     let ranks = this.ranks;
     if (what === "most") {
       ranks = this.sides.flatMap(side => {
-        const kept = new Set([...side.ranks].sort((a, b) => waited(b) - waited(a)).slice(0, most));
+        const late = rank => (this.detail.first.indexOf(rank.rank) + 1 || Infinity);
+        const order = (a, b) => Math.sign(late(a) - late(b)) || waited(b) - waited(a);
+        const kept = new Set([...side.ranks].sort(order).slice(0, most));
         return side.ranks.filter(rank => kept.has(rank));
       });
     } else if (what !== "all") {
@@ -409,7 +411,7 @@ class Timeline {
     button("All", "All: the whole step", () => this.look(this.first, this.total));
     this.select = document.createElement("select");
     this.select.setAttribute("aria-label", "Ranks shown");
-    const options = [["most", this.ranks.length > 4 ? "ranks that wait longest" : "lanes of each rank"]];
+    const options = [["most", this.ranks.length > 4 ? (this.detail.first.length ? "late and waiting ranks" : "ranks that wait longest") : "lanes of each rank"]];
     options.push(["all", "all ranks, a line each"]);
     this.ranks.forEach((rank, i) => options.push([String(i), this.title(rank)]));
     this.select.append(...options.map(([value, text]) => new Option(text, value)));
@@ -432,7 +434,7 @@ class Timeline {
         entry(lane.label, swatch => { swatch.style.background = lane.colour; });
       }
     }
-    if (this.stalls.length) entry("stands still", swatch => { swatch.className = "hatched"; });
+    if (this.stalls.length) entry("idle, waiting", swatch => { swatch.className = "hatched"; });
     return key;
   }
 

@@ -152,7 +152,7 @@ def _text_above(text: str, x: float, y: float) -> dict[str, Any]:
 
 
 def memory_layer_chart(layers: Sequence[LayerMemory]) -> Figure | None:
-    """Stack what each layer holds, largest layer on top; None where no layer is known."""
+    """Stack what each row of layers holds, the largest on top; None where no layer is known."""
     if not layers:
         return None
     shown, rest = layers[:_LAYER_LIMIT], layers[_LAYER_LIMIT:]
@@ -165,7 +165,9 @@ def memory_layer_chart(layers: Sequence[LayerMemory]) -> Figure | None:
         values += [sum(row.categories.get(name, 0) for row in rest) / scale] if rest else []
         if any(values):
             data.append(bar(word.label, word.colour, values, names, f"%{{x:.3f}} {unit}"))
-    return figure(data, height=110 + 24 * len(names), barmode="stack", x=unit, reverse=True)
+    chart = figure(data, height=110 + 24 * len(names), barmode="stack", x=unit, reverse=True)
+    chart["layout"]["yaxis"]["dtick"] = 1  # or plotly names every other bar
+    return chart
 
 
 def memory_map(layers: Sequence[LayerMemory]) -> Figure | None:

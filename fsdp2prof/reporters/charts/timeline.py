@@ -110,8 +110,10 @@ def _colour_scale() -> list[list[Any]]:
     return [[edge, colour] for i, colour in enumerate(colours) for edge in (i / count, (i + 1) / count)]
 
 
-def timeline_detail(sides: Sequence[Side]) -> Mapping[str, Any]:
+def timeline_detail(sides: Sequence[Side], first: Sequence[int] = ()) -> Mapping[str, Any]:
     """Return every span, stall and name, as compact as JSON allows; times in nanoseconds.
+
+    ``first`` are ranks that a page shows before those that wait longest.
 
     A lane is ``[lane, start, duration, busy, count, layer, phase, name, payload, wait]``, each after the
     first a list with an entry a span: ``start`` counts from the end of the span before, ``busy`` is what the
@@ -134,6 +136,7 @@ def timeline_detail(sides: Sequence[Side]) -> Mapping[str, Any]:
         "ink": INK,
         "paper": PAPER,
         "stall": STALL,
+        "first": list(first),
         "sides": [_side(name, timeline) for name, timeline in sides],
     }
 

@@ -25,6 +25,9 @@ __all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
 
 _CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 6, 4, 10, 6, 4
 
+_WORTH_A_ROW = 0.001
+"""Fraction of a step from which lost time has a row."""
+
 _ALIKE = 1.05
 """Peaks of ranks that differ by less are alike."""
 
@@ -89,9 +92,9 @@ def _lost(analysis: TraceAnalysis) -> list[Section]:
         c.name("title", "lost time"),
         c.ms("ns", "ms"),
         c.frac("frac", "of the\nstep"),
-        c.ms("gain_ns", "given\nback", of=lambda one: one.remedy and one.remedy.gain_ns),
+        c.ms("gain_ns", "gain", of=lambda one: one.remedy and one.remedy.gain_ns),
         c.word("basis", "by", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
-        c.text("confidence", "sure"),
+        c.text("confidence"),
     ]
     entries = [entry for entry in ledger.entries if _lost_time(entry)]
     table = c.table(
@@ -108,7 +111,7 @@ def _lost(analysis: TraceAnalysis) -> list[Section]:
 
 
 def _lost_time(entry: LedgerEntry) -> bool:
-    return entry.cause != "compute" and entry.ns > 0
+    return entry.cause != "compute" and entry.frac >= _WORTH_A_ROW
 
 
 def _step(analysis: TraceAnalysis) -> list[Section]:

@@ -184,7 +184,7 @@ def _memory_numbers(estimate: MemoryEstimate) -> list[KeyFigure]:
 def _peak_charts(estimate: MemoryEstimate) -> list[Chart]:
     peak = estimate.peak
     drawn = {
-        "layers_at_peak": (largest_layer(peak.layers), memory_layer_chart(peak.layers)),
+        "layers_at_peak": (largest_layer(peak.layers_folded), memory_layer_chart(peak.layers_folded)),
         "memory_map": (largest_cell(peak.layers_folded), memory_map(peak.layers_folded)),
     }
     return [Chart(name=name, title=title, figure=figure) for name, (title, figure) in drawn.items() if figure]

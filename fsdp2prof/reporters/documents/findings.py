@@ -14,8 +14,11 @@ __all__ = ["changes_worth_most", "findings_section"]
 _WORTH_MOST = 3
 
 
-def findings_section(findings: Sequence[Finding], advice: Sequence[str]) -> list[Section]:
-    """Lay out what is worth acting on and what to look at next; nothing where there is none of it."""
+def findings_section(
+    findings: Sequence[Finding], advice: Sequence[str], verdict: Sequence[str] = ()
+) -> list[Section]:
+    """Lay out what is worth acting on and what to look at next, less the sentences of the verdict."""
+    advice = [line for line in advice if line not in verdict]
     blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
     blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
     return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []

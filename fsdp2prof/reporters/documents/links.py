@@ -19,6 +19,10 @@ Wanted = Mapping[str, Value]
 """Key of a column -> the value that a row has there."""
 
 _OF_TRACE = ("what_if", "communication", "ranks", "waits", "step")
+_IDLE = frozenset(
+    {"host", "host_pause", "data_loader", "sync", "queued", "starved", "tracing", "compilation"}
+)
+"""Causes of the ledger whose time is a gap of the device."""
 _OF_MEMORY = ("memory", "memory_by_layer", "out_of_memory")
 
 
@@ -30,8 +34,12 @@ def trace_links(
     findings: Sequence[Finding],
 ) -> Links:
     """Return the places of the verdict's sentences, of the changes worth most and of the findings."""
-    find = _Finder(sections, analysis.timeline)
-    links = {one.message: find.of_finding(one) for one in findings}
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    find = _Finder(sections, analysis.timeline, {one.id for one in entries if one.cause in _IDLE})
+    links = {
+        one.message: find.of_finding(one) if one in analysis.findings else find.of_setup(one)
+        for one in findings
+    }
     gains = {change: find.row(_OF_TRACE, {"change": change}) for change in _named(analysis)}
     for line in changes:
         links[line] = next((rows for change, rows in gains.items() if f"`{change}`" in line), [])
@@ -95,20 +103,29 @@ def _number(value: object) -> int | None:
 class _Finder:
     """Finds rows in the sections of one document, and windows in its timeline."""
 
-    def __init__(self, sections: Sequence[Section], timeline: StepTimeline | None = None) -> None:
+    def __init__(
+        self, sections: Sequence[Section], timeline: StepTimeline | None = None, idle: Iterable[str] = ()
+    ) -> None:
+        self.idle = frozenset(idle)
+        """Losses that are gaps of the device, by their id."""
         self.sections = {section.anchor: section for section in sections}
         self.timeline = timeline if "timeline" in self.sections else None
 
     def of_entry(self, entry: LedgerEntry) -> list[Link]:
         """Return the places of a ledger entry; the rank that caused it has a row of its own."""
-        return self.of(entry.place or Place(fqn=entry.fqn), entry.rank)
+        return self.of(entry.place or Place(fqn=entry.fqn), entry.rank, entry.id in self.idle)
 
     def of_finding(self, finding: Finding) -> list[Link]:
         """Return the places of a finding."""
         place = finding.place or Place(fqn=finding.fqn)
-        return self.of(place, _number(finding.evidence.get("rank")))
+        return self.of(place, _number(finding.evidence.get("rank")), finding.id in self.idle)
 
-    def of(self, place: Place, cause: int | None) -> list[Link]:
+    def of_setup(self, finding: Finding) -> list[Link]:
+        """Return the place of a finding about how the run was set up."""
+        fqn = {"fqn": finding.fqn}
+        return self.row(("run", "communication"), fqn) or self.section("layout") or self.section("run")
+
+    def of(self, place: Place, cause: int | None, idle: bool) -> list[Link]:
         """Return the timeline's window and the row of a place; the table of the step where neither is."""
         where: dict[str, Value] = {"fqn": place.fqn, "phase": place.phase}
         rows = (
@@ -119,7 +136,7 @@ class _Finder:
             or self.row(("run",), {"fqn": place.fqn})
             or self.step()
         )
-        return [*self.window(place), *rows]
+        return [*self.window(place, idle), *rows]
 
     def step(self) -> list[Link]:
         """Return the link to where the step goes, or to what was run."""
@@ -147,15 +164,18 @@ class _Finder:
         section = self.sections.get(anchor)
         return [] if section is None else [one for one in section.blocks if isinstance(one, Table)]
 
-    def window(self, place: Place) -> list[Link]:
-        """Return the link to the place's longest stretch of the timeline, on its rank where that is drawn."""
-        if self.timeline is None or (place.fqn is None and place.op is None):
+    def window(self, place: Place, idle: bool) -> list[Link]:
+        """Return the link to the place's longest stretch of the timeline, on its rank where that is drawn.
+
+        Of a loss that is ``idle`` time that is the longest gap of its phase.
+        """
+        if self.timeline is None or (place.fqn is None and place.op is None and not idle):
             return []
         ranks = [one for one in self.timeline.ranks if one.rank == place.rank] or self.timeline.ranks
         found = [
             (high - low, rank.rank, low, high)
             for rank in ranks
-            for low, high in _stretches(rank, place, self.timeline)
+            for low, high in (_gaps if idle else _stretches)(rank, place, self.timeline)
         ]
         if not found:
             return []
@@ -204,3 +224,26 @@ def _stretches(rank: RankTimeline, place: Place, timeline: StepTimeline) -> list
         and timeline.layers[layer] == place.fqn
         and place.phase in (None, timeline.phases[phase])
     ]
+
+
+def _gaps(rank: RankTimeline, place: Place, timeline: StepTimeline) -> list[tuple[int, int]]:
+    """Return the gaps in which nothing runs on the device, of the phase where its host shows it."""
+    busy = sorted(
+        (start, start + length)
+        for lane in rank.lanes
+        if lane.lane != "host"
+        for start, length in zip(lane.start_ns, lane.duration_ns, strict=True)
+    )
+    gaps, end = [], rank.start_ns
+    for start, until in [*busy, (rank.start_ns + rank.duration_ns,) * 2]:
+        if start > end:
+            gaps.append((end, start))
+        end = max(end, until)
+    in_phase = [
+        (start, start + length)
+        for lane in rank.lanes
+        if lane.lane == "host"
+        for start, length, phase in zip(lane.start_ns, lane.duration_ns, lane.phase, strict=True)
+        if timeline.phases[phase] == place.phase
+    ]
+    return [gap for gap in gaps if any(low < gap[1] and gap[0] < high for low, high in in_phase)] or gaps

@@ -112,7 +112,9 @@ def _peak_sections(analysis: MemoryAnalysis) -> list[Section]:
     rank = analysis.ranks[0]
     peak = rank.peak
     known = any(row.fqns != [None] for row in peak.layers)
-    layers = _chart("memory_layers", tables.largest_layer(peak.layers), memory_layer_chart(peak.layers))
+    layers = _chart(
+        "memory_layers", tables.largest_layer(peak.layers_folded), memory_layer_chart(peak.layers_folded)
+    )
     cells = _chart("memory_map", tables.largest_cell(peak.layers_folded), memory_map(peak.layers_folded))
     remedies = tables.remedy_table("What would bring the peak down", rank.remedies)
     return [

@@ -132,13 +132,15 @@ def _held(category: str) -> Callable[[LayerMemory], int]:
 
 
 def largest_layer(layers: Sequence[LayerMemory]) -> str:
-    """Name the layer that holds most, and the bytes of no layer where they are more."""
-    first = layers[0]
+    """Name the layer or the alike layers that hold most, and the bytes of no layer where they are more."""
+    first, total = layers[0], format_bytes(sum(layer.bytes for layer in layers))
     known = next((layer for layer in layers if layer.fqns != [None]), None)
     if known is None:
         return f"{format_bytes(first.bytes)} at the peak belong to no layer"
-    rest = "" if known is first else f"; {format_bytes(first.bytes)} belong to no layer"
-    return f"{known.name} holds most of the layers: {format_bytes(known.bytes)}{rest}"
+    holds = f"{known.name} {'holds' if len(known.fqns) == 1 else 'hold'}"
+    if known is first:
+        return f"{holds} most: {format_bytes(known.bytes)} of {total}"
+    return f"{format_bytes(first.bytes)} of {total} belong to no layer; {holds} {format_bytes(known.bytes)}"
 
 
 def largest_cell(layers: Sequence[LayerMemory]) -> str:

@@ -79,7 +79,9 @@ def _brief(plan: Plan) -> list[Section]:
     families = [c.text("family", of="name"), c.prose("configuration", of="best.name"), *numbers]
     changes = [c.text("change", of="name"), *numbers, c.prose("why")]
     note = f"limit {format_bytes(plan.given.limit_bytes)}: {plan.given.reserve_frac:.0%} stays free"
-    best = c.table("families", "The best of each family", families, plan.families, note=note, limit=6)
+    best = c.table(
+        "families", "The best of each family", families, plan.families, note=note, limit=6, noun="family"
+    )
     changed = c.table("changes", "One thing changed", changes, plan.changes, limit=5)
     return [*c.section("families", best.title, best), *c.section("changes", changed.title, changed)]
 

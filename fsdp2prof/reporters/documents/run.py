@@ -36,7 +36,7 @@ def run_document(analysis: RunAnalysis) -> Document:
     changes = changes_worth_most(trace.what_if) if trace else []
     sections = in_order(
         [
-            *findings_section(analysis.findings, analysis.advice),
+            *findings_section(analysis.findings, analysis.advice, analysis.verdict),
             *(trace_sections(trace) if trace else ()),
             *(memory_sections(memory) if memory else ()),
             *(trial_section(analysis.trial) if analysis.trial else ()),

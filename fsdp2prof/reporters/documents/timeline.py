@@ -17,9 +17,9 @@ __all__ = ["timeline_section", "timelines_section"]
 _STALL_ROWS = 5
 
 
-def timeline_section(timeline: StepTimeline | None) -> list[Section]:
-    """Lay out one step of one run; nothing without a step."""
-    return [] if timeline is None else [_section([("", timeline)])]
+def timeline_section(timeline: StepTimeline | None, first: Sequence[int] = ()) -> list[Section]:
+    """Lay out one step of one run; nothing without a step. A page opens with the ranks of ``first``."""
+    return [] if timeline is None else [_section([("", timeline)], first)]
 
 
 def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]:
@@ -28,19 +28,19 @@ def timelines_section(sides: Mapping[str, StepTimeline | None]) -> list[Section]
     return [_section(known)] if known else []
 
 
-def _section(sides: Sequence[Side]) -> Section:
+def _section(sides: Sequence[Side], first: Sequence[int] = ()) -> Section:
     title = "Timeline of one step" if len(sides) == 1 else "Timelines of one step each"
     chart = Chart(
         name="timeline",
         title=_worst(sides) or title,
         note="; ".join(_what(*side) for side in sides),
         figure=timeline_figure(sides),
-        detail=timeline_detail(sides),
+        detail=timeline_detail(sides, first),
         spark=_spark(*sides[0]) if len(sides) == 1 else None,
     )
     lead = (
-        "Hatched: the compute stream stands still; an arrow comes from the collective that it waits for. "
-        "Pale: a collective waits for its last rank. Drag to move, Ctrl and the wheel to zoom."
+        "Hatched: the compute stream is idle; an arrow comes from the collective that it waits for. "
+        "Pale: a collective waits for its last rank. Drag to move; Ctrl and the wheel zoom."
     )
     return Section(anchor="timeline", title=title, lead=lead, blocks=[chart, *_stall_table(sides)])
 

@@ -57,7 +57,9 @@ _NO_STEP = "No step is in these traces; the warnings say why."
 def trace_document(analysis: TraceAnalysis) -> Document:
     """Lay out a trace analysis."""
     changes = changes_worth_most(analysis.what_if)
-    sections = in_order([*findings_section(analysis.findings, analysis.advice), *trace_sections(analysis)])
+    sections = in_order(
+        [*findings_section(analysis.findings, analysis.advice, analysis.verdict), *trace_sections(analysis)]
+    )
     return Document(
         kind="trace",
         title=f"Trace of {_who(analysis)}",
@@ -99,7 +101,7 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
     Of a ``predicted`` step nothing is said to be missing from its recording.
     """
     return [
-        *timeline_section(analysis.timeline),
+        *timeline_section(analysis.timeline, _late_ranks(analysis)),
         *what_if_section(analysis.what_if),
         _communication_section(analysis),
         *_rank_section(analysis),
@@ -108,6 +110,12 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
         *_arrival_section(analysis),
         *_bandwidth_section(analysis),
     ]
+
+
+def _late_ranks(analysis: TraceAnalysis) -> list[int]:
+    """Return the ranks that losses are charged to, the costliest first."""
+    entries = [] if analysis.ledger is None else analysis.ledger.entries
+    return list(dict.fromkeys(one.rank for one in entries if one.told and one.rank is not None))
 
 
 def trace_data(analysis: TraceAnalysis) -> list[Table]:

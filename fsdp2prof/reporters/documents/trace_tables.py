@@ -192,16 +192,17 @@ def _overlap_sentence(analysis: TraceAnalysis) -> str:
 
 
 def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
-    found, share = analysis.attribution, format_frac(analysis.totals.attributed_frac)
-    placed = (
-        f"On a layer: {found.attributed:,} of {plural(found.collectives, 'collective')}, {share} of "
-        "communication time."
-    )
+    """Say which collectives have no layer, and why; nothing where all have one."""
+    found = analysis.attribution
     missing = [
-        f"Not on a layer: {plural(count, 'collective')}, {reason}."
+        f"Unattributed: {plural(count, 'collective')}, {reason}."
         for reason, count in found.unattributed_reasons.items()
     ]
-    return [placed, *missing] if found.attributed else missing
+    if not (missing and found.attributed):
+        return missing
+    share = format_frac(analysis.totals.attributed_frac)
+    of_all = f"{found.attributed:,} of {plural(found.collectives, 'collective')}"
+    return [f"Attributed to a layer: {of_all}, {share} of communication time.", *missing]
 
 
 def group_table(analysis: TraceAnalysis) -> Table:

@@ -53,7 +53,11 @@ def _numbers(result: WhatIf) -> list[KeyFigure]:
 
 def _tried(tried: Sequence[WhatIfChange], title: str) -> list[Block]:
     applied = [row for row in tried if row.step_ns is not None]
-    others = [f"{row.change}: {row.reason}" for row in tried if row.step_ns is None]
+    reasons: dict[str | None, list[str]] = {}
+    for row in tried:
+        if row.step_ns is None:
+            reasons.setdefault(row.reason, []).append(row.change)
+    others = [f"{', '.join(changes)}: {reason}" for reason, changes in reasons.items()]
     blocks: list[Block] = []
     if applied:
         blocks.append(_table(applied, title))

@@ -37,6 +37,7 @@ _NAME_LENGTH = 120
 
 _BREAK = re.compile(r"([._:/,](?=\w))")
 _CODE = re.compile("`([^`]+)`")
+_LONG = re.compile(r"[\w.:/,]{30,}")
 
 
 class HtmlRenderer:
@@ -114,10 +115,11 @@ def _header(column: Column) -> str:
 
 
 def _sentence(line: str) -> Markup:
-    """Escape a sentence; what stands in backquotes is set as code."""
+    """Escape a sentence; code in backquotes; long words may break after a dot or underscore."""
     from markupsafe import Markup, escape
 
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(line)))))
+    text = _CODE.sub(r"<code>\1</code>", str(escape(printable(line))))
+    return Markup(_LONG.sub(lambda word: _BREAK.sub(r"\1<wbr>", word.group()), text))
 
 
 def _cell(value: Value, column: Column) -> str:
@@ -181,6 +183,6 @@ def _hash(script: str) -> str:
 
 
 def _json_in_script(value: Any) -> str:
-    """Encode JSON that cannot end the script element it stands in."""
+    """Encode JSON that cannot end its script element."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -34,7 +34,7 @@ _PACKAGE = "ChakraProtoMsg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChakraExport:
-    """What was written."""
+    """Counts of the files written."""
 
     ranks: int
     nodes: int

@@ -38,7 +38,7 @@ _CHUNK = 5000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerfettoExport:
-    """What was written."""
+    """Counts of the file written."""
 
     path: Path
     ranks: int

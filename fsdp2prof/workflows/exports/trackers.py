@@ -1,4 +1,4 @@
-"""Numbers to an experiment tracker: each by its own client, told where to by its own environment."""
+"""Numbers to an experiment tracker: by its own client, to the place that its environment variables name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tracking(tracker: Tracker, *, name: str, folder: Path | None, step_metric: s
 
 @contextmanager
 def _understood(tracker: Tracker) -> Iterator[None]:
-    """Say what a tracker's client does not like."""
+    """Turn an error of a tracker's client into one line."""
     try:
         yield
     except ModuleNotFoundError as error:

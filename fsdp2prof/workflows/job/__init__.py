@@ -1,1 +1,1 @@
-"""Where a job's files are: folders, names, URLs, what was chosen of them."""
+"""Where a job's files are: folders, names, URLs, and the ranks chosen."""

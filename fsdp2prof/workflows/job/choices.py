@@ -1,4 +1,4 @@
-"""Ranks and steps that somebody chose must be there: what is not is named beside what is."""
+"""Chosen ranks and steps must exist: an error names the missing ones beside those that exist."""
 
 from __future__ import annotations
 

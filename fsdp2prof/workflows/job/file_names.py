@@ -35,7 +35,7 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True)
 class NamedFile:
-    """What a path says; None where it does not."""
+    """Facts read from a path; None where it does not say."""
 
     rank: int | None
     iteration: Iteration | None

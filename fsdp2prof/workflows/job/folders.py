@@ -74,7 +74,7 @@ def find_memory_files(root: Path, iteration: int | None = None) -> Found:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise ``InputError`` for what is neither a file nor a folder, and for a link to a whole file system.
+    """Raise ``InputError`` for a pipe, socket or device, and for a link to a whole file system.
 
     Opening a pipe waits for somebody to write into it; a device may never end.
     """

@@ -41,7 +41,7 @@ _PICKLE, _ZIP = b"\x80", b"PK\x03\x04"
 def open_job(
     path: str | Path, *, ranks: Collection[int] | None = None, iteration: int | None = None
 ) -> JobFiles:
-    """Open what is at a path; ``ranks`` selects some, by default all are read.
+    """Open the files at a path; ``ranks`` selects some, by default all are read.
 
     ``iteration`` chooses one of several recordings of a run, or profiling cycles in a folder, by default the
     newest, or the script's own settings where others were tried.
@@ -117,7 +117,7 @@ class JobFiles:
 
     @cached_property
     def summaries(self) -> Found:
-        """What ranks made of their own steps, where they kept no more; raises as :attr:`traces`."""
+        """Summaries of ranks that kept no recording; raises as :attr:`traces`."""
         ranks = () if self.run is None else self.run.ranks
         files = tuple(RankFile(rank=one.rank, path=one.summary) for one in ranks if one.summary is not None)
         return self._chosen(Found(files=files))
@@ -130,7 +130,7 @@ class JobFiles:
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """What a person should know of the run as a whole."""
+        """Messages about the run as a whole."""
         return self.run.messages if self.run is not None else ()
 
     @property

@@ -32,11 +32,11 @@ __all__ = ["fetched", "open_url", "publish", "refuse_existing_url", "scratch_fol
 _MOST_FILES = 2_000_000
 _MOST_SMALL_BYTES = 4 << 30
 _RECORDINGS = (TRACE_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE, OOM_SNAPSHOT_FILE)
-"""Names of what a recorder leaves that is large."""
+"""Names of the large files of a recording."""
 
 
 def open_url(url: str, scratch: Path) -> Path:
-    """Copy what is at a URL under ``scratch``; the recordings of a run directory only in name and size.
+    """Copy the files at a URL under ``scratch``; the recordings of a run directory only in name and size.
 
     Raises ``InputError`` for what is not there, cannot be read or needs a package that is not installed.
     """
@@ -78,7 +78,7 @@ def stage(url: str, scratch: Path) -> Path:
 
 
 def refuse_existing_url(path: Path) -> None:
-    """Raise ``InputError`` if what a staged path goes to is there already."""
+    """Raise ``InputError`` if the destination of a staged path exists."""
     url = url_of(path)
     if url is None:
         return

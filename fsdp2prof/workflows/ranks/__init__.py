@@ -1,1 +1,1 @@
-"""What is done once a rank: read, kept, put together, here or on a cluster."""
+"""Work on each rank: read and reduced, here or on a cluster, then merged."""

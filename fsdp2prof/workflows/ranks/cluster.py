@@ -110,7 +110,7 @@ class Cluster:
             waiting.extend(self._submit(function, islice(rest, max(0, self._at_once() - len(waiting)))))
 
     def _brought(self, future: Any) -> Any:
-        """Return what a worker made, and let it go there; of what was lost, the error."""
+        """Return a worker's result and release it there; for lost work, the error."""
         try:
             packed = future.result()
         except Exception as error:
@@ -164,7 +164,7 @@ class Cluster:
 
 
 def _packed(function: Callable[[Any], Any], item: Any) -> bytes:
-    """On a worker: what a function returns, as small as it travels."""
+    """On a worker: call the function and compress its result for the way back."""
     return zlib.compress(pickle.dumps(function(item), pickle.HIGHEST_PROTOCOL), 1)
 
 

@@ -1,4 +1,4 @@
-"""Results that were kept as JSON: read again, and cut to some of their ranks and steps."""
+"""Results saved as JSON: read again, and cut to some of their ranks and steps."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ def read_kept(path: Path) -> Kept | None:
         trace = result if isinstance(result, TraceAnalysis) else getattr(result, "trace", None)
         check_timeline(getattr(trace, "timeline", None))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        if str(error).startswith("Invalid enum value"):  # a word that is in no list here
+            reason = f"{path}: a newer fsdp2prof wrote it ({error}); upgrade, or write it again"
+            raise InputError(reason) from error
         raise InputError(f"{path}: not a {schema} document ({error}); write it again") from error
     memory = result if isinstance(result, MemoryAnalysis) else getattr(result, "memory", None)
     if focus := getattr(trace, "focus", None) or getattr(memory, "focus", None):
@@ -88,9 +91,9 @@ def read_baseline(path: Path) -> Baseline | None:
         check_numbers(content)
         baseline = msgspec.json.decode(content, type=Baseline)
         if baseline.windows < 1 and (baseline.step_ns is not None or baseline.collectives is not None):
-            raise ValueError("sums over no steps")
+            raise ValueError("its sums are over no steps")
         if not 0 <= baseline.traced_ranks <= _MOST_RANKS:
-            raise ValueError("a number of ranks that no run has")
+            raise ValueError("it has more ranks than any run")
         return baseline
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a baseline ({error}); write it again with --write-baseline") from error
@@ -105,7 +108,7 @@ def _schema_of(path: Path) -> str | None:
 
 
 def cut(result: Kept, path: Path, ranks: Collection[int] | None, steps: Collection[int] | None) -> Kept:
-    """Cut an analysis to some ranks and steps; an estimate stands for all of them.
+    """Cut an analysis to some ranks and steps; an estimate is the same for all.
 
     Raises ``InputError`` for those it does not have.
     """

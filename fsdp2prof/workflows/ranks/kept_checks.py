@@ -1,4 +1,4 @@
-"""What types do not say of a kept analysis: columns that belong together, numbers and words that are some."""
+"""Checks of a saved analysis beyond its types: columns of equal length, numbers and words within range."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def check_numbers(content: bytes) -> None:
 
 
 def check_timeline(timeline: StepTimeline | None) -> None:
-    """Raise ``ValueError`` with the first thing that no analysis writes."""
+    """Raise ``ValueError`` with the first value that no analysis writes."""
     if timeline is None:
         return
     if not set(timeline.phases) <= PHASES.keys() or not set(timeline.slice_phases) <= PHASES.keys():
-        raise ValueError("a timeline with a phase that is none")
+        raise ValueError("a timeline with an unknown phase")
     if len(timeline.slice_phases) != len(timeline.compute_frac):
-        raise ValueError("a timeline with more slices than phases of them, or fewer")
+        raise ValueError("a timeline whose slices and phases differ in number")
     _within(timeline.duration_ns, timeline.resolution_ns)
     for rank in timeline.ranks:
         _within(rank.start_ns, rank.duration_ns)
@@ -56,20 +56,20 @@ def _check_lane(lane: TimelineLane, timeline: StepTimeline) -> None:
     whole = (lane.duration_ns, lane.busy_ns, lane.count, lane.layer, lane.phase, lane.name)
     optional = (lane.payload_bytes, lane.peer_wait_ns)
     if any(len(column) != spans for column in whole) or any(len(one) not in (0, spans) for one in optional):
-        raise ValueError("a lane of a timeline with columns of different lengths")
+        raise ValueError("a timeline lane with columns of different lengths")
     _within(*lane.start_ns, *lane.duration_ns, *lane.busy_ns, *lane.count)
     _within(*(value for column in optional for value in column if value is not None))
     named = ((lane.layer, timeline.layers), (lane.phase, timeline.phases), (lane.name, timeline.names))
     for column, names in named:
         if any(not 0 <= index < len(names) for index in column):
-            raise ValueError("a lane of a timeline with an index beyond its names")
+            raise ValueError("a timeline lane with an index beyond its names")
 
 
 def _word(lane: str) -> None:
     if lane not in LANES:
-        raise ValueError("a timeline with a lane that is none")
+        raise ValueError("a timeline with an unknown lane")
 
 
 def _within(*values: int) -> None:
     if any(abs(value) > _LONGEST_NS for value in values):
-        raise ValueError("a timeline with a time that is none")
+        raise ValueError("a timeline with an impossible time")

@@ -1,4 +1,4 @@
-"""One rank's files to what is kept of it: small, picklable, ready to be merged with the other ranks'.
+"""Reduce one rank's files to an analysis that is small, picklable and ready to merge with other ranks'.
 
 Nothing else touches a rank's own events, here, in a process beside this one or on another machine: whoever
 reduces ranks elsewhere calls the same function, and only its result travels. The analysis of memory is
@@ -79,26 +79,26 @@ class RankWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducedTrace:
-    """What is kept of a rank's trace."""
+    """The analysis of a rank's trace."""
 
     analysis: RankAnalysis
     steps: tuple[int, ...]
-    """All that can be chosen."""
+    """Numbers of the steps that can be chosen."""
     program: RankProgram | None
-    """For what is tried on the recording."""
+    """To replay the recording with changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reduced:
-    """What is kept of a rank."""
+    """The analysis of a rank."""
 
     trace: ReducedTrace | None
     trace_unreadable: str | None
-    """Why there is none of the trace that was there."""
+    """Why its trace could not be read."""
     memory: list[RecordingAnalysis]
     memory_unreadable: list[str]
     at_peak: AtPeak | None
-    """What the trace says of the highest of this rank's peaks."""
+    """The state of the step at the highest of this rank's peaks."""
     fullest: PreparedRecording | None = None
 
     @property
@@ -108,7 +108,7 @@ class Reduced:
 
 
 def reduce_rank(work: RankWork) -> Reduced:
-    """Read a rank's files, analyse them and keep what a merge needs; a file that cannot be read says why."""
+    """Read a rank's files and analyse them as far as a merge needs; keep the reasons of unreadable ones."""
     memory: list[RecordingAnalysis] = []
     unreadable: list[str] = []
     fullest: PreparedRecording | None = None
@@ -195,7 +195,7 @@ def cut_short(trace: Trace, manifest: RankManifest | None) -> list[int]:
 
 
 def _views(work: RankWork, unreadable: list[str]) -> Iterator[tuple[int, PreparedRecording]]:
-    """Yield the rank's recordings, one device after the other; what cannot be read is told."""
+    """Yield the rank's recordings, one device after the other; append the reasons of unreadable files."""
     for file in work.memory:
         try:
             recordings = read_recordings(file)

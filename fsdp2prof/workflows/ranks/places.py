@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["RankPlace", "place_of"]
 
 _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
-"""Size of a trace (compressed or not) whose analysis takes clearly longer than starting a process does."""
+"""Size of a trace (compressed or not) whose analysis takes clearly longer than the start of a process."""
 
 
 class RankPlace(Protocol):
     """A place where ranks are reduced."""
 
     def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
-        """Yield what is kept of each rank, in the order given."""
+        """Yield the analysis of each rank, in the order given."""
 
     def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
-        """Look a rank's highest peak up in its trace; say why where that cannot be read.
+        """Find a rank's highest peak in its trace, or the reason why the trace cannot be read.
 
         ``fullest`` is the recording, where :meth:`map` returned it.
         """
@@ -71,7 +71,7 @@ class _Here:
 
 
 class _OnCluster:
-    """A cluster: only files' names go there, and only what is kept of a rank comes back."""
+    """A cluster: only names of files go there, and only analyses come back."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -104,7 +104,7 @@ def _peak_or_reason(work: RankWork, fullest: PreparedRecording | None = None) ->
 
 
 def _abroad(work: RankWork) -> RankWork:
-    """Return the work with files that can be read from another folder, one process a rank."""
+    """Return the work with absolute locations of its files, one process a rank."""
     return replace(
         work,
         trace=None if work.trace is None else seen_from_anywhere(work.trace),

@@ -1,0 +1,95 @@
+"""What scripts do around a step that costs more than they know: ``trainer.py habit=NAME habit_size=N``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from lab.trainer import Trainer
+
+__all__ = ["AFTER_UPDATE", "AT_START", "BEFORE_UPDATE"]
+
+
+def reduce_gradients(trainer: Trainer, size: int) -> None:
+    """All-reduce every gradient once more, as a script does that was written for DDP."""
+    for parameter in list(trainer.model.parameters())[:size]:
+        if isinstance(parameter.grad, DTensor):
+            dist.all_reduce(parameter.grad.to_local().clone())
+
+
+def gradient_norms(trainer: Trainer, size: int) -> None:
+    """Log the norm of every gradient: a reduction and an ``.item()`` each."""
+    for parameter in list(trainer.model.parameters())[:size]:
+        if isinstance(parameter.grad, DTensor):
+            parameter.grad.norm().full_tensor().item()
+
+
+def gather_objects(trainer: Trainer, size: int) -> None:
+    """Collect metrics as Python objects from all ranks."""
+    for _ in range(size):
+        dist.all_gather_object([None] * dist.get_world_size(), {"rank": dist.get_rank(), "loss": 0.5})
+
+
+def tokenize(trainer: Trainer, size: int) -> None:
+    """Split text in the training loop."""
+    text = "a b c d " * 1000
+    for _ in range(size):
+        [hash(word) % 1000 for word in text.split()]
+
+
+def to_lists(trainer: Trainer, size: int) -> None:
+    """Write large outputs as text."""
+    str(torch.zeros(size).tolist())
+
+
+def log_on_rank_0(trainer: Trainer, size: int) -> None:
+    """Report to a remote service from the first rank alone."""
+    if dist.get_rank() == 0:
+        time.sleep(size / 1000)
+
+
+def save_shards(trainer: Trainer, size: int) -> None:
+    """Save a sharded checkpoint in every step."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({f"model{i}": trainer.model.state_dict() for i in range(size)}, checkpoint_id=str(folder[0]))
+
+
+def discarded_forward(trainer: Trainer, size: int) -> None:
+    """Run forward for a metric of the training batch."""
+    tokens = torch.randint(trainer.s.vocab, (trainer.s.batch, trainer.s.length))
+    with torch.no_grad():
+        for _ in range(size):
+            trainer.model(tokens)
+
+
+def one_core(trainer: Trainer, size: int) -> None:
+    """Bind every rank to the same processor."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def many_threads(trainer: Trainer, size: int) -> None:
+    """Give every rank more threads than there are processors."""
+    torch.set_num_threads(size)
+
+
+Habit = Callable[["Trainer", int], None]
+AT_START: dict[str, Habit] = {"one-core": one_core, "many-threads": many_threads}
+BEFORE_UPDATE: dict[str, Habit] = {"reduce-gradients": reduce_gradients, "gradient-norms": gradient_norms}
+AFTER_UPDATE: dict[str, Habit] = {
+    "gather-objects": gather_objects,
+    "tokenize": tokenize,
+    "to-lists": to_lists,
+    "log-on-rank-0": log_on_rank_0,
+    "save-shards": save_shards,
+    "discarded-forward": discarded_forward,
+}
