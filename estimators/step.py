@@ -49,7 +49,7 @@ from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables import Trace
-from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import layer_name, op_label
 
 __all__ = [
@@ -121,7 +121,9 @@ def predict_step(
     else:
         known = anchored_on(anchors, cluster, exact=False)
         half = known.half_width(sensitivities(own, known.cluster)[1])
-        why = f"within {half:.0%}: what {len(anchors)} measured runs leave open of compute, links and host"
+        why = (
+            f"within {half:.0%}: what {plural(len(anchors), 'measured run')} leave open of the parts' speeds"
+        )
     made = simulate_program(program, model, mesh, policy, known.cluster, calibration)
     spread = StepRange(
         low_ns=round(made.estimate.step_ns * max(0.0, 1 - half)),

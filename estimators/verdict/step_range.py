@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.ranges import RangeEnd, range_end
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
@@ -46,9 +47,12 @@ class _End:
     """Whether a node whose GPUs may have a switch between them, or none, has one."""
 
 
-def speed_class(policy: PolicySpec) -> str:
+def speed_class(mesh: MeshSpec, policy: PolicySpec) -> str:
     """Return the name in ``ranges.yaml`` of the margin of a run."""
-    return "speed_with_software_open" if policy.torch is None else "speed_with_software_stated"
+    if policy.torch is None:
+        return "speed_with_software_open"
+    divided = mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1
+    return "speed_of_divided_models" if divided else "speed_of_sharded_models"
 
 
 def range_of(
@@ -75,7 +79,7 @@ def range_of(
     kind, harsh = _ends(costs.cluster)
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = range_end(speed_class(policy))
+    margin = range_end(speed_class(costs.mesh, policy))
     return StepRange(
         low_ns=max(1, round(step_ns - margin.value * (step_ns - low))) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
