@@ -27,6 +27,8 @@ _ALWAYS = frozenset({"leak", "out_of_memory"})
 """Findings about memory that hold however much of it is free."""
 _SAID_BY_LEDGER = {"root_only": "wrapping_too_coarse"}
 """Findings about the set-up that the ledger tells with their cost."""
+_MEASURED = frozenset({"wrapping_too_fine"})
+"""Findings about the set-up whose cost the ledger has: told by it, or too small to be told."""
 _NOT_HERE = frozenset({"nothing_sharded", "ranks_missing"})
 """Findings of ``check`` about a recording that is not complete, which the ranks' table shows."""
 
@@ -48,6 +50,8 @@ def combine(
     if trace is not None and (free := _free_bytes(memory)) is not None:
         trace = that_fit(trace, free)
     told = {one.id for one in trace.findings} if trace else set()
+    if trace is not None and trace.ledger is not None:
+        setup = [one for one in setup if one.id not in _MEASURED]
     findings = [
         *(one for one in setup if _belongs(one, told)),
         *(trace.findings if trace else ()),

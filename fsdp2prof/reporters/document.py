@@ -146,7 +146,7 @@ class Spark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A figure; what it shows also stands in a table or a spark, for readers without pictures."""
+    """A figure; a table or a spark has the same numbers, for readers without pictures."""
 
     name: str
     """Unique in its document."""

@@ -116,7 +116,7 @@ def show_frac(value: float | None) -> str:
 
 
 def show_percent(value: float | None) -> str:
-    """Write a fraction as a percentage whose sign stands in the header or the row's name: ``12.5``."""
+    """Write a fraction as a percentage whose sign is in the header or the row's name: ``12.5``."""
     return _UNKNOWN if value is None else f"{100 * value:.1f}"
 
 

@@ -9,6 +9,7 @@ from support.numbers import unexplained
 from support.rendered import json_of, row_of, table_of, text_of
 from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysis, run_summary, trace_analysis
 
+from fsdp2prof.analyzers.ledger.words import NOTHING
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.run_summary import shard_families
 from fsdp2prof.reporters.documents import build
@@ -46,6 +47,19 @@ def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:
     assert combine(run_summary(), trace, leaking).verdict[0] == "leak. Do m1."
     assert combine(run_summary(), None, memory).verdict == ["a", "b", "c"]
     assert combine(run_summary(), trace, None).verdict == trace.verdict
+
+
+def test_what_the_ledger_measures_is_not_judged_by_the_set_up_alone() -> None:
+    setup = [finding("wrapping_too_fine", "low", "Wrap more."), finding("mesh", "low", "Turn it.")]
+    trace = replace(trace_analysis(), findings=[])
+    assert [one.id for one in combine(run_summary(), trace, None, setup=setup).findings] == ["mesh"]
+    assert len(combine(run_summary(), replace(trace, ledger=None), None, setup=setup).findings) == 2
+
+
+def test_a_leak_stands_beside_no_word_of_nothing_to_fix() -> None:
+    trace = replace(trace_analysis(), findings=[], verdict=["A step takes 50 ms.", f"{NOTHING}, and more."])
+    memory = replace(memory_analysis(), findings=[finding("leak", "high", "Do m1.")], verdict=["a"])
+    assert combine(run_summary(), trace, memory).verdict == ["leak. Do m1.", "A step takes 50 ms.", "a"]
 
 
 def test_a_request_that_failed_leads() -> None:

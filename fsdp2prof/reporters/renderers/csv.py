@@ -1,6 +1,6 @@
 """CSV: one table of a document, raw values under the names of its columns.
 
-An unknown value is an empty field. Layers are named as everywhere, so that ``(root)`` differs from
+An unknown value is an empty field. Layers have their names for people, so that ``(root)`` differs from
 ``(no layer)``. Names come from untrusted files: one that a spreadsheet would run as a formula is written
 behind an apostrophe, and control characters as visible codes.
 """

@@ -183,6 +183,6 @@ def _hash(script: str) -> str:
 
 
 def _json_in_script(value: Any) -> str:
-    """Encode JSON that cannot end the script element it stands in."""
+    """Encode JSON that cannot end its script element."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
