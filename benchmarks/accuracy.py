@@ -8,7 +8,7 @@ The second form predicts the run of a mixture of experts that docs/accuracy.md t
 speed: see benchmarks/throughput.py.
 
 The table (or the environment variable FSDP2PROF_PUBLISHED_PEAKS) has a row a run, with the columns that
-docs/accuracy.md explains. Nothing is fitted: what a row does not say comes from one stack a source.
+docs/accuracy.md explains, with what does rest on rows. What a row does not say comes from one stack a source.
 """
 
 from __future__ import annotations

@@ -165,7 +165,9 @@ def read(row: dict[str, str]) -> Row:
 
 def _model(name: str) -> str:
     """A configuration beside the table, else a name."""
-    return str(Path(__file__).with_name("data") / name) if name.endswith(".json") else name
+    return (
+        str(Path(__file__).with_name("data") / name) if name.endswith(".json") else name.removeprefix("hf:")
+    )
 
 
 def _options(text: str) -> dict[str, str | int | bool]:

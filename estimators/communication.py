@@ -208,7 +208,9 @@ def _head_apart(
     a head on its own FSDP's end of a backward reshards all that forward had kept, and reduces what earlier
     micro-batches accumulated.
     """
-    head = f"{head_of(built.module)}.weight"
+    name = f"{head_of(built.module)}.weight"
+    weight = built.module.get_parameter(name)
+    head = next(fqn for fqn, parameter in built.module.named_parameters() if parameter is weight)
     own = next(group for group in groups if any(p.fqn == head for p in group.parameters))
     waits = policy.sync == "last" and policy.grad_accum > 1
     if len(own.parameters) == 1:
@@ -221,7 +223,8 @@ def _head_apart(
     first = replace(unit, reduce_bytes=unit.reduce_bytes if waits else size)
     ledger.add_events(_reductions([first] * (policy.grad_accum if policy.sync == "each" else 1)))
     ledger.add_events([Event("all_gather", unit, "forward")] * policy.grad_accum)
-    scheduled[at] = replace(unit, reshard=True, reduce_bytes=unit.reduce_bytes - size)
+    later = unit.reduce_bytes - (size if head == name else 0)  # a tied head's is the embedding's, too
+    scheduled[at] = replace(unit, reshard=True, reduce_bytes=later)
     return scheduled
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
+from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
 from fsdp2prof.estimators.allocator.older_torch import as_in_torch, with_recorded_streams
 from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
@@ -40,7 +42,7 @@ from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
-__all__ = ["MemoryPrediction", "estimate_memory", "predict_memory"]
+__all__ = ["MemoryPrediction", "estimate_memory", "memory_of_rehearsal", "predict_memory"]
 
 _ANY_DEVICE = "any GPU"
 """Stands where a device's name would, for an estimate that is for none."""
@@ -94,9 +96,35 @@ def predict_memory(
         execution, how, why_guessed = _executed(model, mesh, captured_policy(mesh, local))
     else:
         execution, how, why_guessed = executed, f"all {len(executed.blocks)} blocks executed", None
+    padding = expert_padding(groups, policy)
+    told = [
+        how,
+        *compile_notes(policy, why_guessed),
+        *part.all_notes,
+        *([] if padding is None else [padding.how]),
+    ]
+    if mesh.tp > 1 and built.tensor_parallel is not None:
+        told.append(built.tensor_parallel.note)
+    told = assumptions(told, mesh, policy)
+    guessed = execution.blocks if why_guessed is not None else ()
+    return _predicted(execution, told, mesh, policy, hardware, measured, guessed=guessed, padding=padding)
+
+
+def _predicted(
+    execution: Execution,
+    told: Sequence[str],
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    hardware: HardwareSpec | None,
+    measured: MeasuredPeaks | None,
+    *,
+    guessed: tuple[str, ...] = (),
+    padding: Remedy | None = None,
+) -> MemoryPrediction:
+    """Replay an execution on a device. ``guessed`` are compiled blocks of which only a bound is known."""
     on_device = as_in_torch(as_on_cuda(execution.recording, execution.host), policy.rules)
-    if why_guessed is not None:
-        on_device = with_fused_blocks(on_device, execution.blocks)
+    if guessed:
+        on_device = with_fused_blocks(on_device, guessed)
     released = None
     if mesh.tp > 1 and policy.records_streams:  # the answer is what may be held, not the least of it
         released, on_device = on_device, with_recorded_streams(on_device)
@@ -117,21 +145,48 @@ def predict_memory(
         memory_source=recording.source,
     )
     reserved = int(recording.segments.size.sum())
-    guessed = execution.blocks if why_guessed is not None else ()
     unknown = unknowns(on_device, released, reserved, guessed, mesh, policy)
     if measured is not None:
         unknown = [as_measured(reserved, measured)]
-    padding = expert_padding(groups, policy)
-    told = [
-        how,
-        *compile_notes(policy, why_guessed),
-        *part.all_notes,
-        *([] if padding is None else [padding.how]),
-    ]
-    if mesh.tp > 1 and built.tensor_parallel is not None:
-        told.append(built.tensor_parallel.note)
     estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
+
+
+def memory_of_rehearsal(
+    recording: MemoryRecording,
+    manifest: RankManifest,
+    mesh: MeshSpec,
+    policy: PolicySpec,
+    *,
+    hardware: HardwareSpec | None = None,
+    measured: MeasuredPeaks | None = None,
+) -> MemoryPrediction:
+    """Predict the memory of a rank whose script ran itself on tensors without data.
+
+    Of ``policy`` only torch and the allocator matter: everything else is as the script does it. Raises
+    ``ModelError`` for parameters that lie on the host.
+    """
+    if any(group.offload for group in manifest.param_groups):
+        raise ModelError(
+            "CPUOffloadPolicy in a script that runs itself is not modelled: its host memory looks like the "
+            "device's; give the model with --model and --offload"
+        )
+    parameters = [one for group in manifest.param_groups for one in group.parameters]
+    execution = Execution(
+        name=" ".join(manifest.script),
+        parameters=sum(prod(parameter.global_shape) for parameter in parameters),
+        blocks=(),
+        recording=recording,
+        tensors=manifest.tensors,
+        host=frozenset(),
+        block_of={},
+    )
+    how = [
+        f"the script ran itself as rank {manifest.rank} of {manifest.world_size} on tensors without data, "
+        "for two steps: batch, loss, checkpointing and optimizer are its own",
+        "operators of the CPU took the place of CUDA's: kernels of a GPU alone may hold other buffers",
+    ]
+    return _predicted(execution, how, mesh, policy, hardware, measured)
 
 
 def _executed(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tuple[Execution, str, str | None]:
@@ -146,7 +201,7 @@ def _executed(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> tuple[Exe
 
 def _estimate(
     execution: Execution,
-    how: Sequence[str],
+    told: Sequence[str],
     recording: MemoryRecording,
     manifest: RankManifest,
     mesh: MeshSpec,
@@ -195,7 +250,7 @@ def _estimate(
         headroom_high_bytes=None if room is None else room.most_bytes,
         remedies=options,
         advice=[] if room is None or room.fit == "fits" else advice(options, missing or 0),
-        assumptions=assumptions(how, mesh, policy),
+        assumptions=list(told),
         reserved_low_bytes=predicted.reserved_bytes + sum(one.low_bytes for one in unknown),
         reserved_high_bytes=predicted.reserved_bytes + sum(one.high_bytes for one in unknown),
         unknowns=unknown,

@@ -40,16 +40,16 @@ from fsdp2prof.estimators.timeline.micro_batches import (
 )
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.timeline.simulate import Timeline, simulate
+from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simulate
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.step_notes import assumptions_of
 from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, range_of
 from fsdp2prof.results.estimate import EstimatedModel
-from fsdp2prof.results.step import BreakdownNs
+from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables import Trace
-from fsdp2prof.units import format_frac, format_ns
+from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import layer_name, op_label
 
 __all__ = [
@@ -121,7 +121,9 @@ def predict_step(
     else:
         known = anchored_on(anchors, cluster, exact=False)
         half = known.half_width(sensitivities(own, known.cluster)[1])
-        why = f"within {half:.0%}: what {len(anchors)} measured runs leave open of compute, links and host"
+        why = (
+            f"within {half:.0%}: what {plural(len(anchors), 'measured run')} leave open of the parts' speeds"
+        )
     made = simulate_program(program, model, mesh, policy, known.cluster, calibration)
     spread = StepRange(
         low_ns=round(made.estimate.step_ns * max(0.0, 1 - half)),
@@ -245,7 +247,7 @@ def _step_ns(program: Program, mesh: MeshSpec, policy: PolicySpec, cluster: Clus
     if not busy.any():
         return 0
     span = int(timeline.end_ns[busy].max() - timeline.start_ns[begun].min())
-    return span + bubble_ns_of(whole, timeline, mesh, policy)
+    return span + host_tail_ns(whole, timeline) + bubble_ns_of(whole, timeline, mesh, policy)
 
 
 def program_of(model: ModelSpec, mesh: MeshSpec, policy: PolicySpec) -> Program:
@@ -293,7 +295,7 @@ def simulate_program(
     program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), calibration)
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
-    step = analysis.ranks[0].steps[0]
+    step = _step_of(analysis, whole, timeline)
     spread = range_of(program, costs, policy, bubble, step.duration_ns)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     if bubble:
@@ -351,7 +353,7 @@ def _figures(
     program = program_of(model, mesh, policy)
     program, costs = _costed(program, mesh, cluster.with_attention(policy.attention), None)
     program, timeline, _, analysis = _simulated(program, model, mesh, costs)
-    step = analysis.ranks[0].steps[0]
+    step = _step_of(analysis, program, timeline)
     parts = step.breakdown_ns
     bubble = bubble_ns_of(program, timeline, mesh, policy, whole)
     return StepFigures(
@@ -389,6 +391,14 @@ def _simulated(
     return program, timeline, trace, analyze_trace([(trace, None)], references=known)
 
 
+def _step_of(analysis: TraceAnalysis, program: Program, timeline: Timeline) -> StepBreakdown:
+    """The step with what its host still computes when the device is done: the next step waits for it."""
+    step = analysis.ranks[0].steps[0]
+    tail = host_tail_ns(program, timeline)
+    parts = replace(step.breakdown_ns, idle=step.breakdown_ns.idle + tail)
+    return replace(step, duration_ns=step.duration_ns + tail, breakdown_ns=parts)
+
+
 def _trace(
     program: Program, timeline: Timeline, model: ModelSpec, mesh: MeshSpec, costs: ClusterCosts
 ) -> Trace:
@@ -409,7 +419,7 @@ def _estimate(
     costs: ClusterCosts,
     spread: StepRange,
 ) -> StepEstimate:
-    step = analysis.ranks[0].steps[0]
+    step = _step_of(analysis, program, timeline)
     kernels = _kernels(program, timeline, costs)
     hardware = costs.cluster.hardware
     peak = hardware.flops.get(policy.compute_dtype)
@@ -448,6 +458,7 @@ _BOUNDS = {
     "gloo": "The ranks' transport",
     "network": "The network between nodes",
     "host": "The host, which issues too slowly,",
+    "host_optimizer": "The optimizer on the host",
 }
 """What bounds a step, at the beginning of a sentence."""
 
@@ -521,6 +532,10 @@ def _bound_by(breakdown: BreakdownNs, kernels: dict[str, int], program: Program,
         "memory_bandwidth": kernels["memory"],
         "host": breakdown.idle + kernels["launch"],
     }
+    updating = sum(costs.host.work_ns(c) for c in program.commands if isinstance(c, Kernel))
+    if updating:
+        parts["host_optimizer"] = min(updating, breakdown.idle)
+        parts["host"] -= parts["host_optimizer"]
     exposed = {
         "all_gather": breakdown.exposed_all_gather,
         "reduce_scatter": breakdown.exposed_reduce_scatter,

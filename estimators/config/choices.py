@@ -53,7 +53,8 @@ Prefetch = int | tuple[str, ...]
 ExpertShards = Literal["auto", "experts", "hidden"]
 KeptLogits = Literal["own", "fp32"]
 Allocator = Literal["expandable", "classic"]
-Attention = Literal["flash", "cudnn", "efficient", "math"]
+Attention = Literal["flash", "flash3", "cudnn", "efficient", "math"]
+"""``flash`` is FlashAttention-2, ``flash3`` FlashAttention-3, which runs on Hopper alone."""
 Norm = Literal["composed", "fused"]
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"]
 

@@ -95,6 +95,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Backward over forward rate, likewise; as on an H100: FlashAttention-3, figures 5 and 6."""
     host_link_gb_per_s: _Rate = 25.0
     """Pinned copies between host and device: PCIe 4 x16 as measured."""
+    host_memory_gb_per_s: _Rate = 61.0
+    """A device's share of its host's memory bandwidth, all cores at work: as of a DGX H100, whose 8 devices
+    share 16 channels of DDR5-4800 (614 GB/s, 80 % of it in STREAM)."""
     kernel_floor_ns: _Nanoseconds = 2000
     """An empty kernel with its gap to the next one."""
     host_operator_ns: _Nanoseconds | None = None

@@ -252,6 +252,8 @@ class Words:
     """What a number from 1 on means."""
     factory: bool = False
     """``package.module:factory`` is taken, too."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Words of techniques that are not modelled, and what to use in their place."""
 
     @property
     def _counted(self) -> tuple[type[Counted], ...]:
@@ -276,6 +278,8 @@ class Words:
         if self.number is not None and not isinstance(value, bool) and (number := _count(text)):
             return number
         word, _, count = text.partition(":")
+        if instead := dict(self.refused).get(word.lower().replace("_", "-")):
+            raise ValueError(f"{word} is not modelled: {instead}")
         for kind in self._counted:
             if word == kind.word and (number := _count(count)):
                 return kind(number)

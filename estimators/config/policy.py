@@ -208,7 +208,16 @@ class PolicySpec:
     )
     ac: ActivationCheckpointing = option(
         "none",
-        Words(words=get_args(CheckpointingMode), counted=Every),
+        Words(
+            words=get_args(CheckpointingMode),
+            counted=Every,
+            refused=(
+                ("memory-budget", "use op, or full and none as the two ends of a budget"),
+                ("budget", "use op, or full and none as the two ends of a budget"),
+                ("offload", "activations on the host are left out: use full"),
+                ("submodule", "parts of a block are checkpointed apart: use full, which keeps less"),
+            ),
+        ),
         "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
         group="Checkpointing",
         everyday=True,
@@ -289,7 +298,11 @@ class PolicySpec:
     )
     float8: Float8 | None = option(
         None,
-        Words(words=get_args(Float8), none=True),
+        Words(
+            words=get_args(Float8),
+            none=True,
+            refused=(("nvfp4", "use mxfp8, which moves twice as many bytes of each factor"),),
+        ),
         "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
         group="Precision",
     )
@@ -303,7 +316,18 @@ class PolicySpec:
         group="Software",
     )
     attention: Attention = option(
-        "flash", Words(words=get_args(Attention)), "Kernel of scaled_dot_product_attention.", group="Software"
+        "flash",
+        Words(
+            words=get_args(Attention),
+            refused=(
+                ("flash4", "use cudnn, the fastest modelled on Blackwell"),
+                ("te", "use cudnn, which Transformer Engine runs"),
+                ("flex", "use flash, whose saved tensors are the same size; flex is slower"),
+                ("sage", "use flash3"),
+            ),
+        ),
+        "Attention kernel: flash is FlashAttention-2, flash3 FlashAttention-3 on Hopper.",
+        group="Software",
     )
     attention_is_saved: bool | None = option(
         None,
@@ -366,7 +390,17 @@ class PolicySpec:
     )
     pp_schedule: PipelineSchedule = option(
         "1f1b",
-        Words(words=get_args(ScheduleWord), counted=(Interleaved, LoopedBfs, ZeroBubble)),
+        Words(
+            words=get_args(ScheduleWord),
+            counted=(Interleaved, LoopedBfs, ZeroBubble),
+            refused=(
+                (
+                    "dualpipev",
+                    "use zbv, which places its stages alike and does not overlap two micro-batches",
+                ),
+                ("dualpipe", "use zbv, which does not overlap two micro-batches"),
+            ),
+        ),
         "Order of a pipeline's work: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
         "rank; zb1p and zbv are the zero-bubble schedules.",
         group="Parallelism",

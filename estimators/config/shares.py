@@ -13,6 +13,8 @@ __all__ = [
     "ATTENTION_DEPTH",
     "BEST_SHAPE",
     "CLOCK_EXPONENTS",
+    "HOST_CORE_GB_PER_S",
+    "HOST_STARVED",
     "IDLE_WATTS",
     "KERNELS_OF_COPY",
     "LINK_ENDS",
@@ -70,3 +72,10 @@ as much as the clock (the estimate), falls with the clock."""
 IDLE_WATTS = 88.0
 """What a part draws that does nothing, and that no clock scales: an A100 (thonking.ai, "Strangely, Matrix
 Multiplications on GPUs Run Faster When Given Predictable Data")."""
+
+HOST_CORE_GB_PER_S = 13.3
+"""What one core reads and writes in an AdamW step on the host: 1.93 s for 536.9 million elements and 12
+passes of 4 bytes over each, one thread of an 8 x H100 node (ISEEKYAN/Megatron-LM#188)."""
+HOST_STARVED = 0.11
+"""Rate of a rank over that where eight ranks share two cores, as a batch system may give a job: 17.2 s in the
+same table."""

@@ -77,7 +77,8 @@ def with_stack(
 ) -> dict[str, Any]:
     """A policy's values with those of a stack for what they leave open.
 
-    Where head and embedding share a parameter (``tied``), units that end in ``?`` are left to the root.
+    Where head and embedding share a parameter (``tied``), units that end in ``?`` are left to the root,
+    and those that end in ``!`` are there alone.
     ``names`` are the model's own names of the modules that stacks name. Raises ``ModelError`` for an unknown
     stack.
     """
@@ -101,9 +102,9 @@ def _of_model(text: str, tied: bool, names: Mapping[str, str]) -> str:
     parts = []
     for part in text.split(","):
         unit, equals, value = part.partition("=")
-        if unit.endswith("?") and tied:
+        if unit.endswith("?" if tied else "!"):
             continue
-        own = "+".join(names.get(one, one) for one in unit.rstrip("?").split("+"))
+        own = "+".join(names.get(one, one) for one in unit.rstrip("?!").split("+"))
         parts.append(f"{own}{equals}{value}")
     return ",".join(parts)
 

@@ -93,6 +93,8 @@ def trace_of(
             rows.host(name, "user_annotation", since, issued)
         elif isinstance(command, HostWait):
             rows.host(command.call, "cuda_runtime", begin, issued)
+        elif isinstance(command, Kernel) and command.work is not None and command.work.kind == "host":
+            rows.host(recorded_name(command), "cpu_op", begin, issued)
         elif isinstance(command, (Kernel, Collective)) and start[position] >= 0:
             rows.host("cudaLaunchKernel", "cuda_runtime", issued - 1, issued, correlation=position + 1)
             common: dict[str, Any] = {"correlation": position + 1, "external_id": position + 1}

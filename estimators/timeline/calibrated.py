@@ -121,7 +121,9 @@ class PlacedCosts(ClusterCosts):
 
     def _operator_ns(self, kernel: Kernel) -> int:
         if self.calibration is None:
-            return self.cluster.hardware.host_operator_ns or self.host.operator_ns
+            return (self.cluster.hardware.host_operator_ns or self.host.operator_ns) + self.host.work_ns(
+                kernel
+            )
         return round(_of(self.calibration.operator_ns, self.places.get(id(kernel))))
 
     def _kernel_ns(self, kernel: Kernel) -> int:

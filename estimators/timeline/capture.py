@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ class Capture:
             stream, self._copied_to_host = self._copied_to_host, None
             event, self._event_count = self._event_count, self._event_count + 1
             self.commands += [Record(stream, event), HostWait(stream, event)]
-        return Kernel(kernel.stream, kernel.op, None)
+        work = None if kernel.work is None else replace(kernel.work, kind="host")
+        return Kernel(kernel.stream, kernel.op, work)
 
     def _fused(self, nbytes: int, dtype: str, moves: bool) -> None:
         """A kernel that a compiled graph launches in place of operators."""

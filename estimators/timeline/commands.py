@@ -30,8 +30,9 @@ Shape: TypeAlias = "tuple[int, ...]"
 class Work:
     """The work of one operator, on any hardware."""
 
-    kind: Literal["matmul", "attention", "pointwise", "copy", "host_to_device", "device_to_host"]
-    """``pointwise`` is everything that memory bandwidth bounds; ``copy`` moves without computing."""
+    kind: Literal["matmul", "attention", "pointwise", "copy", "host_to_device", "device_to_host", "host"]
+    """``pointwise`` is everything that memory bandwidth bounds; ``copy`` moves without computing;
+    ``host`` runs on the host, in its memory."""
     dtype: str
     """torch name of the widest operand's element type, without the module."""
     bytes: int

@@ -8,6 +8,7 @@ from math import ceil
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
+from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.timeline.collective_costs import Transfer, transfer
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
@@ -35,6 +36,13 @@ class HostPace:
     event_ns: int = 1_500
     launch_latency_ns: int = 4_000
     """From the launch of a kernel on an idle stream to its start."""
+    memory_gb_per_s: float = HOST_CORE_GB_PER_S
+    """What an optimizer on the host reads and writes; one core's, since torchrun gives a rank one thread."""
+
+    def work_ns(self, kernel: Kernel) -> int:
+        """Time of what the host computes itself, by the bytes that it moves; 0 for work of the device."""
+        on_host = kernel.work is not None and kernel.work.kind == "host"
+        return round(kernel.work.bytes / self.memory_gb_per_s) if kernel.work is not None and on_host else 0
 
 
 CONTENTION_FRAC = 0.19
@@ -65,7 +73,7 @@ class ClusterCosts:
     def kernel_ns(self, kernel: Kernel) -> int:
         """Time of a kernel on its own; 0 for what launches nothing."""
         work = kernel.work
-        if work is None or not work.bytes:
+        if work is None or not work.bytes or work.kind == "host":
             return 0
         known = self._kernels.get(work)
         if known is None:
@@ -117,7 +125,7 @@ class ClusterCosts:
         """Time the host needs to issue a command."""
         host = self.host
         if isinstance(command, Kernel):
-            return host.operator_ns
+            return host.operator_ns + host.work_ns(command)
         if isinstance(command, Collective):
             return host.collective_ns
         if isinstance(command, Enter):

@@ -29,7 +29,7 @@ from fsdp2prof.estimators.timeline.commands import (
 )
 from fsdp2prof.tables import IntArray
 
-__all__ = ["Costs", "Timeline", "simulate"]
+__all__ = ["Costs", "Timeline", "host_tail_ns", "simulate"]
 
 _FULL = 1_000_000
 """Speed of an undisturbed activity, in units of work per nanosecond."""
@@ -72,6 +72,17 @@ class Timeline:
     start_ns: IntArray
     """On the device."""
     end_ns: IntArray
+
+
+def host_tail_ns(program: Program, timeline: Timeline) -> int:
+    """How long the host still computes when the device is done, as an optimizer on the host does."""
+    computes = any(
+        isinstance(command, Kernel) and command.work is not None and command.work.kind == "host"
+        for command in program.commands
+    )
+    if not computes:
+        return 0
+    return max(0, int(timeline.host_end_ns.max()) - max(0, int(timeline.end_ns.max())))
 
 
 def simulate(program: Program, costs: Costs, *, repeats: int = 2) -> Timeline:

@@ -40,7 +40,11 @@ def check_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) -> None:
             f"seq_len {policy.seq_len} is not a multiple of {pieces} (tp x 2 cp): it cannot be split"
         )
     if policy.freezes and mesh.tp * mesh.cp * mesh.pp > 1:
-        raise ModelError("frozen parameters are modelled for FSDP and HSDP: leave tp, cp and pp at 1")
+        what = "lora" if policy.lora is not None else "trainable"
+        raise ModelError(
+            f"{what}: frozen parameters with tp, cp or pp are not modelled: use dp_shard for these ranks, "
+            "and ac=full where a sequence is too long"
+        )
     _check_pipeline(model, mesh, policy)
 
 

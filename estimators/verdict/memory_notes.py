@@ -41,6 +41,7 @@ _COMMUNICATOR = OutsidePart(
 
 _ATTENTION = {
     "flash": "attention runs as flash attention",
+    "flash3": "attention runs as FlashAttention-3, which keeps what flash attention keeps",
     "efficient": "attention runs as the memory-efficient kernel, whose saved tensors are flash attention's",
     "cudnn": "attention runs as cuDNN's, whose saved tensors and fp32 dQ are flash attention's; "
     "what else its closed kernels take is not known",

@@ -87,7 +87,8 @@ def _of_costs(mesh: MeshSpec, policy: PolicySpec, costs: ClusterCosts) -> list[s
     if policy.offload:
         notes.append(
             f"offload: shards and gradients are copied at {hardware.host_link_gb_per_s:g} GB/s each way; "
-            "what clipping and the optimizer take on the host is not counted, and the next step waits for it"
+            "clipping and the optimizer run on the host by the bytes that they move, "
+            f"{costs.host.memory_gb_per_s:g} GB/s a rank, and the next step waits for them"
         )
     if mesh.cp > 1:
         notes.append("context parallelism: causal work balanced over the ring, keys and values overlapped")

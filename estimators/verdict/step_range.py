@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.ranges import RangeEnd, range_end
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
-from fsdp2prof.estimators.timeline.commands import Program
+from fsdp2prof.estimators.timeline.commands import Kernel, Program
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.micro_batches import repeated
-from fsdp2prof.estimators.timeline.simulate import simulate
+from fsdp2prof.estimators.timeline.simulate import host_tail_ns, simulate
 from fsdp2prof.results.step_estimate import StepRange
 
 __all__ = ["CONTENTION", "HOST_NS", "range_of", "speed_class"]
@@ -39,13 +41,18 @@ class _End:
     """Of small ones."""
     network_frac: float
     """Of collectives between nodes."""
+    host_gb_per_s: float
+    """Of an optimizer on the host."""
     behind_a_switch: bool
     """Whether a node whose GPUs may have a switch between them, or none, has one."""
 
 
-def speed_class(policy: PolicySpec) -> str:
+def speed_class(mesh: MeshSpec, policy: PolicySpec) -> str:
     """Return the name in ``ranges.yaml`` of the margin of a run."""
-    return "speed_with_software_open" if policy.torch is None else "speed_with_software_stated"
+    if policy.torch is None:
+        return "speed_with_software_open"
+    divided = mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1
+    return "speed_of_divided_models" if divided else "speed_of_sharded_models"
 
 
 def range_of(
@@ -72,11 +79,11 @@ def range_of(
     kind, harsh = _ends(costs.cluster)
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = range_end(speed_class(policy))
+    margin = range_end(speed_class(costs.mesh, policy))
     return StepRange(
         low_ns=max(1, round(step_ns - margin.value * (step_ns - low))) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
-        unknown=[*_in_words(costs, kind, harsh), _margin_in_words(margin, policy)],
+        unknown=[*_in_words(program, costs, kind, harsh), _margin_in_words(margin, policy)],
         simulated_low_ns=low + bubble_ns,
         simulated_high_ns=high + bubble_ns,
     )
@@ -97,9 +104,20 @@ def _ends(cluster: Cluster) -> tuple[_End, _End]:
     slow_network, fast_network = (1.0, 1.0) if cluster.network is None else cluster.network.range
     contention = _known(CONTENTION[::2], hardware.overlap_slowdown_frac)
     host = _known(HOST_NS[::2], hardware.host_operator_ns)
+    starved = shares.HOST_CORE_GB_PER_S * shares.HOST_STARVED
     return (
-        _End(contention[0], host[0], fast, fast_memory, fast_link, fast_small, fast_network, True),
-        _End(contention[1], host[1], slow, slow_memory, slow_link, slow_small, slow_network, False),
+        _End(
+            contention[0],
+            host[0],
+            fast,
+            fast_memory,
+            fast_link,
+            fast_small,
+            fast_network,
+            hardware.host_memory_gb_per_s,
+            True,
+        ),
+        _End(contention[1], host[1], slow, slow_memory, slow_link, slow_small, slow_network, starved, False),
     )
 
 
@@ -107,7 +125,7 @@ def _known(ends: tuple[_Value, ...], measured: _Value | None) -> tuple[_Value, _
     return (ends[0], ends[1]) if measured is None else (measured, measured)
 
 
-def _in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
+def _in_words(program: Program, costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
     hardware = costs.cluster.hardware
     lines = []
     if kind.contention_frac != harsh.contention_frac:
@@ -119,6 +137,12 @@ def _in_words(costs: ClusterCosts, kind: _End, harsh: _End) -> list[str]:
         lines.append(
             f"the host issues an operator in {kind.operator_ns / 1000:g} to {harsh.operator_ns / 1000:g} us "
             f"({HOST_NS[1] / 1000:g} us in the estimate)"
+        )
+    if any(isinstance(command, Kernel) and costs.host.work_ns(command) for command in program.commands):
+        lines.append(
+            f"the optimizer on the host moves {harsh.host_gb_per_s:.1f} GB/s (ranks that share two cores) to "
+            f"{kind.host_gb_per_s:g} GB/s (all cores); {costs.host.memory_gb_per_s:g} GB/s in the estimate, "
+            "one thread a rank, torchrun's default: OMP_NUM_THREADS changes it"
         )
     limited = "" if hardware.power_frac == 1 else ", the clock at its power limit included"
     lines.append(
@@ -159,11 +183,11 @@ def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
             behind_a_switch=end.behind_a_switch,
         ),
         contention_frac=end.contention_frac,
-        host=HostPace(operator_ns=end.operator_ns),
+        host=HostPace(operator_ns=end.operator_ns, memory_gb_per_s=end.host_gb_per_s),
         compute_frac=end.compute_frac,
         memory_frac=end.memory_frac,
     )
-    _, timeline = repeated(program, simulate(program, varied))
+    whole, timeline = repeated(program, simulate(program, varied))
     busy = timeline.end_ns[timeline.end_ns >= 0]
     first = timeline.start_ns[timeline.start_ns >= 0]
-    return int(busy.max() - first.min()) if len(busy) else 0
+    return int(busy.max() - first.min()) + host_tail_ns(whole, timeline) if len(busy) else 0

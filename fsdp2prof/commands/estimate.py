@@ -92,6 +92,9 @@ def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
     )
 
 
+_TRAINING = click.argument("training", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD...]")
+"""A training that is run for its estimate."""
+
 _INPUT_OPTIONS = (
     *MODEL_OPTIONS,
     option(
@@ -139,6 +142,7 @@ def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[...,
             from_run: Path | None,
             trainer_files: tuple[Path, ...],
             overrides: tuple[str, ...],
+            training: tuple[str, ...] = (),
             **options: Any,
         ) -> None:
             from fsdp2prof.workflows.estimate import describe
@@ -152,6 +156,7 @@ def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[...,
                 from_run=from_run,
                 trainer_files=trainer_files,
                 overrides=overrides,
+                command=training,
                 given=_not_none({**given, "hardware": place["hardware"]}),
                 policy=_not_none(policy),
             )
@@ -189,6 +194,7 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
     ]
 )
 @_input_options(unlisted=_PLACE - {"hardware"})
+@_TRAINING
 @MEASURED
 @option(
     "--save-run",
@@ -200,7 +206,11 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
 def memory(
     described: Described, place: dict[str, Any], measured: str | None, save_run: Path | None, output: Output
 ) -> None:
-    """Estimate peak reserved and active memory of a rank by executing the model on fake tensors."""
+    """Estimate peak reserved and active memory of a rank by executing the model on fake tensors.
+
+    Instead of a model, `-- torchrun train.py ...` runs the training itself as rank 0 of --world-size, on
+    tensors without data, until its second step; so does --from-run without --model, by the recorded command.
+    """
     known = None if measured is None else measured_of(measured, of_memory=True)
     with output.progress("executing the model on fake tensors"):
         from fsdp2prof.workflows.estimate import estimate_memory
@@ -211,6 +221,7 @@ def memory(
 
 @estimate.command(examples=["fsdp2prof estimate comm --model qwen2-7b --mesh dp_replicate=2,dp_shard=8"])
 @_input_options(unlisted=_PLACE | _MEMORY_ALONE)
+@_TRAINING
 @option(
     "--weight-sync",
     metavar="engines=N,tp=K,per=...",
@@ -222,11 +233,12 @@ def memory(
 def comm(described: Described, place: dict[str, Any], weight_sync: str | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
-    With --from-run and no --model the recorded parameter groups are used as they are.
+    With --from-run and no --model the recorded parameter groups are used as they are. Instead of a model,
+    `-- torchrun train.py ...` runs the training itself as rank 0 of --world-size, on tensors without data.
     """
     from fsdp2prof.workflows.estimate import estimate_communication
 
-    if described.is_recorded_only:
+    if described.is_recorded_only and described.rehearsal is None:
         others = sorted({f"--{name.replace('_', '-')}" for name in options_of(PolicySpec)} - _OF_ANY_STEP)
         because = "without --model the recorded parameter groups are used as they are"
         refuse_given(

@@ -318,6 +318,7 @@ def _options(formats: Sequence[str], *, beside: bool, brief: bool) -> list[Calla
     if brief:
         text = "Text or Markdown with every section, instead of one screen."
         options.append(option("--full", "output_full", is_flag=True, help=text, group="Output"))
+    if "text" in formats:
         text = "One section of the text or Markdown; a wrong name lists them."
         options.append(option("--section", "output_section", metavar="NAME", help=text, group="Output"))
     if "text" in formats or "csv" in formats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -59,6 +60,14 @@ __all__ = ["whatif"]
     everyday=True,
 )
 @option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]", group="Cluster")
+@option(
+    "--measured",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="For another mesh: a CSV or YAML file of measured runs, each with model, mesh, options and step_ms, "
+    "tokens_per_s_per_gpu or mfu. The cluster's speeds are corrected by them.",
+    group="Cluster",
+)
 @job_options
 @numbers_option("--steps", "Traced steps to run again")
 @output_options()
@@ -71,6 +80,7 @@ def whatif(
     gpus_per_node: int,
     network: str | None,
     nics_per_node: int | None,
+    measured: Path | None,
     choice: JobChoice,
     steps: frozenset[int] | None,
     output: Output,
@@ -82,10 +92,12 @@ def whatif(
     """
     if not any(text.startswith("mesh=") for text in settings):
         because = "only another mesh (--set mesh=...) needs to know the cluster"
-        refuse_given("--hardware", "--gpus-per-node", "--network", "--nics-per-node", because=because)
+        refuse_given(
+            *("--hardware", "--gpus-per-node", "--network", "--nics-per-node", "--measured"), because=because
+        )
     elif hardware is None:
         because = "without --hardware the run is on CPUs"
-        refuse_given("--gpus-per-node", "--network", "--nics-per-node", because=because)
+        refuse_given("--gpus-per-node", "--network", "--nics-per-node", "--measured", because=because)
     with output.progress(f"running {path} again"):
         from fsdp2prof.estimators.config.cluster import Cluster
         from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
@@ -99,6 +111,11 @@ def whatif(
                 network=None if network is None else NetworkSpec.parse(network),
                 nics_per_node=nics_per_node,
             )
+        note = None
+        if cluster is not None and measured is not None:
+            from fsdp2prof.workflows.estimate import corrected
+
+            cluster, note = corrected(cluster, measured)
         result = what_if(
             choice.open(path),
             settings=settings,
@@ -106,4 +123,6 @@ def whatif(
             cluster=cluster,
             steps=steps,
         )
+        if note is not None:
+            result = replace(result, warnings=[*result.warnings, note])
     output.render(result)

@@ -7,13 +7,12 @@ torch 2.13). Values of tensors are not in it, only their shapes, strides and typ
 from __future__ import annotations
 
 import re
-import zlib
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from isal import igzip
+from isal import igzip, isal_zlib
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.tables.execution_trace import ExecutionNode, ExecutionTrace, TensorValue, Value
@@ -21,6 +20,13 @@ from fsdp2prof.units import DTYPE_BYTES
 
 __all__ = ["read_execution_trace"]
 
+_MALFORMED: Any = (  # the stub of isal declares an instance
+    msgspec.DecodeError,
+    UnicodeDecodeError,
+    RecursionError,
+    EOFError,
+    isal_zlib.error,
+)
 _MOST_BYTES = 2 << 30
 _MOST_DIMS = 64
 _MOST_ELEMENTS = 1 << 48
@@ -80,7 +86,7 @@ def read_execution_trace(path: Path) -> ExecutionTrace:
         document = msgspec.json.decode(text, type=_Document)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, EOFError, zlib.error) as error:
+    except _MALFORMED as error:
         if (old := _OLD.search(text[:_BEGINNING])) is not None:
             raise InputError(
                 f"{path}: an execution trace of schema {old[1].decode()}, older than fully_shard: observe "

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.estimators.config.documents import read_text
+from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.inputs import EstimateSpec, load_config, make_spec
-from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
+from fsdp2prof.estimators.config.measured import Measured, MeasuredRun, read_measured
+from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.option import options_of
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.trainers import read_trainer_files
 from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
+from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.build import builtin_of
 from fsdp2prof.estimators.models.builtin_plan import outline_of
 from fsdp2prof.estimators.models.catalog import builtin_config
@@ -28,10 +31,11 @@ from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.lengths import read_lengths
-from fsdp2prof.readers.run.directory import read_sharded_manifests
+from fsdp2prof.readers.run.directory import open_run, read_sharded_manifests
 from fsdp2prof.results.estimate import CheckpointEstimate, CommEstimate, ConfigRead, MemoryEstimate
 from fsdp2prof.results.packing import PackingEstimate
 from fsdp2prof.results.step_estimate import StepEstimate
+from fsdp2prof.workflows.rehearsed import RehearsedRank, rehearsed
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Described",
     "anchors_of",
+    "corrected",
     "describe",
     "estimate_checkpoint",
     "estimate_communication",
@@ -68,6 +73,10 @@ class Described:
     """How the trainer's configuration was read, if there is one."""
     given: frozenset[str] = frozenset()
     """Options that a person gave, by name."""
+    command: tuple[str, ...] = ()
+    """Of the recorded run."""
+    rehearsal: RehearsedRank | None = None
+    """What the training command itself allocates, if that was run for the estimate."""
 
     @property
     def is_recorded_only(self) -> bool:
@@ -136,14 +145,22 @@ def describe(
     from_run: Path | None = None,
     trainer_files: Sequence[Path] = (),
     overrides: Sequence[str] = (),
+    command: Sequence[str] = (),
     given: Mapping[str, Any],
     policy: Mapping[str, Any],
 ) -> Described:
     """Put together what a recorded run, a trainer's files, a file and options say; the later wins.
 
+    ``command`` starts a training: it is run as one rank on tensors without data, and takes their place.
+
     ``given`` are values of ``make_spec``, ``policy`` options of ``PolicySpec``. Raises ``RunDirectoryError``,
     ``InputError`` and ``ModelError`` for what cannot be read.
     """
+    if command:
+        _refuse_beside_a_command(
+            {**given, "--from-run": from_run, "--config": config, "--from-config": trainer_files or None}
+        )
+        _refuse_decided_by_a_script(policy)
     manifest = None if from_run is None else _manifest(from_run)
     of_file = {} if config is None else load_config(config)
     trainer = None
@@ -169,12 +186,30 @@ def describe(
         norm = norm_of_run(manifest)
         recorded["policy"] |= {} if norm is None else {"norm": norm}
     merged = {**recorded.get("policy", {}), **told}
+    rehearsal = rehearsed(command, given.get("world_size")) if command else None
     return Described(
         values={**recorded, **of_file, **given, "policy": merged},
-        manifest=manifest,
+        manifest=manifest if rehearsal is None else rehearsal.manifest,
+        command=() if from_run is None else tuple(open_run(from_run).info.command),
+        rehearsal=rehearsal,
         read=None if trainer is None else trainer.read,
         given=frozenset((*given, *policy)),
     )
+
+
+def _refuse_decided_by_a_script(policy: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for options of a policy that a script which runs itself decides."""
+    idle = sorted(policy.keys() - {"torch", "allocator"})
+    if idle:
+        raise UsageError(f"--{idle[0].replace('_', '-')} would have no effect: the script decides it")
+
+
+def _refuse_beside_a_command(given: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for what describes a run that the command describes."""
+    idle = [name for name in given if given[name] is not None and name not in ("world_size", "hardware")]
+    if idle:
+        name = idle[0] if idle[0].startswith("-") else f"--{idle[0].replace('_', '-')}"
+        raise UsageError(f"{name} would have no effect: the command behind -- is run as it is")
 
 
 def _micro_batches(policy: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +235,8 @@ def estimate_memory(
     """
     if save is not None:
         refuse_existing_run(save)
+    if described.rehearsal is not None or described.is_recorded_only:
+        return _memory_of_rehearsal(described, hardware=hardware, measured=measured, save=save)
     spec = described.spec(hardware=hardware)
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
@@ -218,6 +255,48 @@ def estimate_memory(
     if spec.hardware is not None:
         estimate = with_tried_changes(estimate, spec.model, spec.mesh, spec.policy, spec.hardware)
     return _noted(estimate, spec, described, "memory")
+
+
+def _memory_of_rehearsal(
+    described: Described,
+    *,
+    hardware: str | None,
+    measured: Measured | Sequence[MeasuredRun] | None,
+    save: Path | None,
+) -> MemoryEstimate:
+    """Run the script itself, or the recorded command, as one rank, and answer from what it allocates."""
+    if save is not None:
+        raise UsageError("--save-run needs --model: `fsdp2prof rehearse --meta` keeps the run of a script")
+    if measured is not None and not isinstance(measured, Measured):
+        raise UsageError("--measured FILE needs --model: its runs differ in options")
+    _refuse_decided_by_a_script(described.values.get("policy", {}))
+    found = described.rehearsal or _again(described)
+    from fsdp2prof.estimators.memory import memory_of_rehearsal
+
+    groups = found.manifest.param_groups
+    first = groups[0]
+    mesh = MeshSpec(dp_replicate=first.replicate_world_size, dp_shard=first.shard_world_size)
+    policy = PolicySpec.from_mapping(dict(described.values.get("policy", {})))
+    name = hardware or described.values.get("hardware")
+    prediction = memory_of_rehearsal(
+        found.recording,
+        found.manifest,
+        mesh,
+        policy,
+        hardware=None if name is None else HardwareSpec.parse(str(name)),
+        measured=None if measured is None else _peaks(described, measured),
+    )
+    known = {"torch": policy.torch, "allocator": policy.allocator}
+    return replace(prediction.estimate, policy=policy_as_recorded(**known))
+
+
+def _again(described: Described) -> RehearsedRank:
+    """Rehearse the command of a recorded run."""
+    command = described.command
+    if not command:
+        raise UsageError("--from-run: the run does not say its command; add --model")
+    assert described.manifest is not None
+    return rehearsed(command, described.manifest.world_size)
 
 
 def _peaks(described: Described, measured: Measured | Sequence[MeasuredRun]) -> MeasuredPeaks:
@@ -315,6 +394,20 @@ def anchors_of(described: Described, measured: Measured | Sequence[MeasuredRun])
         program = program_of(spec.model, spec.mesh, spec.policy)
         anchors.append((run.measured, program, spec.model, spec.mesh, spec.policy))
     return anchors
+
+
+def corrected(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
+    """Return a cluster as the measured runs of a file have it, and how far off their predictions were.
+
+    Raises ``UsageError`` for a number of memory, and as :func:`anchors_of`.
+    """
+    from fsdp2prof.estimators.step import anchored_on
+
+    runs = read_measured(path)
+    if any(run.measured.is_memory for run in runs):
+        raise UsageError(f"--measured {path}: a peak says nothing of time; give step_ms, mfu or tokens/s")
+    found = anchored_on(anchors_of(Described(values={}, manifest=None), runs), cluster, exact=False)
+    return found.cluster, found.note
 
 
 def estimate_checkpoint(

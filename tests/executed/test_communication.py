@@ -280,7 +280,7 @@ def test_groups_are_fsdps_own():
         ("dp_shard=2", {"trainable": "lora"}, "matches no parameter"),
         ("pp=8", {"reshard": "never"}, "pp=8 stages for 4 layers"),
         ("pp=2", {}, "with pp use reshard=never"),
-        ("dp_shard=2,tp=2", {"trainable": "norm"}, "frozen parameters are modelled for FSDP and HSDP"),
+        ("dp_shard=2,tp=2", {"trainable": "norm"}, "frozen parameters with tp, cp or pp are not modelled"),
         ("pp=2", {"reshard": "never", "pp_stage": 2}, "2 is not one of the 2 pipeline stages"),
         ("dp_shard=4,tp=2", {"reshard": 2}, "not supported by FSDP2 with tensor parallelism"),
         (

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+
 import pytest
 
+from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.step import estimate_step
 from fsdp2prof.estimators.timeline.commands import HostWait, Kernel, Program
 from fsdp2prof.estimators.timeline.program import capture_step
 
@@ -41,6 +47,24 @@ def test_every_shard_comes_over_the_link_for_each_gather_and_its_gradient_goes_b
 def test_the_optimizer_runs_on_the_host_once_the_gradients_are_there(program: Program) -> None:
     update = [c for c in program.commands if isinstance(c, Kernel) and "_foreach" in c.op and "norm" in c.op]
     assert update
-    assert all(command.work is None for command in update)
+    assert all(command.work is not None and command.work.kind == "host" for command in update)
     first = program.commands.index(update[0])
     assert any(isinstance(command, HostWait) for command in program.commands[:first])
+
+
+@pytest.mark.parametrize(("implementation", "bytes_each"), [("fused", 32 + 12), ("foreach", 80 + 12)])
+def test_the_optimizer_on_the_host_takes_what_its_bytes_take(implementation: str, bytes_each: int) -> None:
+    """Fused AdamW reads four tensors and writes four, foreach many more; clipping moves 12 bytes."""
+    policy = PolicySpec.from_mapping({"seq_len": 32, "optimizer_impl": implementation})
+    mesh, cluster = MeshSpec(dp_shard=RANKS), Cluster(hardware=HardwareSpec.parse("h100"))
+    on_device = estimate_step(MODEL, mesh, policy, cluster)
+    on_host = estimate_step(MODEL, mesh, replace(policy, offload=True), cluster)
+    elements = on_host.model.parameters / RANKS
+    copies = 4 * 4 * elements / cluster.hardware.host_link_bytes_per_s
+    seconds = bytes_each * elements / 1e9 / HOST_CORE_GB_PER_S
+    assert (on_host.step_ns - on_device.step_ns) / 1e9 == pytest.approx(seconds, rel=0.1, abs=copies)
+    assert on_host.bound_by == "host_optimizer"
+    parts = asdict(on_host.breakdown_ns)
+    assert sum(parts.values()) + on_host.bubble_ns == on_host.step_ns
+    assert on_host.range.low_ns < on_host.step_ns < on_host.range.high_ns
+    assert any("OMP_NUM_THREADS" in line for line in on_host.range.unknown)

@@ -17,6 +17,7 @@ from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
+from fsdp2prof.estimators.config.ranges import range_end
 from fsdp2prof.estimators.config.stacks import known_stacks
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import estimate_memory
@@ -174,9 +175,11 @@ def test_an_allocator_that_is_not_given_is_a_range() -> None:
     (allocator,) = [one for one in between.unknowns if one.name == "allocator"]
     assert sizes[1] - sizes[0] in (allocator.low_bytes, allocator.high_bytes)
     stated = replace(POLICY, allocator="classic", torch="2.13")
-    for known, share in ((replace(stated, torch=None), 0.085), (stated, 0.04)):
+    kinds = ("memory_with_software_open", "memory_with_software_stated")
+    for known, kind in zip((replace(stated, torch=None), stated), kinds, strict=True):
         (prediction,) = estimate_memory(GPT, MESH, known).unknowns
-        assert prediction.high_bytes == -prediction.low_bytes == round(share * sizes[1])
+        assert prediction.high_bytes == -prediction.low_bytes == round(range_end(kind).value * sizes[1])
+    assert range_end(kinds[0]).value > range_end(kinds[1]).value
 
 
 def test_an_upper_bound_never_says_that_it_does_not_fit() -> None:

@@ -1,6 +1,6 @@
 """Every verb on inputs of which anything is spoiled, or is no file at all: an answer, or one clear line.
 
-60 inputs here, 10,000 with ``-m slow``; the same ones every time. ``FSDP2PROF_FUZZ=FIRST-LAST`` chooses some.
+300 inputs here, 10,000 with ``-m slow``; the same every time. ``FSDP2PROF_FUZZ=FIRST-LAST`` chooses some.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from integration.test_every_input import INPUTS, VERBS
 from support.cli import call
 from support.fuzzing import limited, spoil_bytes
 
-FEW, MANY = 60, 10_000
+FEW, MANY = 300, 10_000
 
 SPOILED = tuple(
     make for make in INPUTS if make.__name__ not in ("pipe", "a_socket", "a_device", "link_to_everything")

@@ -239,6 +239,7 @@ TRAININGS: list[Case] = [
         {"foreach": False},
         None,
         common={"layers": 40, "dim": 16, "heads": 2, "batch": 1, "length": 16, "wrap": "whole"},
+        excused="root_only wrapping_too_coarse",  # it is wrapped so
     ),
     *_fault(
         "recompile",

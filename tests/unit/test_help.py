@@ -85,3 +85,16 @@ def test_the_page_of_all_commands_is_current() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.page()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_writes_text_in_sections_prints_one_of_them(name: str) -> None:
+    known = {flag for one in COMMANDS[name].options for flag in one.opts}
+    formats = next((one.type for one in COMMANDS[name].options if "--format" in one.opts), None)
+    assert ("--section" in known) == (isinstance(formats, click.Choice) and "text" in formats.choices)
+
+
+def test_a_wrong_section_lists_those_there_are(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = call(capfd, "inspect", "mesh", "dp_shard=4", "--section", "rank")
+    assert ended.code == 2
+    assert "--section rank: the sections here are dimensions, ranks, groups" in ended.err

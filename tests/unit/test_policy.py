@@ -181,3 +181,40 @@ def test_extra_models_are_read_with_their_roles_and_written_as_read():
     assert (policy.runs_itself_before, policy.roots, policy.sequences) == (True, 3, 2)
     assert policy.to_mapping()["extra_model"] == "gpt2,reward=a/config.json,self"
     assert PolicySpec.from_mapping(policy.to_mapping()) == policy
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("float8", "nvfp4", "use mxfp8"),
+        ("pp_schedule", "DualPipeV", "use zbv"),
+        ("ac", "memory_budget:0.5", "use op, or full and none"),
+        ("attention", "te", "use cudnn"),
+    ],
+)
+def test_a_technique_that_is_not_modelled_is_refused_by_its_name(
+    option: str, value: str, instead: str
+) -> None:
+    with pytest.raises(ModelError, match=f"is not modelled: {instead}"):
+        PolicySpec.from_mapping({option: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "bf16"),
+    [("gh200", 95.6, 989.4), ("gb300", 277.5, 2500), ("mi325x", 256, 1307.4), ("mi355x", 288, 2516.6)],
+)
+def test_newer_parts_are_known_with_their_sources(name: str, memory_gib: float, bf16: float) -> None:
+    part = HardwareSpec.parse(name)
+    assert part.memory_bytes / 2**30 == pytest.approx(memory_gib, abs=0.1)
+    assert part.flops["bfloat16"] == bf16 * 1e12
+    assert "data sheet" in part.source
+
+
+def test_flash_attention_3_is_between_its_predecessor_and_cudnn_on_an_h100() -> None:
+    h100 = HardwareSpec.parse("h100")
+    rates = [
+        h100.with_attention(kernel).attention_flops("bfloat16", 128, 8192)
+        for kernel in ("flash", "flash3", "cudnn")
+    ]
+    assert rates == sorted(rates)
+    assert rates[0] * 1.5 < rates[1] < rates[0] * 2

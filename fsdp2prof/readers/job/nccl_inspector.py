@@ -7,21 +7,23 @@ those that follow. Sends, receives and proxy steps are left out.
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from pathlib import Path
-from typing import Annotated, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
 import msgspec
 import numpy as np
-from isal import igzip
+from isal import igzip, isal_zlib
 
 from fsdp2prof.errors import InputError
 from fsdp2prof.readers.limits import MOST_RANKS
 from fsdp2prof.tables import Strings
 from fsdp2prof.tables.nccl import InspectedCalls, InspectedCommunicator, InspectedProcess
 
-__all__ = ["looks_like_inspector", "opened", "read_inspector"]
+__all__ = ["UNREADABLE", "looks_like_inspector", "opened", "read_inspector"]
+
+UNREADABLE: Any = (OSError, EOFError, isal_zlib.error)  # its stub declares an instance
+"""Errors of reading a log, packed or not."""
 
 _LONGEST_LINE = 1 << 20
 _BEGINNING = 1 << 12
@@ -82,7 +84,7 @@ def looks_like_inspector(path: Path) -> bool:
     try:
         with opened(path) as file:
             beginning = file.read(_BEGINNING)
-    except (OSError, EOFError, zlib.error):
+    except UNREADABLE:
         return False
     return beginning[:1] == b"{" and any(key in beginning for key in _KEYS)
 
@@ -94,7 +96,7 @@ def read_inspector(path: Path) -> InspectedProcess:
         with opened(path) as file:
             while line := file.readline(_LONGEST_LINE):
                 columns.add(line)
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if not columns.records:
         raise InputError(f"{path}: no record of NCCL Inspector in it; did the job run with its JSON output?")

@@ -8,7 +8,6 @@ or of many. Calls need ``NCCL_DEBUG_SUBSYS=INIT,COLL``, algorithms ``TUNING``, p
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.readers.job.nccl_inspector import opened
+from fsdp2prof.readers.job.nccl_inspector import UNREADABLE, opened
 from fsdp2prof.readers.limits import MOST_RANKS
 from fsdp2prof.tables.nccl import Connection, LoggedCall, LoggedCommunicator, LoggedProcess, NcclLog
 
@@ -111,7 +110,7 @@ def looks_like_nccl_log(path: Path) -> bool:
         with opened(path) as file:
             while len(beginning) < _BEGINNING and (more := file.read(_PIECE)):
                 beginning += more
-    except (OSError, EOFError, zlib.error):
+    except UNREADABLE:
         pass  # the error is raised where the file is read, if what came before it is NCCL's
     return b"\0" not in beginning[:4096] and (b" NCCL INFO " in beginning or b" NCCL WARN " in beginning)
 
@@ -141,7 +140,7 @@ def _lines(path: Path) -> Iterator[str]:
             while line := file.readline(_LONGEST_LINE):
                 if b"NCCL" in line:
                     yield line.decode(errors="replace").rstrip()
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 

@@ -8,14 +8,13 @@ how far it has come when another rank's timeout makes it dump.
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp2prof.errors import FlightRecorderError
-from fsdp2prof.readers.job.nccl_inspector import opened
+from fsdp2prof.readers.job.nccl_inspector import UNREADABLE, opened
 from fsdp2prof.readers.limits import MOST_RANKS
 from fsdp2prof.tables.flight_recorder import SOME_OP, FlightDump, Issued
 
@@ -117,7 +116,7 @@ def _lines(path: Path) -> Iterator[bytes]:
                     return
                 read += len(line)
                 yield line
-    except (OSError, EOFError, zlib.error) as error:
+    except UNREADABLE as error:
         said = getattr(error, "strerror", None) or error
         raise FlightRecorderError(f"{path}: cannot be read ({said})") from None
 

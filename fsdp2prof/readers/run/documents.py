@@ -74,7 +74,10 @@ def known_words(content: bytes) -> bytes:
 
 
 def _renamed(content: bytes) -> bytes:
-    document: Any = msgspec.json.decode(content)
+    try:
+        document: Any = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError, ValueError):  # wrong behind the word, too: said when decoded
+        return content
     if not isinstance(document, dict):
         return content
     steps = document.get("steps")
