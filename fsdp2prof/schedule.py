@@ -53,7 +53,7 @@ class ScheduledGroup:
     reshard: bool | int = True
     """``reshard_after_forward`` as it applies to this group: False, True, or a number of ranks."""
     has_backward: bool = True
-    """Whether its output depends on a trainable parameter."""
+    """Whether its output depends on a trainable parameter; of a module that runs several times: each time."""
     input_has_gradient: bool = False
     """Whether its first input depends on a trainable parameter of no group that ends before it begins."""
     forward_prefetch: tuple[str, ...] = ()
