@@ -53,7 +53,7 @@ class ScheduledGroup:
     reshard: bool | int = True
     """``reshard_after_forward`` as it applies to this group: False, True, or a number of ranks."""
     has_backward: bool = True
-    """Whether its output depends on a trainable parameter."""
+    """Whether its output depends on a trainable parameter; of a module that runs several times: each time."""
     input_has_gradient: bool = False
     """Whether its first input depends on a trainable parameter of no group that ends before it begins."""
     forward_prefetch: tuple[str, ...] = ()
@@ -302,7 +302,11 @@ class _Run:
             self._order.append(group)
 
     def _backward(self, use: _Use) -> None:
-        """``FSDPState._pre_backward``, the modules inside in reverse, ``FSDPParamGroup.post_backward``."""
+        """``FSDPState._pre_backward``, the modules inside in reverse, ``FSDPParamGroup.post_backward``.
+
+        A module is taken to return a tensor of its own. Hooks on one that it returns from a module inside
+        fire in the order of forward, so that the inner module would be gathered before it.
+        """
         if use.groups[0].has_backward:
             for group in use.groups:
                 self._pre_backward(group)

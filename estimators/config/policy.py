@@ -504,6 +504,10 @@ class PolicySpec:
         """K if every K-th block is checkpointed, else ``None``."""
         return self.ac.count if isinstance(self.ac, Every) else None
 
+    def checkpoints(self, block: int) -> bool:
+        """Whether a block, counted from 0, is checkpointed: its backward runs some of its forward again."""
+        return self.ac != "none" and (block + 1) % (self.ac_every or 1) == 0
+
     @property
     def stages_per_rank(self) -> int:
         """Stages that a rank of a pipeline holds."""

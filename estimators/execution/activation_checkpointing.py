@@ -25,23 +25,19 @@ def checkpoint_blocks(root: nn.Module, blocks: tuple[str, ...], policy: PolicySp
 
     Raises ``ModelError`` if the model has no blocks.
     """
-    if policy.ac == "none":
-        return
-    if not blocks:
-        raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
-    wrap = partial(checkpoint_wrapper, preserve_rng_state=False)
-    if policy.ac == "op":
-        selected = _selective(root, blocks, policy)
-        contexts = partial(_selective_contexts, _MatmulCount(), selected, not policy.compile)
-        wrap = partial(wrap, context_fn=contexts)
-    every = policy.ac_every or 1
-    for fqn in blocks[every - 1 :: every]:
-        parent, _, name = fqn.rpartition(".")
-        root.get_submodule(parent).register_module(name, wrap(root.get_submodule(fqn)))
+    count = _MatmulCount()
+    for fqn, mode in recomputation(root, blocks, policy).items():
+        options: dict[str, Any] = {}
+        if isinstance(mode, Selective):
+            options["context_fn"] = partial(_selective_contexts, count, mode, not policy.compile)
+        if mode != "none":
+            parent, _, name = fqn.rpartition(".")
+            wrapped = checkpoint_wrapper(root.get_submodule(fqn), preserve_rng_state=False, **options)
+            root.get_submodule(parent).register_module(name, wrapped)
 
 
 def recomputation(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) -> dict[str, Recompute]:
-    """What the backward of each compiled block runs again. Raises as :func:`checkpoint_blocks`."""
+    """Return what the backward of each block runs again. Raises as :func:`checkpoint_blocks`."""
     if policy.ac != "none" and not blocks:
         raise ModelError(f"ac={policy.ac} needs a model with repeated blocks; this one has none")
     mode: Recompute = "none"
@@ -49,8 +45,7 @@ def recomputation(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) 
         mode = _selective(root, blocks, policy)
     elif policy.ac != "none":
         mode = "full"
-    every = policy.ac_every or 1
-    return {fqn: mode if index % every == every - 1 else "none" for index, fqn in enumerate(blocks)}
+    return {fqn: mode if policy.checkpoints(at) else "none" for at, fqn in enumerate(blocks)}
 
 
 def _selective(root: nn.Module, blocks: tuple[str, ...], policy: PolicySpec) -> Selective:

@@ -1,4 +1,4 @@
-"""Predict a deep model from two shallow executions: what repeats from block to block is repeated on paper.
+"""Predict a deep model's memory from two shallow executions, by repeating the blocks in the middle.
 
 Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is that of
 the model's layers, times K under ``every:K`` checkpointing). The shallow one is extended to the depth of the
@@ -46,7 +46,7 @@ _TICK_NS = 1000
 _EDGE_BLOCKS = 4
 """Blocks at both ends together that may differ from those in the middle."""
 _FEWEST_RUNGS = 3
-"""Of a ladder through the blocks of one kind."""
+"""Fewest runs of a ladder through the blocks of one kind."""
 
 
 def execute_stitched(

@@ -40,7 +40,7 @@ class EngineMemory:
     total_bytes: int
     """The same at its high end."""
     depends_on: tuple[str, ...]
-    """What decides where between the two."""
+    """Names of the unknowns that decide where between the two."""
 
 
 def check_memory(check: Check) -> EngineMemory:

@@ -1,4 +1,4 @@
-"""What a plan asks the execution engine, and how: here, or in processes of a workflow."""
+"""A plan's calls of the execution engine: in this process, or in those of a workflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Engine(Protocol):
     """Runs the execution engine on several inputs, at once where there are processes for it."""
 
     def __call__(self, calls: Sequence[Call]) -> list[Any]:
-        """Return what every call does, in order; a ``ModelError`` stands for what cannot run."""
+        """Return the results of all calls, in order; a call that cannot run returns its ``ModelError``."""
 
 
 def in_this_process(calls: Sequence[Call]) -> list[Any]:

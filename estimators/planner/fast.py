@@ -28,7 +28,7 @@ __all__ = ["FastModel", "Score"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """What one configuration takes; all times of one rank's step."""
+    """Memory and step time of one configuration; all times are of one rank's step."""
 
     reserved_bytes: int
     outside_bytes: int
@@ -36,7 +36,7 @@ class Score:
     step_ns: int
     compute_ns: int
     recompute_ns: int
-    """Of the compute: what checkpointing does a second time."""
+    """The part of ``compute_ns`` that checkpointing runs a second time."""
     exposed_fsdp_ns: int
     exposed_parallel_ns: int
     """Collectives of tensor and expert parallelism."""
@@ -46,7 +46,7 @@ class Score:
     model_flops: int
     """Of all micro-batches of this rank, what cp and tp share counted once."""
     moved_ns: int = 0
-    """Of the compute: what only moves parameters and gradients: FSDP's copies, adding up, the update."""
+    """The part of ``compute_ns`` that only moves parameters and gradients: copies, additions, the update."""
 
     @property
     def total_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Score:
 
     @property
     def least_ns(self) -> float:
-        """What no other precision of shards and gradients makes the step shorter than."""
+        """Shortest step with any other precision of shards and gradients."""
         saved = self.exposed_fsdp_ns + self.moved_ns
         rest = self.step_ns - self.bubble_ns - saved
         return rest * (1 + self.bubble_ns / max(1, self.step_ns - self.bubble_ns))
@@ -77,7 +77,7 @@ class _Sums:
     issued: float = 0.0
     """The host needs to issue all of it."""
     moved: float = 0.0
-    """Of the compute: what only moves parameters and gradients."""
+    """The part of ``compute`` that only moves parameters and gradients."""
 
     @property
     def host(self) -> float:
@@ -92,7 +92,7 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """What FSDP does for one block, in nanoseconds."""
+    """Time of FSDP's work for one block, in nanoseconds."""
 
     gather: int
     again: int
@@ -158,7 +158,7 @@ class FastModel:
         )
 
     def _mix(self, mesh: MeshSpec, policy: PolicySpec) -> list[tuple[float, str]]:
-        """Ways of checkpointing with the share of blocks that each stands for."""
+        """Ways of checkpointing, each with its share of the blocks."""
         every = policy.ac_every
         if every is None:
             return [(1.0, str(policy.ac))]
@@ -217,7 +217,7 @@ class FastModel:
         return update
 
     def _edges(self, mesh: MeshSpec, policy: PolicySpec, plain: BlockProfile, sizes: Sizes) -> float:
-        """What begins and ends a step: the root's own collectives, the first gather, the last scatter.
+        """Communication at the ends of a step: the root's collectives, the first gather, the last scatter.
 
         Of groups of their own at the ends, those before the blocks.
         """
@@ -383,5 +383,5 @@ def _dim(mesh: MeshSpec, policy: PolicySpec, profile: BlockProfile) -> int:
 
 
 def _weight_flops(kind: BlockKind) -> int:
-    """Of a block's backward: half of its products' own, which make the weights' gradients."""
+    """Operations of a block's backward for its weights' gradients: half of those of its products."""
     return sum(work.flops for work in kind.forward.works if work.kind == "matmul")

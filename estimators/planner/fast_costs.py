@@ -1,4 +1,4 @@
-"""What the fast path's parts cost: kernels at other shapes than those of the probe, collectives, copies.
+"""Costs of the fast path's parts: kernels at other shapes than those of the probe, collectives, copies.
 
 Each is costed by the engine's own cost models, once for every shape.
 """
@@ -41,11 +41,11 @@ class BlockCost:
     host_forward: int
     host_backward: int
     host_gather: int
-    """Of the host's time for a forward, that for FSDP's all-gather."""
+    """The part of ``host_forward`` for FSDP's all-gather."""
     host_gather_again: int
-    """Of that for a backward."""
+    """The part of ``host_backward`` for FSDP's all-gather."""
     host_reduce: int
-    """And for the reduction of its gradients."""
+    """The part of ``host_backward`` for the reduction of the block's gradients."""
 
 
 def padded_numel(shapes: Shapes, shards: int, *, dim: int = 0) -> int:
@@ -99,7 +99,7 @@ class FastCosts:
         return sum(kernel_ns(work, hardware) for work in works)
 
     def _merges(self, work: Work, cp: int) -> list[Work]:
-        """What a ring does to the parts of an attention."""
+        """Kernels with which a ring merges the parts of an attention."""
         if work.kind != "attention":
             return []
         batch, _, _, keys, depth, kv_heads, value_depth = work.shape

@@ -34,11 +34,11 @@ class Sizes:
     root: int
     """Gathered, of what is outside the blocks."""
     kept_root: int
-    """Of that: what is gathered at the loss."""
+    """Elements of ``root`` that are gathered at the loss."""
     shard: int
-    """Of all on one rank."""
+    """Elements of one rank's shard."""
     widest_shard: int
-    """Of the widest block or what is outside, on one rank."""
+    """Elements of one rank's shard of the widest block, or of what is outside of the blocks."""
     has_loss: bool
     """Whether the rank has what comes after the blocks."""
 
@@ -88,7 +88,7 @@ def reserved_bytes(
 
 @lru_cache(maxsize=1 << 12)
 def outside_bytes(mesh: MeshSpec) -> int:
-    """What no allocator counts, at the high end of its range."""
+    """Bytes that no allocator counts, at the high end of their range."""
     return outside_allocator_bytes(mesh, PolicySpec()).high
 
 
@@ -106,12 +106,12 @@ def _neighbours(ranks: int, schedule: PipelineSchedule, stage: int) -> int:
 
 
 def _at_loss(profile: BlockProfile, tokens: float) -> float:
-    """What is reserved for head and loss, beside what the blocks saved; ``tokens`` in those of the probe."""
+    """Bytes reserved for head and loss beside what blocks save; ``tokens`` in multiples of the probe's."""
     held = (one.of_tokens * tokens + one.of_parameters for one in profile.held_at_loss)
     return max(held) + profile.unused_bytes * tokens
 
 
 def _saved(profile: BlockProfile) -> float:
-    """Of a mean block."""
+    """Bytes that a mean block saves."""
     kinds = profile.kinds
     return sum(kind.count * kind.saved_bytes for kind in kinds) / sum(kind.count for kind in kinds)

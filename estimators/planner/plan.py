@@ -51,7 +51,7 @@ class Planning:
     simplest: Scored | None = None
     """Configuration with fewer kinds of parallelism that is about as fast as the best."""
     notes: list[str] = field(default_factory=list)
-    """What was tried beside the search, and what was not."""
+    """Options that were tried beside the search, and those that were not."""
 
     def run(self, *, refine: bool = False) -> None:
         """Search, confirm, and ``refine`` if asked. Raises ``ModelError`` for what cannot be fulfilled."""

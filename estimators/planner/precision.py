@@ -82,5 +82,5 @@ def _scored(
 
 
 def _least_ns(one: Scored) -> float:
-    """What its step takes at least in any precision of shards and gradients."""
+    """Return the shortest that its step takes in any precision of shards and gradients."""
     return one.fast.least_ns * one.step_ns / max(1, one.fast.step_ns)

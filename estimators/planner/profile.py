@@ -1,4 +1,4 @@
-"""What the search knows of a model: shallow runs of the execution engine, taken apart by block.
+"""A model as the search knows it: shallow runs of the execution engine, taken apart by block.
 
 One capture and one memory execution of a few blocks are made for each way to divide and to checkpoint a
 block; where blocks are of several kinds, one of each is taken apart. Their kernels are costed for any batch
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 Shapes: TypeAlias = tuple[Shape, ...]
-"""Of parameters."""
+"""Shapes of parameters."""
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -70,7 +70,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """What the device and the host do in a forward or a backward of one block, or outside of all."""
+    """Work of device and host in a forward or a backward of one block, or outside of all blocks."""
 
     works: tuple[Work, ...]
     """Kernels of the model's own, at the shapes of the probe."""
@@ -79,9 +79,9 @@ class Stretch:
     host_ns: int
     """The host needs to issue all of it."""
     gather_host_ns: int
-    """Of that, FSDP's all-gathers."""
+    """The part of ``host_ns`` for FSDP's all-gathers."""
     reduce_host_ns: int
-    """And its reductions of gradients."""
+    """The part of ``host_ns`` for FSDP's reductions of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class BlockKind:
     """One of the kinds of blocks that a model has."""
 
     count: int
-    """Of the whole model's blocks."""
+    """Number of the model's blocks of this kind."""
     forward: Stretch
     backward: Stretch
     dense: Shapes
@@ -131,11 +131,11 @@ class BlockProfile:
     """Alive at the loss beside what the blocks saved, at the probe's tokens: when most is that grows with
     them, and when most is that does not."""
     unused_bytes: int
-    """Of what the allocator reserves then, at the probe's tokens."""
+    """Reserved but unused bytes at the loss, at the probe's tokens."""
     pool_bytes: int
     """The all-gather's own pool, when the root is gathered."""
     element_bytes: tuple[int, int, int]
-    """Of a shard, of a gathered parameter and of a gradient that is reduced, in the probe."""
+    """Bytes of an element of a shard, of a gathered parameter and of a reduced gradient, in the probe."""
 
 
 def probes(request: PlanRequest, sizes: Sequence[tuple[int, int]], model: Model) -> list[Probe]:
@@ -216,9 +216,9 @@ def element_bytes(policy: PolicySpec) -> tuple[int, int, int]:
 
 
 def repeated_kinds(model: Model) -> dict[int, int]:
-    """Return blocks that stand for all, each with how many there are of its kind; the first does not repeat.
+    """Return one block of each kind with the number of its kind; the first does not repeat.
 
-    Those before a model's blocks repeat stand for themselves, and a whole period for the others.
+    Each block before the repeating ones is a kind of its own; one whole period covers the others.
     """
     blocks, start, period = len(model.blocks), model.pattern.start, model.pattern.period
     first = max(start, 1)
@@ -369,7 +369,7 @@ class Held:
     """Bytes at one instant."""
 
     of_tokens: int
-    """What grows with the tokens."""
+    """Bytes that grow with the tokens."""
     of_parameters: int
     """Gathered parameters, gradients, and buffers for them."""
 
@@ -393,7 +393,7 @@ class Alive:
         in_block = np.logical_or.reduce(list(self._of.values()))
         self._root_gathered = gathered & ~in_block
         self._begin = int(self._born[self._forward & in_block].max())
-        """Of the loss: after the last block's forward."""
+        """Beginning of the loss: after the last block's forward."""
         self._end = int(self._born[self._backward & in_block].min())
 
     def saved(self, fqn: str) -> int:

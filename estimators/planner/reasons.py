@@ -52,7 +52,7 @@ def why_it_lost(one: Scored, winner: Scored | None, request: PlanRequest, equal_
 
 
 def _numbers_of(one: Scored) -> tuple[object, ...]:
-    """What a training's numbers depend on, of what a plan may change."""
+    """Settings that a plan may change and that a training's numbers depend on."""
     policy = one.candidate.policy
     return policy.reduce_dtype, policy.orig_dtype, policy.float8
 
@@ -90,11 +90,11 @@ def _spent(one: Scored, winner: Scored, request: PlanRequest) -> str:
     )
     named = named[:_MOST_NAMED]
     rest = round(1000 * (one.step_ns / winner.step_ns - 1)) - sum(tenths[name] for name in named)
-    told = [(tenths[name], _called(name, one if tenths[name] > 0 else winner, request)) for name in named]
+    parts = [(tenths[name], _called(name, one if tenths[name] > 0 else winner, request)) for name in named]
     if rest:
-        told.append((rest, "the rest" if named else "a little of everything"))
-    told.sort(key=lambda part: part[0] < 0)  # what it loses, then what it gains
-    return ", ".join(f"{size / 10:+.1f}% {name}" for size, name in told)
+        parts.append((rest, "the rest" if named else "a little of everything"))
+    parts.sort(key=lambda part: part[0] < 0)  # what it loses, then what it gains
+    return ", ".join(f"{size / 10:+.1f}% {name}" for size, name in parts)
 
 
 def _called(part: str, one: Scored, request: PlanRequest) -> str:

@@ -18,7 +18,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": 
 _WIDTH = 76
 """Columns of a command's line."""
 _BESIDE = ("batch_size", "seq_len", "grad_accum", "ac", "reshard", "sync")
-"""Options that stand in a command even at their defaults, where they say what was chosen."""
+"""Options that a command states even at their defaults, because the search chose them."""
 
 
 def recipes(request: PlanRequest, winner: Candidate) -> list[Recipe]:
@@ -161,11 +161,13 @@ def _toml(value: object) -> str:
 def _torchtitan_note(one: Candidate, *, newer: bool = False) -> str:
     notes = ["beside --module and --config"] if newer else []
     if newer and one.policy.ac_every is not None:
-        notes.append(f"ac={one.policy.ac} is no setting of it: selective is by operator")
+        notes.append(
+            f"ac={one.policy.ac} is not a setting of torchtitan, whose selective checkpointing is by operator"
+        )
     if one.policy.gradient_dtype != "float32":
         notes.append("torchtitan reduces gradients in float32")
     if isinstance(one.policy.reshard, int):
-        notes.append(f"resharding to {one.policy.reshard} ranks is no setting of torchtitan's")
+        notes.append(f"resharding to {one.policy.reshard} ranks is not a setting of torchtitan")
     if one.mesh.pp == 1 and one.policy.grad_accum > 1 and one.policy.sync == "last":
         notes.append("torchtitan reduces gradients after each micro-batch (sync=each)")
     if one.mesh.pp == 1 and one.policy.reshard == "default":
@@ -216,7 +218,7 @@ def _accelerate_note(one: Candidate) -> str:
     if policy.orig_dtype != "float32":
         notes.append("accelerate keeps parameters in float32 under mixed precision")
     if one.policy.ac not in ("none", "full"):
-        notes.append(f"ac={one.policy.ac} is no setting of accelerate's: checkpoint in the script")
+        notes.append(f"ac={one.policy.ac} is not a setting of accelerate: checkpoint in the script")
     if len(one.policy.wrap) > 1:
         notes.append("accelerate shards what is outside the blocks with the root")
     return "; ".join(notes)

@@ -1,4 +1,4 @@
-"""What the search does not score, tried on the best configuration by the engine.
+"""Options that the search does not score, tried on the best configuration by the engine.
 
 Explicit prefetching changes when things happen and nothing else: it is tried where it can matter, and the
 best of it wins. A compiler changes a training's code, float8 its numbers: what they would gain is shown, and
@@ -20,7 +20,7 @@ REFINED = ("forward_prefetch", "backward_prefetch", "reduce_dtype", "float8", "c
 
 _DEPTHS: dict[str, tuple[Any, ...]] = {"forward_prefetch": (1, 2), "backward_prefetch": (2,)}
 _LEAST_FRAC = 0.005
-"""Of a step, that is worth an execution."""
+"""Share of a step that is worth an execution."""
 _FLOAT8 = "float8_e4m3fn"
 
 

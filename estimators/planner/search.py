@@ -36,7 +36,7 @@ class Scored:
     """Waiting for a host that issues too slowly."""
     confirmed: bool = False
     depends_on: tuple[str, ...] = ()
-    """What decides where between the two ends."""
+    """Names of the unknowns that decide where between the two ends."""
 
     @property
     def range_fracs(self) -> tuple[float, float]:
@@ -132,7 +132,7 @@ class Search:
         self.scores: dict[Candidate, Score] = {}
 
     def add(self, found: Iterable[Candidate], progress: Callable[[int], None] | None = None) -> None:
-        """Score candidates; ``progress`` is told how many there are so far, now and then."""
+        """Score candidates; ``progress`` gets their number so far from time to time."""
         for candidate in found:
             self.scores[candidate] = self.fast.score(candidate)
             if progress is not None and len(self.scores) % _REPORT_EVERY == 0:

@@ -91,7 +91,7 @@ def _policy(base: PolicySpec, options: tuple[tuple[str, Any], ...]) -> PolicySpe
 
 
 def _units(request: PlanRequest, model: Model, mesh: MeshSpec) -> list[tuple[tuple[str, ...], Any]]:
-    """What is sharded together, and which of it stays gathered after forward.
+    """Values of ``wrap`` and ``reshard``: modules sharded together, and whether they stay gathered.
 
     Blocks and the root; where a model allows it also groups for what lies before and after the blocks, of
     which the last stays gathered, as torchtitan has them.
@@ -125,7 +125,7 @@ def _expert_ranks(request: PlanRequest, model: Model, ranks: int, tp: int) -> li
 
 
 def _experts(model: Model) -> int:
-    """Of a layer; 1 where it has none."""
+    """Experts of a layer; 1 where it has none."""
     shapes = _expert_shapes(model)
     return shapes[0][0] if shapes else 1
 
@@ -137,7 +137,7 @@ def _expert_shapes(model: Model) -> list[tuple[int, ...]]:
 
 
 def _expert_shards(model: Model, mesh: MeshSpec) -> tuple[str, ...]:
-    """What FSDP cuts stacked experts into: also their hidden dimension, where there are too few of them."""
+    """Ways to shard stacked experts: also along their hidden dimension, where there are too few of them."""
     count = _experts(model)
     if count == 1 or mesh.ep > 1 or count % mesh.fsdp_size == 0:
         return ("auto",)

@@ -28,7 +28,7 @@ STEP = 1
 """Number of the one step in a predicted trace."""
 
 _FIRST_STREAM = 7
-"""What Kineto calls the default stream."""
+"""Kineto's number of the default stream."""
 
 _KERNELS = {
     "all_gather": "ncclDevKernel_AllGather_RING",
@@ -217,7 +217,7 @@ def _shapes(rows: list[dict[str, Any]]) -> ShapeTable:
 
 
 _OF_HOSTS = "_for_cpu"
-"""Part of the name of the host's flash attention, which stands in for the device's."""
+"""Part of the name of the host's flash attention, which replaces the device's here."""
 _PLAIN = ("aten::mm", "aten::_scaled_mm")
 _BIASED = ("aten::addmm", "aten::baddbmm")
 _BATCHED = ("aten::bmm", "aten::baddbmm")

@@ -36,7 +36,7 @@ def _overlaps(command: Command) -> bool:
 
 
 def _waits_after_products(commands: list[Command], ranks: int) -> list[Command]:
-    """Let each wait for an all-gather stand before the last chunk of the product that follows."""
+    """Move each wait for an all-gather before the last chunk of the product that follows."""
     gathers = {
         c.event for c in commands if isinstance(c, Collective) and c.op == "all_gather" and _overlaps(c)
     }

@@ -1,4 +1,4 @@
-"""What a pipeline's schedule adds to one rank's own work: waiting for the other ranks' stages."""
+"""The time that a pipeline's schedule adds to a rank's own work: waiting for other ranks' stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ONLY_OF_WHOLE = ("aten::add_", "aten::embedding_dense_backward")
 def bubble_ns_of(
     program: Program, timeline: Timeline, mesh: MeshSpec, policy: PolicySpec, whole: PolicySpec | None = None
 ) -> int:
-    """What a pipeline's schedule adds to a rank's own work: waiting for the other ranks' stages.
+    """Return the time that the schedule adds to a rank's own work: waiting for other ranks' stages.
 
     ``whole`` is the policy with all of its micro-batches, where ``policy`` has some.
     """

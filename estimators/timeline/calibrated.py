@@ -1,4 +1,4 @@
-"""What commands cost by a recorded run, in place of the models of kernels, hosts and links.
+"""Costs of commands by a recorded run, instead of the models of kernels, hosts and links.
 
 By place (layer with its numbers left out, and phase): how many times as long the recorded kernels took as
 modelled ones, and how long the host took for an operator; by operation and group: how long collectives of
@@ -98,7 +98,7 @@ class PlacedCosts(ClusterCosts):
     def host_ns(self, command: Command) -> int:
         """Time the host needs for a command."""
         if self.on_host and isinstance(command, (Enter, Leave)):
-            return 1  # so that ranges that begin together are told apart
+            return 1  # so that ranges that begin together differ
         if not isinstance(command, Kernel):
             return 0 if self.on_host or self.calibration is not None else ClusterCosts.host_ns(self, command)
         if self.calibration is not None and command.op == REST:

@@ -1,6 +1,6 @@
 """A training step as FSDP2 itself commands it, captured from an execution on fake tensors.
 
-FSDP2 runs its real code: streams, events and waits are those of ``torch.cpu``'s stand-ins, which do nothing
+FSDP2 runs its real code: streams, events and waits are those of ``torch.cpu``, which do nothing
 by themselves and are watched here, and every operator passes a dispatch mode. What prefetching, resharding or
 another torch version change is therefore in the program without a rule of our own.
 """

@@ -1,4 +1,4 @@
-"""What a rank tells its device in a step, in host order: the input of the simulation.
+"""The commands that a rank issues to its device in a step, in host order: the input of the simulation.
 
 A program is captured from a fake execution (:mod:`fsdp2prof.estimators.timeline.capture`), so its order, its
 streams and its waits are those of FSDP2, autograd and the optimizer themselves.
@@ -28,7 +28,7 @@ Shape: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one operator does, whatever it runs on."""
+    """The work of one operator, on any hardware."""
 
     kind: Literal["matmul", "attention", "pointwise", "copy", "host_to_device", "device_to_host", "host"]
     """``pointwise`` is everything that memory bandwidth bounds; ``copy`` moves without computing;
@@ -43,7 +43,7 @@ class Work:
     """matmul: (batch, m, n, k); attention: (batch, heads, query length, key length, head dimension, heads of
     keys and values, head dimension of values)."""
     backward: bool = False
-    """Of attention: its backward."""
+    """Whether this is the backward of attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Program:
     tokens: int
     """Tokens that this rank trains on in a step, before tensor and context parallelism divide the work."""
     model_flops: int
-    """Of the matrix products and attention of one forward and backward, recomputation left out."""
+    """Operations of the matrix products and attention of one forward and backward, without recomputation."""
     left_out: int = 0
     """Micro-batches that were not captured: each is like the second of the three that were."""
     guessed_fusion: str | None = None

@@ -1,4 +1,4 @@
-"""What a program's commands cost on a cluster: kernels, collectives, and the host that issues them."""
+"""Costs of a program's commands on a cluster: kernels, collectives, and the host that issues them."""
 
 from __future__ import annotations
 

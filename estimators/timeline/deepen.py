@@ -191,7 +191,7 @@ def _grown(mine: list[Command], theirs: list[Command], periods: int) -> list[Com
 
 
 def _key(command: Command) -> object:
-    """What a command is, whatever its size."""
+    """Identify a command without its size."""
     if isinstance(command, Kernel):
         kind = None if command.work is None else (command.work.kind, command.work.dtype, command.work.shape)
         return (Kernel, command.stream, command.op, kind)

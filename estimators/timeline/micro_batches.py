@@ -2,7 +2,7 @@
 
 The first micro-batch begins with streams that the optimizer left, the last may reduce what all of them
 accumulated; those between do the same after each other. So three are captured and simulated, and the middle
-one stands for all that are left out, each as much later as the last one begins after it.
+one is repeated for all that are left out, each as much later as the last one begins after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A program on a CPU: the host computes every operator itself, and a collective blocks it until it is over.
 
-So FSDP2 runs on gloo: its streams are stand-ins, and nothing runs beside anything else.
+So FSDP2 runs on gloo: its streams do nothing, and nothing overlaps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an operator does, from its arguments: floating-point operations, bytes moved, collectives.
+"""The work of an operator by its arguments: floating-point operations, bytes moved, collectives.
 
 Bytes are those that must move once between device memory and the processor: every operand read, every result
 written, of what the operator really touches (an embedding reads the rows it looks up, not its table).
@@ -55,7 +55,7 @@ _REREADS = {"aten::_log_softmax": 2, "aten::_softmax": 2, "aten::_log_softmax_ba
 """Operators that read rows of their first argument again, and how often, where a row is longer than
 :data:`_ROW_KEPT_BYTES`: ``ATen/native/cuda/SoftMax.cu`` takes a pass each for largest, sum and result."""
 _ROW_KEPT_BYTES = 48 << 10
-"""What a row may take to be kept in a block's shared memory."""
+"""Longest row that fits the shared memory of a thread block."""
 _SCATTERS = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
 """Operators that fill their result, and write a few elements by an index."""
 
@@ -86,7 +86,7 @@ _C10D = {
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSizes:
-    """What a collective carries."""
+    """Operation and sizes of a collective."""
 
     op: str
     dtype: str

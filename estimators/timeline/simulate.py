@@ -1,7 +1,7 @@
 """The streams of one rank, simulated: when every command of a program starts and ends.
 
 The host issues commands in order, each after the time it takes; a stream runs what is queued on it in order,
-no sooner than it was launched and than the events it was told to wait for; collectives of one communicator
+no sooner than its launch and the events that it waits for; collectives of one communicator
 run one after the other. While a collective transfers, computing kernels go slower by the share of the device
 that it takes, and transfers that use the same link share it. Time is integer nanoseconds throughout.
 """
@@ -38,7 +38,7 @@ _LONGEST_NS = 1 << 56
 
 
 class Costs(Protocol):
-    """What commands cost on some hardware."""
+    """Costs of commands on some hardware."""
 
     launch_latency_ns: int
     """From a launch to the earliest start."""

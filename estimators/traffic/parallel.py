@@ -94,11 +94,6 @@ def _context_note(model: Model) -> str:
     )
 
 
-def _recomputed(policy: PolicySpec, block: int) -> bool:
-    every = policy.ac_every
-    return policy.ac == "full" or (every is not None and (block + 1) % every == 0)
-
-
 def _add_tensor_parallel(
     ledger: Ledger, config: TransformerConfig, owners: Sequence[str], mesh: MeshSpec, policy: PolicySpec
 ) -> None:
@@ -111,7 +106,8 @@ def _add_tensor_parallel(
         add(fqn, "forward", "all_gather", 2, hidden, gathered)
         add(fqn, "forward", "reduce_scatter", 2, hidden)
         # Recomputing stops once the last saved tensor is back, before the feed-forward's reduce-scatter.
-        gathers, scatters = (2, 1) if _recomputed(policy, block) else (2 if policy.ac == "op" else 0, 0)
+        gathers = 2 * policy.checkpoints(block)
+        scatters = 1 if gathers and policy.ac != "op" else 0
         add(fqn, "backward", "all_gather", 2 + gathers, hidden, gathered)
         add(fqn, "backward", "reduce_scatter", 2 + scatters, hidden)
 
@@ -210,7 +206,7 @@ def _add_expert_parallel(
     for block, (name, fqn) in enumerate(blocks.items()):
         if not any(one.startswith(f"{name}.") for one in sparse):
             continue
-        recomputes = policy.ac == "op" or _recomputed(policy, block)
+        recomputes = policy.checkpoints(block)
         for phase, times in (("forward", 1), ("backward", int(recomputes))):
             _exchange(ledger, mesh, policy, fqn, phase, "int64", config.experts.count, times)
         for size in sizes.values():
@@ -251,7 +247,7 @@ def _add_context_parallel(
     elements = policy.sequences * policy.seq_len * width
     payload = elements * dtype_bytes(policy.compute_dtype)
     for block, fqn in enumerate(owners):
-        passes = {"forward": 1, "backward": 2 if _recomputed(policy, block) else 1}
+        passes = {"forward": 1, "backward": 2 if policy.checkpoints(block) and policy.ac != "op" else 1}
         for phase, times in passes.items():
             ledger.add(
                 root=0,

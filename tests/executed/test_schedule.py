@@ -51,7 +51,7 @@ class Tiny(nn.Module):
         for block, times in zip(self.blocks, self.times, strict=True):
             for _ in range(times):
                 x = block(x)
-        return self.head(x)
+        return 2 * self.head(x)  # not the head's own tensor, whose hooks would fire in forward order
 
 
 @dataclass
@@ -259,7 +259,7 @@ def test_events_of_a_step(case: str) -> None:
 MODULES = ["", "embed", "head", "blocks.0", "blocks.1", "blocks.0.inner", "blocks.1.inner"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Arrangement,
