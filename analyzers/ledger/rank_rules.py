@@ -126,8 +126,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         problem += " (The profiler was running, which slows hosts down.)"
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
-        mine += (taken := _own_loss(book, lost, rank))
-        net += sum(one.ns for one in taken)
+        mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
     book.enter(
         Said(
             id=named,

@@ -23,6 +23,7 @@ from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveB
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown, UnrecordedStep
 from fsdp2prof.results.trace import RankTrace, TraceAnalysis
+from fsdp2prof.results.trial import TrialResult, TriedChange, UntriedChange
 
 MS = 1_000_000
 MIB = 1 << 20
@@ -417,3 +418,37 @@ def _sharded(fqn: str) -> dict[str, Any]:
 def run_analysis(hostile: str | None = None) -> RunAnalysis:
     """Run, trace and memory together."""
     return combine(run_summary(hostile), trace_analysis(hostile=hostile), memory_analysis(hostile=hostile))
+
+
+def trial_sample() -> TrialResult:
+    return TrialResult(
+        verdict=["reshard=never is the fastest."],
+        path="runs/tried",
+        ranks=[0, 1],
+        seed=0,
+        clock="host",
+        step_ns=100e6,
+        peak_bytes=1 << 20,
+        tried=[
+            TriedChange(
+                change="reshard=never",
+                outcome="faster",
+                gained_ns=5e6,
+                low_ns=4e6,
+                high_ns=6e6,
+                gained_frac=0.05,
+                rounds=12,
+                predicted_ns=7e6,
+                predicted_reason=None,
+                peak_bytes=3 << 19,
+                added_bytes=1 << 19,
+                recording=2,
+                lines=["model.set_reshard_after_forward(False)"],
+            )
+        ],
+        left_out=[UntriedChange(change="reshard=always", reason="the training has this setting already")],
+        rounds=12,
+        ended="decided after 12 rounds",
+        restored=True,
+        warnings=[],
+    )

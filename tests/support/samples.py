@@ -61,7 +61,7 @@ from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.sharding import ShardingMap
 from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.results.trace import TraceAnalysis
-from fsdp2prof.results.trial import TrialResult, TriedChange, UntriedChange
+from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.results.watch import WatchedRun
 from fsdp2prof.results.what_if import WhatIf
 from fsdp2prof.tables.stacks import RankStacks, StackFrame, ThreadStack
@@ -77,6 +77,7 @@ from support.results import (
     run_analysis,
     run_comparison,
     trace_analysis,
+    trial_sample,
 )
 from support.run_checks import run_check
 from support.traces import two_kernel_trace
@@ -115,40 +116,6 @@ def two_measured_ranks() -> Measured:
             RateTimes(kind=kind, dtype="float32", size="some", amount=1 << 20, times_ns=[10_000, 12_000])
             for kind in ("matmul", "attention", "copy", "operator")
         ],
-    )
-
-
-def trial_sample() -> TrialResult:
-    return TrialResult(
-        verdict=["reshard=never is the fastest."],
-        path="runs/tried",
-        ranks=[0, 1],
-        seed=0,
-        clock="host",
-        step_ns=100e6,
-        peak_bytes=1 << 20,
-        tried=[
-            TriedChange(
-                change="reshard=never",
-                outcome="faster",
-                gained_ns=5e6,
-                low_ns=4e6,
-                high_ns=6e6,
-                gained_frac=0.05,
-                rounds=12,
-                predicted_ns=7e6,
-                predicted_reason=None,
-                peak_bytes=3 << 19,
-                added_bytes=1 << 19,
-                recording=2,
-                lines=["model.set_reshard_after_forward(False)"],
-            )
-        ],
-        left_out=[UntriedChange(change="reshard=always", reason="the training has this setting already")],
-        rounds=12,
-        ended="decided after 12 rounds",
-        restored=True,
-        warnings=[],
     )
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from support.documents import KERNEL, Said, document
-from support.results import run_analysis
-from support.samples import trial_sample
+from support.results import run_analysis, trial_sample
 from synthetic import Schedule, record, transformer, write_run
 
 import fsdp2prof
