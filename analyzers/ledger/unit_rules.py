@@ -123,7 +123,6 @@ def _every_micro_batch(book: Book) -> None:
             title="reducing gradients every micro-batch",
             problem=problem,
             remedy=remedy,
-            fqn=worst_layer(mine),
             evidence={"reductions_per_step": times, "memory_bytes": sum(sizes) or None},
         ),
         mine,

@@ -25,14 +25,11 @@ __all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
 
 _CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 6, 4, 10, 6, 4
 
-_WORTH_A_ROW = 0.001
-"""Fraction of a step from which lost time has a row."""
+_WORTH_A_ROW = 0.01
+"""Fraction of a step from which lost time, or waiting for a rank, has a row."""
 
 _ALIKE = 1.05
 """Peaks of ranks that differ by less are alike."""
-
-_LATE_FRAC = 0.01
-"""Fraction of a step from which waiting for a rank makes it differ from the others."""
 
 _ORDER = ("out_of_memory", "timeline", "findings", "tried", "what_if", "communication", "memory", "ranks")
 
@@ -123,7 +120,10 @@ def _step(analysis: TraceAnalysis) -> list[Section]:
     if totals.step_ns is None:
         return []
     parts = [part for part in BREAKDOWN_PARTS if totals.breakdown_ns[part]]
-    slowest = [rank for rank in analysis.by_rank if rank.rank == totals.slowest_rank]
+    longer = (1 + _WORTH_A_ROW) * totals.step_ns
+    slowest = [
+        rank for rank in analysis.by_rank if rank.rank == totals.slowest_rank and rank.step_ns > longer
+    ]
     columns = [
         c.text("of", "", of=0),
         c.ms("step_ns", "step", of="1.step_ns"),
@@ -131,8 +131,7 @@ def _step(analysis: TraceAnalysis) -> list[Section]:
     ]
     shares: dict[str, Value] = {f"{part}_ns": f"{100 * totals.breakdown_frac[part]:.1f}" for part in parts}
     rows: list[tuple[str, object]] = [("mean", totals)]
-    if len(analysis.by_rank) > 1:
-        rows += [(f"rank {rank.rank}, slowest", rank) for rank in slowest]
+    rows += [(f"rank {rank.rank}, slowest", rank) for rank in slowest]
     table = c.table(
         "breakdown",
         "Where the step goes",
@@ -239,7 +238,7 @@ def _late(trace: TraceAnalysis) -> list[str]:
     if late is None or not outside:
         return []
     waits = {one.rank: one.wait_caused_ns / outside for one in late.ranks}
-    least = _LATE_FRAC * (trace.totals.step_ns or 0.0)
+    least = _WORTH_A_ROW * (trace.totals.step_ns or 0.0)
     return [
         f"rank {rank} is late: the others wait {show_ns(wait)} a step for it"
         for rank, wait in waits.items()
