@@ -180,7 +180,16 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def with_attention(self, kernel: str) -> HardwareSpec:
-        """Return the same part with one kernel's attention; of one that is not stated, the first one's."""
+        """Return the same part with one kernel's attention; of one that is not stated, the first one's.
+
+        FlashAttention-3 runs on few parts: where its rate is not stated, raises ``ModelError``.
+        """
+        stated = self.attention_tflops if isinstance(self.attention_tflops, dict) else {"flash": None}
+        if kernel == "flash3" and kernel not in stated:
+            raise ModelError(
+                f"hardware {self.name} states no rate of FlashAttention-3: choose another --attention "
+                f"({', '.join(stated)}), or describe the part in a file (--hardware FILE)"
+            )
 
         def of(stated: float | dict[str, float]) -> float:
             return stated.get(kernel, next(iter(stated.values()))) if isinstance(stated, dict) else stated

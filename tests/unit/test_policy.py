@@ -218,3 +218,23 @@ def test_flash_attention_3_is_between_its_predecessor_and_cudnn_on_an_h100() -> 
     ]
     assert rates == sorted(rates)
     assert rates[0] * 1.5 < rates[1] < rates[0] * 2
+
+
+@pytest.mark.parametrize("name", ["h100", "h100-sxm-96gb", "h200", "gh200"])
+def test_parts_with_the_die_of_the_h100_run_flash_attention_3(name: str) -> None:
+    assert HardwareSpec.parse(name).with_attention("flash3").attention_tflops == 586
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("a100", "flash"), ("mi300x", "flash"), ("b200", "flash, cudnn")]
+)
+def test_flash_attention_3_is_refused_in_one_line_where_its_rate_is_not_stated(
+    name: str, others: str
+) -> None:
+    with pytest.raises(ModelError, match=f"no rate of FlashAttention-3: .* \\({others}\\)") as error:
+        HardwareSpec.parse(name).with_attention("flash3")
+    assert "\n" not in str(error.value)
+
+
+def test_a_gb300_has_the_multiprocessors_that_its_driver_reports() -> None:
+    assert HardwareSpec.parse("gb300").units == 152
