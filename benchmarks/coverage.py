@@ -234,13 +234,16 @@ def _speed(found: dict[str, str]) -> Outcome:
     low, high = made.range.simulated_low_ns, made.range.simulated_high_ns
     assert low is not None
     assert high is not None
-    side = high - made.step_ns if published_ns > made.step_ns else made.step_ns - low
+    if published_ns > made.step_ns:
+        score = (published_ns - made.step_ns) / max(1, high - made.step_ns)
+    else:
+        score = math.log(published_ns / made.step_ns) / min(-1e-9, math.log(low / made.step_ns))
     return Outcome(
         id=found["id"],
         source=_short(found["source"]),
         kind=speed_class(row.mesh, row.policy),
         error=made.step_ns / published_ns - 1,
-        score=abs(published_ns - made.step_ns) / max(1, side),
+        score=score,
         unit=(high - low) / 2 / made.step_ns,
         alternatives=0.0,
         family=" ".join(row.family),

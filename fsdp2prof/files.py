@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +21,8 @@ _UNDECODED = re.compile("[\udc80-\udcff]")
 
 @contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """Give a temporary path next to ``path``; what is still there after the block is removed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Give a temporary path next to ``path``, of this thread's own; it is removed after the block."""
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
         yield temporary
     finally:

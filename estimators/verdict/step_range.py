@@ -60,7 +60,8 @@ def range_of(
 ) -> StepRange:
     """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread.
 
-    The margin of ``ranges.yaml`` multiplies both distances from ``step_ns``.
+    The margin of ``ranges.yaml`` multiplies the distance to the harshest; it is the exponent of the ratio to the
+    kindest, which so stays above zero.
     """
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:
@@ -81,7 +82,7 @@ def range_of(
     high = max(_step_ns(program, costs, harsh), step_ns)
     margin = range_end(speed_class(costs.mesh, policy))
     return StepRange(
-        low_ns=max(1, round(step_ns - margin.value * (step_ns - low))) + bubble_ns,
+        low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** margin.value)) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
         unknown=[*_in_words(program, costs, kind, harsh), _margin_in_words(margin, policy)],
         simulated_low_ns=low + bubble_ns,

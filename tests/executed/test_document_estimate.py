@@ -67,10 +67,10 @@ def test_a_layer_that_sends_more_is_not_folded() -> None:
     assert {row.fqn for row in fold_layers(wider)} == {"layers.0-1,3-4", "layers.2", "", None}
     two = fold_layers([*rows, *(replace(row, root=1) for row in rows if row.fqn is not None)])
     assert [(row.root, row.fqn) for row in two if row.phase == "forward"] == [
-        (0, "layers.0-4"),
         (0, ""),
-        (1, "layers.0-4"),
+        (0, "layers.0-4"),
         (1, ""),
+        (1, "layers.0-4"),
     ]
 
 

@@ -101,10 +101,12 @@ def test_the_unrecorded_step_leads(
     traced = [s["duration_ns"] for m in manifests for s in m["steps"] if s["kind"] == "traced"]
     assert step["slowdown"] == pytest.approx(median(traced) / step["median_ns"])
     assert step == analysis["trace"]["unrecorded_step"]
-    assert analysis["verdict"][0].startswith("A step takes ")
-    assert analysis["verdict"][:2] == analysis["trace"]["verdict"][:2]
+    verdict = analysis["verdict"]
+    slowed = verdict[0].startswith("Tracing makes a step ")  # on a machine with other work
+    assert verdict[1 if slowed else 0].startswith("A step takes ")
+    assert verdict[:2] == analysis["trace"]["verdict"][:2]
     text = call(capfd, "analyze", "trace", run).out
-    assert text.splitlines()[1].startswith("A step takes ")
+    assert text.splitlines()[1].startswith(verdict[0][:20])
     limit = step["median_ns"] / 1e6
     gates = ("--fail-on", f"step_time_ms>{limit + 1e6}", "--fail-on", "traced_step_time_ms<0")
     assert call(capfd, "analyze", "trace", run, "-q", *gates).code == 0
