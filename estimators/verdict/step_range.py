@@ -60,8 +60,8 @@ def range_of(
 ) -> StepRange:
     """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread.
 
-    The margin of ``ranges.yaml`` multiplies the distance to the harshest; it is the exponent of the ratio to the
-    kindest, which so stays above zero.
+    The margin of ``ranges.yaml`` multiplies the distance to the harshest. It is the exponent of the ratio to
+    the kindest, which so stays above zero.
     """
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:
