@@ -48,6 +48,10 @@ def test_an_allocator_that_tells_nobody_of_its_end(recorded, monkeypatch, attach
     assert (manifest.state, manifest.memory_steps) == ("complete", MEMORY_STEPS)
 
 
+def no_snapshot(*_: object) -> None:
+    raise RuntimeError("there is no snapshot")
+
+
 def test_an_observer_that_fails_leaves_the_error_as_it_is(recorded, monkeypatch, capsys):
     """torch calls the observer and then raises; what the observer raised would take the error's place."""
     observers: list[Callable[..., object]] = []
@@ -60,12 +64,13 @@ def test_an_observer_that_fails_leaves_the_error_as_it_is(recorded, monkeypatch,
 
     def allocate() -> None:
         for observer in observers:
-            observer(0, 1 << 30, 0, 0)  # there is no snapshot without CUDA
+            observer(0, 1 << 30, 0, 0)
         raise torch.OutOfMemoryError("Tried to allocate 1 GiB")
 
     monkeypatch.setattr(ManifestFile, "device_type", "cpu")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, ATTACH, observers.append, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", no_snapshot)
     manifest = recorded(run_out)
     assert len(observers) == 1
     assert "the snapshot of an out-of-memory error failed at step 2" in manifest.messages[0]
