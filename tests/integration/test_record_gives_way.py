@@ -113,7 +113,7 @@ def test_compiled_code_that_runs_ends_the_count(tmp_path, first, recorded_steps)
             assert compiled(torch.ones(3)).tolist() == [2, 2, 2]
 
     session = record(tmp_path / "run", act)
-    assert len(graphs) == 1, "it ran compiled"
+    assert graphs, "it ran compiled"
     assert session.manifest.memory_steps == recorded_steps
     assert bool(recorded_steps) == (session.folder / "memory.npz").exists()
     told = " ".join(session.manifest.messages)
