@@ -135,7 +135,7 @@ if TYPE_CHECKING:
     group="Search",
 )
 @option("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.", group="Search")
-@output_options(brief=True)
+@output_options()
 def plan(
     model: str | None,
     trainer_files: tuple[Path, ...],

@@ -22,16 +22,18 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         verdict=estimate.verdict,
         numbers=_numbers(estimate),
         sections=[
-            *config_section(estimate.config),
-            Section(anchor="estimate", title="Estimate", blocks=[_facts(estimate), _kernels(estimate)]),
+            Section(anchor="estimate", title="Estimate", blocks=[_kernels(estimate)]),
             *trace_sections(estimate.trace, predicted=True),
+            *config_section(estimate.config),
             Section(
                 anchor="assumptions",
                 title="Assumptions",
                 blocks=[
+                    _facts(estimate),
                     Sentences(title="Not known, and varied", lines=estimate.range.unknown, style="list"),
                     Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
                 ],
+                detail=True,
             ),
         ],
         result=estimate,
