@@ -29,10 +29,9 @@ from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tenso
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
-from fsdp2prof.estimators.timeline.compiled import compiled
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8 import with_float8
+from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,

@@ -27,11 +27,11 @@ from fsdp2prof.results.comparison import (
     CommChange,
     CommFigures,
     ComparedInput,
+    MemoryDelta,
     RankPeakChange,
     RunComparison,
     TimeChange,
 )
-from fsdp2prof.results.memory_comparison import MemoryDelta
 from fsdp2prof.units import format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, dtype_label
 

@@ -21,7 +21,7 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.formats import show_bytes, signed
-from fsdp2prof.results.memory_comparison import MemoryComparison, MemoryDelta
+from fsdp2prof.results.comparison import MemoryComparison, MemoryDelta
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import category_label, layer_name
 

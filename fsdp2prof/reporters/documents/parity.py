@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.results.parity import ParityCheck, ParityRow
+from fsdp2prof.results.check import ParityCheck, ParityRow
 
 _ROWS = 16
 

@@ -34,8 +34,7 @@ from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, StepEstimate
 from fsdp2prof.results.timeline import StepTimeline, TimelineLane
 from fsdp2prof.results.trace import TRACE_SCHEMA, TraceAnalysis
 from fsdp2prof.vocabulary import LANES, PHASES
-from fsdp2prof.workflows.job.choices import require
-from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.job_files import JobFiles, require
 from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 _LONG_NUMBER = re.compile(rb"[:,\[\s-]\d{19}")
