@@ -43,9 +43,8 @@ from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simul
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.step_notes import assumptions_of
 from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, range_of
-from fsdp2prof.results.estimate import EstimatedModel
+from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
-from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns, plural

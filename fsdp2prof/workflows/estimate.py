@@ -38,8 +38,8 @@ from fsdp2prof.results.estimate import (
     ConfigRead,
     MemoryEstimate,
     PackingEstimate,
+    StepEstimate,
 )
-from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.units import format_bytes
 from fsdp2prof.workflows.rehearsed import RehearsedRank, rehearsed
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run

@@ -40,7 +40,13 @@ from fsdp2prof.results.bench import BenchResult
 from fsdp2prof.results.catalog import CategoryCatalog, HardwareCatalog, ModelCatalog
 from fsdp2prof.results.check import EnvironmentCheck, ParityCheck, RunCheck
 from fsdp2prof.results.comparison import Baseline, MemoryComparison, RunComparison
-from fsdp2prof.results.estimate import CheckpointEstimate, CommEstimate, MemoryEstimate, PackingEstimate
+from fsdp2prof.results.estimate import (
+    CheckpointEstimate,
+    CommEstimate,
+    MemoryEstimate,
+    PackingEstimate,
+    StepEstimate,
+)
 from fsdp2prof.results.hang import HangAnalysis
 from fsdp2prof.results.hta import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
 from fsdp2prof.results.memory import MemoryAnalysis
@@ -49,7 +55,6 @@ from fsdp2prof.results.nccl import NcclAnalysis
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.sharding import CheckpointMap, ShardingMap
-from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.results.watch import WatchedRun

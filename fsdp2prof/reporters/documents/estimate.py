@@ -29,8 +29,8 @@ from fsdp2prof.results.estimate import (
     EstimatedPolicy,
     MemoryEstimate,
     PackingEstimate,
+    StepEstimate,
 )
-from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import FITS, KERNEL_BOUNDS, packing_label
 
