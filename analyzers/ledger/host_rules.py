@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
 from fsdp2prof.analyzers.unrecorded import added_ns
 from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.results.finding import EvidenceValue
@@ -264,6 +265,7 @@ def _syncs(book: Book) -> None:
         "refilling the device after a blocking copy",
     )
     evidence: dict[str, EvidenceValue] = {}
+    checked = any(one.why == "anomaly" for one in book.left("compute"))
     if worst is not None:
         count = sum(row.count for row in calls) / book.rank_steps
         where = "" if worst.phase == "other" else f" {in_phase(worst.phase)}"
@@ -278,6 +280,12 @@ def _syncs(book: Book) -> None:
             f"Move {worst.site or '.item(), .cpu(), full_tensor() and synchronize()'} out of the step, or do "
         )
         change += "this every few steps: each stops the host for the device."
+        if checked:
+            problem = (
+                f"Anomaly detection of autograd is on: it stops the host {_often(count)} a step to check "
+                f"gradients for NaN, and the device waits {book.per_step(cost)} until work arrives again."
+            )
+            change = REMOVE_ANOMALY
         evidence = {
             "calls_per_step": count,
             "operator": worst.operator,

@@ -102,8 +102,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     at = "" if fqn is None or (kind == "host" and site) else f", at {named_layer(fqn)}"
     reason = f"{text or 'unknown'}{at}"
     problem = (
-        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}, "
-        f"{format_frac(share)} of their time.{beside} Rank {rank} is late mostly because {reason}."
+        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}; with "
+        f"what keeps it, that takes {{cost}}.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
     lagged = lagged_ns(book.manifests, rank)
@@ -134,6 +134,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
         mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
+    mine += _own_excess(book, mine, rank, net / len(book.analysis.ranks))
     book.enter(
         mine,
         id=named,
@@ -143,7 +144,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         calm=calm,
         remedy=Remedy(
             change=remedy,
-            gain_ns=net,
+            gain_ns=min(net, sum(one.ns for one in mine)),
             reason="the others' waiting for it less its own",
             what_if="without data_loader" if kind == "data_loader" else f"without straggler:{rank}",
         ),
@@ -179,6 +180,23 @@ def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
         lost[one.rank] += one.ns
     others = max((ns for other, ns in lost.items() if other != rank), default=0)
     return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
+
+
+def _own_excess(book: Book, taken: Sequence[Charge], rank: int, wanted: float) -> list[Charge]:
+    """Take what a late rank spends beyond the others, up to the time by which it is late."""
+    left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
+    others = max(1, len(book.analysis.ranks) - 1)
+    found: list[Charge] = []
+    for cause in ("compute", "host", "host_pause", "fsdp_copy"):
+        spent: Counter[int] = Counter()
+        for one in book.left(cause):
+            spent[one.rank] += one.ns
+        more = min(left, spent[rank] - (spent.total() - spent[rank]) // others)
+        if more > 0:
+            mine = book.take(cause, lambda one: one.rank == rank, part=(more, spent[rank]))
+            found += mine
+            left -= sum(one.ns for one in mine)
+    return found
 
 
 def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
@@ -237,11 +255,11 @@ def _more_work(book: Book) -> bool:
     mine = book.take("uneven_ranks", lambda one: one.late_rank == rank)
     if not mine:
         return False
-    cost = sum(one.ns for one in mine)
-    others = max(1, len(book.analysis.ranks) - 1)
+    waited = sum(one.ns for one in mine) / max(1, len(book.analysis.ranks) - 1)
+    mine += _own_excess(book, mine, rank, waited)
     problem = (
         f"Rank {rank} computes {least:.3g} times as many operations as any other rank in every step, and the "
-        f"others wait for it: {book.per_step(cost)}."
+        "others wait for it: with its own time for them, that takes {cost}."
     )
     book.enter(
         mine,
@@ -251,8 +269,7 @@ def _more_work(book: Book) -> bool:
         problem=problem,
         remedy=Remedy(
             change=f"Give rank {rank} the same batch and the same work as the others.",
-            gain_ns=cost / others * len(book.analysis.ranks),
-            reason="what the others wait for it",
+            reason="what the others wait for it, and its own time for that work",
         ),
         rank=rank,
         why_sure="operations are counted from recorded shapes",

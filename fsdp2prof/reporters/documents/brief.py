@@ -184,7 +184,7 @@ def _bytes_of_fullest(peak: Peak, category: str) -> int | None:
 def _ranks(analysis: RunAnalysis) -> list[Section]:
     """Return the ranks that differ from the others: ended otherwise, late, fuller."""
     lines = [_ended(rank) for rank in analysis.run.ranks if rank.state != "complete"]
-    lines += [] if analysis.trace is None else [*_late(analysis.trace), *_slowest(analysis.trace)]
+    lines += [] if analysis.trace is None else _slowest(analysis.trace)
     peaks = [] if analysis.memory is None else analysis.memory.ranks
     if peaks and peaks[0].peak.allocated_bytes > _ALIKE * peaks[-1].peak.allocated_bytes:
         most, least = peaks[0], peaks[-1]
@@ -195,21 +195,6 @@ def _ranks(analysis: RunAnalysis) -> list[Section]:
     more = [f"and {len(lines) - _RANKS} more; --section run lists them"] if len(lines) > _RANKS else []
     block = Sentences(title="Ranks that differ", lines=[*lines[:_RANKS], *more], style="list")
     return c.section("ranks", block.title, block) if lines else []
-
-
-def _late(trace: TraceAnalysis) -> list[str]:
-    """Name the late ranks that the others wait for by a part of a step that matters."""
-    late = trace.cross_rank.late
-    outside = 0 if late is None else (late.compared - len(late.ranks)) * late.steps
-    if late is None or not outside:
-        return []
-    waits = {one.rank: one.wait_caused_ns / outside for one in late.ranks}
-    least = _WORTH_A_ROW * (trace.totals.step_ns or 0.0)
-    return [
-        f"rank {rank} is late: the others wait {show_ns(wait)} a step for it"
-        for rank, wait in waits.items()
-        if wait > least
-    ]
 
 
 def _slowest(trace: TraceAnalysis) -> list[str]:
