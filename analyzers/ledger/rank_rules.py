@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
 from fsdp2prof.analyzers.ledger.machine import lagged_ns, oversubscribed, starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
@@ -51,6 +52,7 @@ def enter_waits(book: Book) -> None:
         for one in late.ranks:
             _straggler(book, late, one)
     _for_loaders(book)
+    _for_pauses(book)
     if not _more_work(book):
         _uneven_inputs(book)
     _take_turns(book, late)
@@ -102,8 +104,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     at = "" if fqn is None or (kind == "host" and site) else f", at {named_layer(fqn)}"
     reason = f"{text or 'unknown'}{at}"
     problem = (
-        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}; with "
-        f"what keeps it, that takes {{cost}}.{beside} Rank {rank} is late mostly because {reason}."
+        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}: "
+        f"{{cost}}, with what keeps it.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
     lagged = lagged_ns(book.manifests, rank)
@@ -228,6 +230,18 @@ def _for_loaders(book: Book) -> None:
     book.put_back(replace(one, cause="data_loader") for one in mine)
 
 
+def _for_pauses(book: Book) -> None:
+    """Waiting for a rank that pauses at the same place in most steps joins its pauses."""
+    steady = steady_pauses(book)
+    pausing = {
+        (one.rank, one.site)
+        for one in book.left("host_pause")
+        if one.site and (one.site, one.fqn, one.phase) in steady
+    }
+    mine = book.take("uneven_ranks", lambda one: one.why == "host" and (one.late_rank, one.site) in pausing)
+    book.put_back(replace(one, cause="host_pause") for one in mine)
+
+
 def _operations(book: Book) -> dict[int, dict[int, int]]:
     """Return step -> rank -> operations, of the steps in which all ranks count theirs."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
@@ -259,7 +273,7 @@ def _more_work(book: Book) -> bool:
     mine += _own_excess(book, mine, rank, waited)
     problem = (
         f"Rank {rank} computes {least:.3g} times as many operations as any other rank in every step, and the "
-        "others wait for it: with its own time for them, that takes {cost}."
+        "others wait for it: {cost}, with its own time for them."
     )
     book.enter(
         mine,
