@@ -58,15 +58,15 @@ def _places(charges: Sequence[Charge]) -> dict[str | None, str]:
     ordered = sorted(
         known, key=lambda one: (known[one]["file"], known[one]["function"], int(known[one]["line"]))
     )
-    found: dict[str | None, str] = {}
+    place: dict[str | None, str] = {}
     cluster: list[str] = []
     for at, site in enumerate(ordered):
         cluster.append(site)
         if at + 1 == len(ordered) or not _close(known[site], known[ordered[at + 1]]):
             most = max(cluster, key=lambda one: spent[one])
-            found |= dict.fromkeys(cluster, most)
+            place |= dict.fromkeys(cluster, most)
             cluster = []
-    return found
+    return place
 
 
 def _close(one: re.Match[str], other: re.Match[str]) -> bool:
@@ -76,7 +76,8 @@ def _close(one: re.Match[str], other: re.Match[str]) -> bool:
 
 def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
     """Enter what one place outside forward, loss, backward and optimizer computes; False if it pauses."""
-    called = _SITE.fullmatch(place)["call"] if place and _SITE.fullmatch(place) else None  # type: ignore[index]
+    site = None if place is None else _SITE.fullmatch(place)
+    called = None if site is None else site["call"]
     working = sum(one.ns for one in mine if one.cause == "compute")
     whole = sum(one.ns for one in mine)
     host = sum(one.ns for one in mine if one.cause == "host")

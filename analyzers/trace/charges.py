@@ -239,7 +239,7 @@ class _Charging:
                 sites = self._sites(start, end + LOOK_NS, ~long)
             else:
                 sites = self._sites(start, end, long)
-            names = tuple(dict.fromkeys(sites.values()))
+            names: tuple[str | None, ...] = tuple(dict.fromkeys(sites.values()))
             named = np.full(len(start), -1, dtype=np.int64)
             named[list(sites)] = [names.index(name) for name in sites.values()]
             piece, start, end = _cut_at_phases(self._tables, start, end)

@@ -24,7 +24,7 @@ __all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
 _CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 7, 4, 10, 6, 4
 
 _WORTH_A_ROW = 0.01
-"""Fraction of a step from which lost time, or waiting for a rank, has a row."""
+"""Fraction of a step from which lost time has a row."""
 
 _ALIKE = 1.05
 """Peaks and steps of ranks that differ by less are alike."""
@@ -184,7 +184,7 @@ def _bytes_of_fullest(peak: Peak, category: str) -> int | None:
 def _ranks(analysis: RunAnalysis) -> list[Section]:
     """Return the ranks that differ from the others: ended otherwise, late, fuller."""
     lines = [_ended(rank) for rank in analysis.run.ranks if rank.state != "complete"]
-    lines += [] if analysis.trace is None else _slowest(analysis.trace)
+    lines += [] if analysis.trace is None else [*_late(analysis.trace), *_slowest(analysis.trace)]
     peaks = [] if analysis.memory is None else analysis.memory.ranks
     if peaks and peaks[0].peak.allocated_bytes > _ALIKE * peaks[-1].peak.allocated_bytes:
         most, least = peaks[0], peaks[-1]
@@ -195,6 +195,16 @@ def _ranks(analysis: RunAnalysis) -> list[Section]:
     more = [f"and {len(lines) - _RANKS} more; --section run lists them"] if len(lines) > _RANKS else []
     block = Sentences(title="Ranks that differ", lines=[*lines[:_RANKS], *more], style="list")
     return c.section("ranks", block.title, block) if lines else []
+
+
+def _late(trace: TraceAnalysis) -> list[str]:
+    """Name the late ranks that the ledger reports."""
+    entries = () if trace.ledger is None else trace.ledger.entries
+    return [
+        f"rank {one.rank} is late: {show_ns(one.ns)} of a mean step of all ranks"
+        for one in entries
+        if one.told and one.rank is not None and one.cause in ("late_rank", "data_loader")
+    ]
 
 
 def _slowest(trace: TraceAnalysis) -> list[str]:
