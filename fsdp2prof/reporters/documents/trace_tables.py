@@ -43,7 +43,7 @@ _STRAGGLER_ROWS = 5
 _ALWAYS_SHOWN = ("compute", "idle")
 
 
-# Where the step goes.
+# Each step by activity.
 
 
 def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
@@ -63,7 +63,7 @@ def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
     shares: dict[str, Value] = {f"{part}_ns": f"{100 * totals.breakdown_frac[part]:.1f}" for part in parts}
     return c.table(
         "breakdown",
-        "Where the step goes",
+        "Each step by activity",
         columns,
         rows,
         every=None if rows == every else every,
