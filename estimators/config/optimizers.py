@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.user_code import current_directory_importable
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+
+@contextmanager
+def current_directory_importable() -> Iterator[None]:
+    """Also search modules in the current directory, as ``python -m`` does."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
 
 OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 
@@ -43,7 +57,7 @@ class OptimizerKind:
     state: tuple[str, ...]
     """State tensors of every parameter, with its shape and dtype: shards under FSDP."""
     counts_steps: bool
-    """It keeps a step counter for every parameter: one fp32 number, whole on every rank."""
+    """It keeps a step counter for every parameter: one fp32 number, replicated on every rank."""
     unsharded: tuple[OptimizerImpl, ...] = ()
     """Implementations that torch has but cannot run on sharded parameters."""
     missing: tuple[OptimizerImpl, ...] = ()

@@ -19,9 +19,8 @@ from fsdp2prof.recorder.memory.history import OomDump
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
-from fsdp2prof.recorder.rank.recordings import Recordings
+from fsdp2prof.recorder.rank.recordings import Recordings, Summaries
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch, TrainingSteps
-from fsdp2prof.recorder.rank.summaries import Summaries
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
 from fsdp2prof.recorder.rank.trials import Trials
 from fsdp2prof.recorder.rank.watching import StepLines
@@ -220,7 +219,7 @@ class RankSession:
         if self._summaries is None or error is not None or guard.is_off("summary"):
             return
         if guard.run("summary", self._summaries.wait) is False:
-            self.tell("its summary was not ready when the training ended: what was recorded is kept")
+            self.tell("its summary was not ready when the training ended; the recording itself was saved")
             self.write_manifest()
 
     def _choose_recording(self) -> None:
@@ -241,7 +240,7 @@ class RankSession:
             try:
                 kept = keep_state(self.folder, why, crash)
             except Exception as error:  # whatever torch's recorder raises where a rank is about to end
-                self.tell(f"{why}: its state could not be kept: {_reason(error)}")
+                self.tell(f"{why}: its state could not be saved: {_reason(error)}")
                 return
         said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
         if crash is None:

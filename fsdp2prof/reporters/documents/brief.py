@@ -29,7 +29,17 @@ _WORTH_A_ROW = 0.01
 _ALIKE = 1.05
 """Peaks and steps of ranks that differ by less are alike."""
 
-_ORDER = ("out_of_memory", "timeline", "findings", "tried", "what_if", "lost", "communication", "memory", "ranks")
+_ORDER = (
+    "out_of_memory",
+    "timeline",
+    "findings",
+    "tried",
+    "what_if",
+    "lost",
+    "communication",
+    "memory",
+    "ranks",
+)
 
 
 def in_order(sections: Sequence[Section]) -> list[Section]:

@@ -17,6 +17,7 @@ from fsdp2prof.reporters.documents.memory_tables import (
     layer_memory_table,
     remedy_table,
 )
+from fsdp2prof.reporters.documents.trace import trace_data, trace_sections
 from fsdp2prof.reporters.formats import show_gb_per_s
 from fsdp2prof.results.estimate import (
     CheckpointEstimate,
@@ -27,9 +28,49 @@ from fsdp2prof.results.estimate import (
     EstimatedModel,
     EstimatedPolicy,
     MemoryEstimate,
+    PackingEstimate,
+    StepEstimate,
 )
-from fsdp2prof.units import format_bytes, format_count, format_ns, plural
-from fsdp2prof.vocabulary import FITS
+from fsdp2prof.units import format_bytes, format_count, format_frac, format_ns, plural
+from fsdp2prof.vocabulary import FITS, KERNEL_BOUNDS, packing_label
+
+
+@builds(PackingEstimate)
+def packing_estimate_document(estimate: PackingEstimate) -> Document:
+    """Lay out a packing estimate: one row a way to make sequences."""
+    columns = [
+        c.text("name", "method", packing_label),
+        c.count("sequences"),
+        c.count("tokens"),
+        c.count("padding_tokens", "padding"),
+        c.frac("padding_frac", "of tokens"),
+        c.bar("padding_frac"),
+        c.count("cut_documents", "cut"),
+        c.frac("useful_pairs_frac", "useful attention"),
+    ]
+    given = {
+        "documents": format_count(estimate.documents),
+        "tokens": format_count(estimate.tokens),
+        "mean length": f"{estimate.mean:,.1f}",
+        "longest": format_count(estimate.longest),
+        "longer than a sequence": f"{format_count(estimate.truncated_documents)}, of which "
+        f"{format_count(estimate.truncated_tokens)} tokens are cut off",
+    }
+    what = "What was estimated"
+    assumed = Sentences(title="Assumptions", lines=estimate.assumptions, style="list")
+    methods = c.table("methods", "By method", columns, estimate.methods)
+    return Document(
+        kind="packing_estimate",
+        title="Packing",
+        subtitle=f"sequences of {format_count(estimate.seq_len)} tokens, batches of {estimate.batch_size}",
+        verdict=estimate.verdict,
+        sections=[
+            Section(anchor="methods", title="Padding", blocks=[methods]),
+            Section(anchor="given", title=what, blocks=[Facts(title=what, pairs=given), assumed]),
+        ],
+        result=estimate,
+    )
+
 
 _LAYER_ROWS = 12
 _GIVEN = "What was estimated"
@@ -209,7 +250,7 @@ def _category_table(estimate: MemoryEstimate) -> Table:
 def _stream_table(estimate: MemoryEstimate) -> Table:
     columns = [c.text("stream", of=0), c.sized("reserved_bytes", "reserved", of=1)]
     whole: dict[str, Value] = {"stream": "all", "reserved_bytes": estimate.peak.reserved_bytes}
-    note = "each stream's pool keeps its own blocks"
+    note = "each stream has its own pool of blocks"
     streams = estimate.peak.streams.items()
     return c.table("by_stream", "Reserved by stream", columns, streams, note=note, totals=[whole])
 
@@ -220,7 +261,7 @@ def _step_table(estimate: MemoryEstimate) -> Table:
         c.sized("reserved_bytes", "reserved", unit="all"),
         c.sized("active_bytes", "in use", unit="all"),
     ]
-    note = "the first step has no optimizer state before its end"
+    note = "optimizer state is created at the end of the first step"
     return c.table("steps", "Step by step", columns, estimate.steps, note=note)
 
 
@@ -285,7 +326,7 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
             c.sized("headroom_bytes", "left", unit="all"),
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
-        note="each estimated as the run itself; left: with context and communicators counted high",
+        note="each estimated like the run itself; left: with the upper end for context and communicators",
     )
     advice = Sentences(title="What fits", lines=estimate.advice, style="list")
     return [Section(anchor="tried", title=title, blocks=[table, advice])]
@@ -313,8 +354,8 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             Section(
                 anchor="communication",
                 title="Communication",
-                lead="Payload is an all-gather's whole output, a reduce-scatter's whole input; wire is what "
-                "the rank sends.",
+                lead="Payload is the full output of an all-gather and the full input of a reduce-scatter; wire is "
+                "what the rank sends.",
                 blocks=[_operation_table(estimate), _collective_table(estimate)],
             ),
             *_sync_sections(estimate),
@@ -327,7 +368,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
     )
 
 
-_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them kept"}
+_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them held"}
 
 
 def _sync_sections(estimate: CommEstimate) -> list[Section]:
@@ -343,7 +384,7 @@ def _sync_sections(estimate: CommEstimate) -> list[Section]:
         f"{held} held at once at most",
         f"{format_count(sync.broadcasts)} broadcasts in {sync.dtype}: {sent} sent by one rank, {received} "
         "received by all together",
-        f"{format_bytes(sync.kept_bytes)} kept by each rank of an engine",
+        f"{format_bytes(sync.kept_bytes)} held by each rank of an engine",
     ]
     rate = sync.bandwidth_bytes_per_s
     if rate is not None and sync.gather_seconds is not None and sync.send_seconds is not None:
@@ -385,7 +426,7 @@ def _collective_table(estimate: CommEstimate) -> Table:
         c.sized("payload_bytes", "payload"),
         c.sized("wire_bytes", "wire"),
     ]
-    note = "layers that send the same share a row, summed"
+    note = "layers with identical traffic are summed in one row"
     folded, every = estimate.groups_folded, estimate.groups
     return c.table("by_layer", "By layer", columns, folded, every=every, note=note, every_note="")
 
@@ -434,3 +475,77 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
         ],
         result=estimate,
     )
+
+
+@builds(StepEstimate)
+def step_estimate_document(estimate: StepEstimate) -> Document:
+    """Lay out a step estimate."""
+    return Document(
+        kind="estimate.step",
+        title="Step time",
+        subtitle=_what(estimate),
+        verdict=estimate.verdict,
+        numbers=_numbers(estimate),
+        sections=[
+            Section(anchor="estimate", title="Estimate", blocks=[_kernels(estimate)]),
+            *trace_sections(estimate.trace, predicted=True),
+            *config_section(estimate.config),
+            Section(
+                anchor="assumptions",
+                title="Assumptions",
+                blocks=[
+                    _facts(estimate),
+                    Sentences(
+                        title="Unknowns that the range covers", lines=estimate.range.unknown, style="list"
+                    ),
+                    Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
+                ],
+                detail=True,
+            ),
+        ],
+        result=estimate,
+        data=trace_data(estimate.trace),
+    )
+
+
+def _what(estimate: StepEstimate) -> str:
+    use = estimate.hardware
+    nodes = "" if use.nodes == 1 else f" on {plural(use.nodes, 'node')}, {use.network}"
+    ranks = estimate.mesh.world_size
+    return f"{estimate.model.name}, {ranks:,} x {use.name}{nodes}"
+
+
+def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
+    figures = [
+        KeyFigure(value=format_ns(estimate.step_ns), label="a step"),
+        KeyFigure(value=f"{estimate.tokens_per_s_per_gpu:,.0f}", label="tokens/s per GPU"),
+    ]
+    if estimate.mfu is not None:
+        figures.append(KeyFigure(value=format_frac(estimate.mfu), label="MFU"))
+    return figures
+
+
+def _facts(estimate: StepEstimate) -> Facts:
+    low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
+    between = "nothing varied" if low == high else f"{low} to {high} depending on unknowns"
+    pairs = {
+        "step": f"{format_ns(estimate.step_ns)}, {between}",
+        "speed": f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
+        f"{estimate.tokens_per_step:,} tokens a step",
+        "MFU, HFU": f"{format_frac(estimate.mfu)}, {format_frac(estimate.hfu)}",
+    }
+    if estimate.bubble_ns:
+        share = format_frac(estimate.bubble_ns / estimate.step_ns)
+        pairs["pipeline bubble"] = f"{format_ns(estimate.bubble_ns)}, {share} of the step"
+    return Facts(title="Speed", pairs=pairs)
+
+
+def _kernels(estimate: StepEstimate) -> Table:
+    columns = [
+        c.word("bound_by", "bound by", KERNEL_BOUNDS, of=0),
+        c.ms("duration_ns", "ms", of=1),
+        c.frac("step_frac", "of the step", of=lambda row: row[1] / estimate.step_ns),
+        c.bar("step_frac", of=lambda row: row[1] / estimate.step_ns),
+    ]
+    rows = sorted(estimate.kernels_ns.items(), key=lambda item: -item[1])
+    return c.table("kernels", "Compute stream by bound", columns, rows)

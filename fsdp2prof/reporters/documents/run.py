@@ -10,7 +10,7 @@ from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, Facts, Section, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.brief import in_order, run_brief
-from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks
@@ -122,7 +122,7 @@ def _rank_table(ranks: Sequence[RunRank]) -> Table:
         *([c.prose("error", of=lambda rank: rank.error or "")] if any(rank.error for rank in ranks) else []),
     ]
     rows = sorted(ranks, key=lambda rank: (rank.state == "complete", rank.rank))
-    note = "those in trouble first; the median of the steps that were not recorded"
+    note = "ranks with problems first; median of the unrecorded steps"
     return c.table("ranks", "Ranks", columns, rows, note=note, limit=_RANK_ROWS, noun="rank")
 
 

@@ -316,7 +316,7 @@ def wait_table(analysis: TraceAnalysis) -> Table:
     """Return how long each rank waited, and how long it kept the others waiting."""
     columns = [
         c.number("rank"),
-        c.time("wait_caused_ns", "kept others\nwaiting"),
+        c.time("wait_caused_ns", "others\nwaited"),
         c.time("wait_ns", "waited\nitself"),
     ]
     note = "in collectives, all steps together; waiting of the others is summed over them"
@@ -329,7 +329,7 @@ def straggler_table(analysis: TraceAnalysis) -> Table:
     columns = [
         c.number("rank"),
         c.layer(),
-        c.time("wait_caused_ns", "kept others\nwaiting"),
+        c.time("wait_caused_ns", "others\nwaited"),
         c.count("collectives", "n"),
         c.prose("cause", "because"),
     ]
