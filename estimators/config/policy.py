@@ -136,7 +136,7 @@ class PolicySpec:
         None,
         Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
         "K documents of equal length packed into each sequence, each attending only to itself: by "
-        "transformers' mask for SDPA, by FlashAttention's variable lengths, or by flex attention's block mask.",
+        "transformers' mask for SDPA, FlashAttention's variable lengths, or flex attention's block mask.",
         group="Batch",
     )
     images: int = option(

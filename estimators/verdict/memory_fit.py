@@ -141,7 +141,8 @@ def fit_sentence(room: Room) -> str:
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
-        return f"It fits on {device}: at least {least} is left, with {_listed(room.depends_on)} at their highest."
+        counted = _listed(room.depends_on)
+        return f"It fits on {device}: at least {least} is left, with {counted} at their highest."
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
