@@ -127,7 +127,7 @@ def _read(report: _Report, rank: int | None) -> Trace:
         )
     if report.count(_GRAPH):
         warnings.append(
-            f"{report.path}: CUDA graphs are recorded as a whole; --cuda-graph-trace=node records their kernels"
+            f"{report.path}: CUDA graphs are recorded whole; --cuda-graph-trace=node records their kernels"
         )
     header = Header(device_properties=report.devices(), base_time_ns=report.session_start_ns())
     return replace(assemble(str(report.path), header, share, warnings), capture="cut")

@@ -242,7 +242,7 @@ def _changes(plan: Plan) -> Section:
     return Section(
         anchor="changes",
         title="One thing changed",
-        lead="The winner with one option or mesh dimension changed, the others chosen again for the best result.",
+        lead="The winner with one option or mesh dimension changed, the others chosen again.",
         blocks=[table, Sentences(title=f"What each change does ({_OF_A_STEP})", lines=lines, style="list")],
     )
 
@@ -254,7 +254,7 @@ def _precisions(plan: Plan) -> Section:
     return Section(
         anchor="precisions",
         title="If the training's numbers may change",
-        lead="The best configuration in another precision; it is recommended only where that precision is fixed.",
+        lead="The best configuration in another precision, recommended only where that is fixed.",
         blocks=[
             table,
             Sentences(title=f"What each precision does ({_OF_A_STEP})", lines=lines, style="list"),
