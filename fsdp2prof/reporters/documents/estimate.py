@@ -354,7 +354,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             Section(
                 anchor="communication",
                 title="Communication",
-                lead="Payload is the output of an all-gather and the input of a reduce-scatter, whole; wire is "
+                lead="Payload is the output of an all-gather, the input of a reduce-scatter; wire is "
                 "what the rank sends.",
                 blocks=[_operation_table(estimate), _collective_table(estimate)],
             ),
