@@ -128,15 +128,15 @@ class PolicySpec:
     seq_len: int = option(
         4096,
         Integer(1, _MOST_TOKENS),
-        "Tokens of a sequence, before context parallelism divides it.",
+        "Tokens per sequence, before context parallelism splits it.",
         group="Batch",
         everyday=True,
     )
     documents: Documents | None = option(
         None,
         Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
-        "K documents of equal length packed into each sequence, each attending to itself: by transformers' "
-        "mask for SDPA, by FlashAttention's variable lengths, or by flex attention's block mask.",
+        "K documents of equal length packed into each sequence, each attending only to itself: by "
+        "transformers' mask for SDPA, FlashAttention's variable lengths, or flex attention's block mask.",
         group="Batch",
     )
     images: int = option(
@@ -146,7 +146,7 @@ class PolicySpec:
         group="Batch",
     )
     image_size: ImageSize | None = option(
-        None, ImageSizeText(), "Of every image, in pixels, where the vision tower takes any.", group="Batch"
+        None, ImageSizeText(), "Image size in pixels, where the vision tower accepts any size.", group="Batch"
     )
     grad_accum: int = option(
         1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", group="Batch", everyday=True
@@ -160,8 +160,8 @@ class PolicySpec:
     wrap: tuple[str, ...] = option(
         ("block",),
         Names("block, root, class names or module names"),
-        "What is sharded besides the root: block, a class, a module (* matches one name); a+b in one call; "
-        "root alone is nothing else.",
+        "Units to shard in addition to the root: block, a class, a module (* matches one name); a+b in one "
+        "call; root alone shards nothing else.",
         group="Sharding",
     )
     reshard: Reshard | ByUnit = option(
@@ -240,11 +240,11 @@ class PolicySpec:
         Words(
             words=tuple(IMPLEMENTATIONS),
             refused=(
-                ("in-backward", "use fused with clip_grad=false, which holds all sharded gradients besides"),
+                ("in-backward", "use fused with clip_grad=false, which also holds all sharded gradients"),
                 ("cpu-offload", "use offload, which keeps parameters and gradients on the host, too"),
             ),
         ),
-        "How the optimizer goes over its parameters.",
+        "Optimizer implementation.",
         group="Training",
     )
     clip_grad: bool = option(
@@ -295,10 +295,10 @@ class PolicySpec:
         group="Sharding",
     )
     separate_reduce_scatter_group: bool = option(
-        False, Flag(), "A communicator of its own for reduce-scatter.", group="Sharding"
+        False, Flag(), "A separate communicator for reduce-scatter.", group="Sharding"
     )
     reduce_scatter_buffers: int = option(
-        1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight.", group="Sharding"
+        1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs in flight.", group="Sharding"
     )
     compile: bool = option(False, Flag(), "torch.compile of each block.", group="Software", everyday=True)
     async_tp: bool = option(
@@ -318,12 +318,12 @@ class PolicySpec:
         group="Precision",
     )
     fp8_all_gather: bool = option(
-        False, Flag(), "Gather the weights of linear layers inside blocks as float8.", group="Precision"
+        False, Flag(), "All-gather the weights of linear layers inside blocks as float8.", group="Precision"
     )
     torch: str | None = option(
         None,
         Text("VERSION"),
-        "The run's torch, as 2.6, whose rules are followed; else the installed one.",
+        "torch version of the run, such as 2.6; by default the installed one.",
         group="Software",
     )
     attention: Attention = option(
@@ -351,7 +351,7 @@ class PolicySpec:
     ac_saves: tuple[str, ...] | None = option(
         None,
         Names("_c10d_functional.all_to_all_single", none=True),
-        "Operators whose results ac=op saves besides, as _c10d_functional.all_to_all_single.",
+        "Further operators whose results ac=op saves, such as _c10d_functional.all_to_all_single.",
         group="Checkpointing",
     )
     ac_recomputes: tuple[str, ...] | None = option(
@@ -377,7 +377,7 @@ class PolicySpec:
     record_streams: bool | None = option(
         None,
         Flag(unset=True),
-        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
+        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 by default.",
         memory_only=True,
         group="Software",
     )
@@ -391,7 +391,7 @@ class PolicySpec:
     imbalance: float = option(
         1.0,
         Number(1.0),
-        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
+        "Tokens that a rank's experts receive under expert parallelism, as a multiple of the mean.",
         group="Parallelism",
     )
     pp_stage: int = option(
@@ -413,7 +413,7 @@ class PolicySpec:
                 ("dualpipe", "use zbv, which does not overlap two micro-batches"),
             ),
         ),
-        "Order of a pipeline's work: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
+        "Pipeline schedule: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
         "rank; zb1p and zbv are the zero-bubble schedules.",
         group="Parallelism",
     )

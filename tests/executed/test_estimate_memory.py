@@ -156,7 +156,7 @@ def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
     ("spare_mib", "fit", "words"),
     [
         (1300, "fits", "It fits on"),
-        (1299, "depends", "depends on what context and communicators take: from 1.00 MiB short"),
+        (1299, "depends", "depends on context and communicators: from 1.00 MiB short"),
         (450, "depends", "to 0 B left"),
         (449, "does_not_fit", "It does not fit on"),
     ],

@@ -46,7 +46,7 @@ def test_a_command_without_fully_shard_is_told_so(tmp_path):
 
 def test_no_sign_of_life_at_all(tmp_path):
     done = record(tmp_path / "run", "true")
-    assert "no process showed a sign of life; what can keep the recorder out: python -I or -E" in done.stderr
+    assert "no process was seen by the recorder; possible reasons: python -I or -E" in done.stderr
 
 
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL", "SIGABRT"])
@@ -129,7 +129,7 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert (
         refused.stderr
-        == f"error: {run}: exists already; choose another, or record it anew with -f (force=True)\n"
+        == f"error: {run}: exists already; choose another, or overwrite it with -f (force=True)\n"
     )
     forced = record(run, sys.executable, "-c", "print('ran')", options=["-f"])
     assert (forced.returncode, forced.stdout) == (1, "")

@@ -38,7 +38,9 @@ class RankProcess:
         for entry in entries[: entries.index(bootstrap)]:
             if (file := Path(entry, "sitecustomize.py")).is_file():
                 return f"{file} precedes the recorder's own; move {entry} behind it in PYTHONPATH"
-        return "python -I or -E, a foreign sitecustomize or a reset PYTHONPATH kept the recorder out"
+        return (
+            "python -I or -E, a foreign sitecustomize or a reset PYTHONPATH keeps the recorder from loading"
+        )
 
 
 class RankProcesses:

@@ -248,7 +248,7 @@ def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
         remove_scratch(manifest.pid)
         manifest.state = "crashed"
         manifest.error = (
-            "killed: it outlived the command" if record.rank in killed else "ended without a word"
+            "killed: it outlived the command" if record.rank in killed else "ended without a message"
         )
         manifest.messages.append("what was being captured then is lost")
         write_json(record.path / MANIFEST_FILE, manifest)
@@ -286,14 +286,12 @@ def _messages(
         elif alive:
             messages.append("no process ever called fully_shard: nothing was recorded")
         else:
-            messages.append(
-                f"no process showed a sign of life; what can keep the recorder out: {_NO_RECORDER}"
-            )
+            messages.append(f"no process was seen by the recorder; possible reasons: {_NO_RECORDER}")
     missing = expected - present - {process.rank for process in silent}
     if missing and present:
         messages.append(
-            f"{_ranks(missing)}: no sign of life, or fully_shard never called; "
-            f"what can keep the recorder out: {_NO_RECORDER}; "
+            f"{_ranks(missing)}: not seen by the recorder, or fully_shard was never called; "
+            f"possible reasons: {_NO_RECORDER}; "
             "ranks of another node are recorded there, with --node-rank"
         )
     texts: dict[str, set[int]] = defaultdict(set)

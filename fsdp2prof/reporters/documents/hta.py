@@ -171,7 +171,7 @@ def diff_document(found: TraceDiff) -> Document:
     )
     return Document(
         kind="trace_diff",
-        title=f"What changed on {_rank(found.rank)}",
+        title=f"Changes on {_rank(found.rank)}",
         verdict=found.verdict,
         sections=[
             Section(anchor="sides", title="Compared", blocks=[Facts(title="Compared", pairs=sides)]),
