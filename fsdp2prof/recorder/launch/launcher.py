@@ -290,7 +290,7 @@ def _messages(
     missing = expected - present - {process.rank for process in silent}
     if missing and present:
         messages.append(
-            f"{_ranks(missing)}: not seen by the recorder, or fully_shard was never called; "
+            f"{_ranks(missing)}: no sign of life, or fully_shard was never called; "
             f"possible reasons: {_NO_RECORDER}; "
             "ranks of another node are recorded there, with --node-rank"
         )
