@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.help import Group, option
+from fsdp2prof.commands.help import ANALYSIS, INPUT, SHOWN_PART, Group, with_options
 from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.paths import InputPath
@@ -71,26 +71,14 @@ def view_part_options(*, steps: bool = True) -> Callable[[Callable[..., None]], 
             view = View(layers=list(layer) or None, ranks=_listed(show_rank), steps=_listed(show_step))
             command(*args, view=view, **rest)
 
-        decorated: Callable[..., None] = with_view
-        if steps:
-            decorated = numbers_option(
-                "--show-step",
-                "Show only these steps; all are analysed",
-                group="Shown part",
-                everyday=True,
-                former=["--step"],
-            )(decorated)
-        decorated = numbers_option(
-            "--show-rank",
-            "Show only these ranks; all are read and compared",
-            group="Shown part",
-            everyday=True,
-            former=["--rank"],
-        )(decorated)
         layers = "Show only layers whose name matches, for example 'layers.1?'. May be repeated."
-        return option(
-            "--layer", multiple=True, metavar="GLOB", help=layers, group="Shown part", everyday=True
-        )(decorated)
+        shown = partial(numbers_option, under=SHOWN_PART, everyday=True)
+        options: list[Callable[[Any], Any]] = [
+            SHOWN_PART.everyday("--layer", multiple=True, metavar="GLOB", help=layers),
+            shown("--show-rank", "Show only these ranks; all are read and compared", former=["--rank"]),
+            shown("--show-step", "Show only these steps; all are analysed", former=["--step"]),
+        ]
+        return with_options(options if steps else options[:-1], with_view)
 
     return decorate
 
@@ -98,8 +86,6 @@ def view_part_options(*, steps: bool = True) -> Callable[[Callable[..., None]], 
 def _listed(numbers: frozenset[int] | None) -> list[int] | None:
     return None if numbers is None else sorted(numbers)
 
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _FLAGS = {
     "critical-path": "Instead: the longest chain of dependent work in a step.",
@@ -110,21 +96,17 @@ _FLAGS = {
 _LOOKS_AT_A_STEP = ("critical-path", "diff")
 
 
-def view_options(command: _Command) -> _Command:
+def view_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the flags; the command gets ``hta_view: str | None`` and ``diff: Path | None``."""
-    decorated = option(
-        "--diff",
-        type=InputPath(),
-        metavar="OTHER",
-        help="Instead: operators and kernels that changed from the trace OTHER to this one.",
-        group="Analysis",
-        everyday=True,
-    )(command)
-    for name, text in reversed(_FLAGS.items()):
-        decorated = option(
-            f"--{name}", "hta_view", flag_value=name, default=None, help=text, group="Analysis"
-        )(decorated)
-    return decorated
+    text = "Instead: operators and kernels that changed from the trace OTHER to this one."
+    options = [
+        *(
+            ANALYSIS(f"--{name}", "hta_view", flag_value=name, default=None, help=what)
+            for name, what in _FLAGS.items()
+        ),
+        ANALYSIS.everyday("--diff", type=InputPath(), metavar="OTHER", help=text),
+    ]
+    return with_options(options, command)
 
 
 def write_view(
@@ -159,6 +141,12 @@ def write_view(
 
 
 _path = click.argument("path", type=InputPath())
+_run_beside = INPUT(
+    "--run",
+    type=InputPath(),
+    metavar="RUN",
+    help="Run directory whose manifests name layers and mesh dimensions, if PATH is not one.",
+)
 
 
 @click.group(cls=Group)
@@ -209,13 +197,11 @@ def trace(
 )
 @_path
 @job_options
-@option(
+@ANALYSIS.everyday(
     "--diff",
     type=InputPath(),
     metavar="OTHER",
     help="Instead: what changed at the peak from the recording OTHER to this one, on the lowest rank.",
-    group="Analysis",
-    everyday=True,
 )
 @view_part_options(steps=False)
 @cluster_option
@@ -295,13 +281,7 @@ def run(
     examples=["fsdp2prof analyze hang runs/first"],
 )
 @_path
-@option(
-    "--run",
-    type=InputPath(),
-    metavar="RUN",
-    help="Run directory whose manifests name layers and mesh dimensions, if PATH is not one.",
-    group="Input",
-)
+@_run_beside
 @output_options()
 def hang(path: Path, *, run: Path | None, output: Output) -> None:
     """Show which collective blocks a job, which ranks have not issued it, and which issue something else.
@@ -320,13 +300,7 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
     examples=["fsdp2prof analyze nccl nccl.log --run runs/first"],
 )
 @_path
-@option(
-    "--run",
-    type=click.Path(path_type=Path),
-    metavar="RUN",
-    help="Run directory whose manifests name layers and mesh dimensions, if PATH is not one.",
-    group="Input",
-)
+@_run_beside
 @output_options()
 def nccl(path: Path, *, run: Path | None, output: Output) -> None:
     """Show how fast NCCL's collectives were, without a trace, and why a group is slow, from NCCL's own log.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import CLUSTER, MEASUREMENT, Command
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 
@@ -15,29 +15,12 @@ from fsdp2prof.errors import UsageError
     short_help="Measure collectives, products, copies and the host's pace.",
     examples=["fsdp2prof bench -o cluster.json -- torchrun --nproc-per-node 8"],
 )
-@option(
-    "--mesh",
-    metavar="DIM=N,...",
-    help="Measure each dimension of this mesh (dp_replicate=2,dp_shard=4).",
-    group="Cluster",
-    everyday=True,
+@CLUSTER.everyday(
+    "--mesh", metavar="DIM=N,...", help="Measure each dimension of this mesh (dp_replicate=2,dp_shard=4)."
 )
-@option(
-    "--seconds",
-    type=click.FloatRange(min=1),
-    default=120,
-    show_default=True,
-    help="Approximate duration in seconds.",
-    group="Measurement",
-)
-@option(
-    "--largest",
-    default="1GiB",
-    show_default=True,
-    help="Payload of the largest collective.",
-    group="Measurement",
-)
-@option("--quick", is_flag=True, help="Small sizes only, some seconds: to try it out.", group="Measurement")
+@MEASUREMENT("--seconds", type=click.FloatRange(min=1), default=120, help="Approximate duration in seconds.")
+@MEASUREMENT("--largest", default="1GiB", help="Payload of the largest collective.")
+@MEASUREMENT("--quick", is_flag=True, help="Small sizes only, some seconds: to try it out.")
 @output_options()
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
 def bench(

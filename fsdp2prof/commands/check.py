@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.completion import complete_hardware
-from fsdp2prof.commands.help import Group, option
+from fsdp2prof.commands.help import ANALYSIS, BATCH, CLUSTER, CONDITIONS, INPUT, MODEL, OUTPUT, Group
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.paths import InputPath
@@ -21,14 +21,11 @@ _MOST_RANKS = 64
 """Of a parity check: processes of one machine."""
 
 
-_fail_at = option(
+_fail_at = CONDITIONS.everyday(
     "--fail-at",
     type=click.Choice([*SEVERITIES, "never"]),
     default="high",
-    show_default=True,
     help="Least severity of a finding that gives exit code 3.",
-    group="Conditions",
-    everyday=True,
 )
 
 
@@ -82,66 +79,31 @@ def run(run: Path, *, fail_at: str, output: Output) -> None:
     short_help="Sharded beside plain: every loss, gradient and parameter.",
     examples=["fsdp2prof check parity --model train:model --batch train:batch --world-size 4"],
 )
-@option(
-    "--model",
-    required=True,
-    metavar="PKG:FUNCTION",
-    help="Gives the module, or (module, loss).",
-    group="Model",
-    everyday=True,
-)
-@option(
+@MODEL.everyday("--model", required=True, metavar="PKG:FUNCTION", help="Gives the module, or (module, loss).")
+@MODEL.everyday(
     "--batch",
     required=True,
     metavar="PKG:FUNCTION",
     help="batch(index, rank, world_size) of one micro-batch.",
-    group="Model",
-    everyday=True,
 )
-@option(
+@CLUSTER.everyday(
     "--world-size",
     type=click.IntRange(1, _MOST_RANKS),
     metavar="N",
     help="Number of ranks; by default that of --mesh.",
-    group="Cluster",
-    everyday=True,
 )
-@option("--mesh", help="For example dp_replicate=2,dp_shard=2.  [dp_shard=N]", group="Cluster", everyday=True)
-@option(
+@CLUSTER.everyday("--mesh", help="For example dp_replicate=2,dp_shard=2.  [dp_shard=N]")
+@CLUSTER.everyday(
     "--shard",
     metavar="PKG:FUNCTION",
     help="shard(module, mesh) calls fully_shard; by default on every member of a list, and on the root. "
     "With ep in the mesh: shard(module, mesh, experts).",
-    group="Cluster",
-    everyday=True,
 )
-@option("--steps", type=click.IntRange(1), default=3, show_default=True, group="Batch", everyday=True)
-@option(
-    "--micro-batches",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Micro-batches of each step.",
-    group="Batch",
-    everyday=True,
-)
-@option("--seed", type=int, default=0, show_default=True, group="Batch")
-@option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    group="Cluster",
-    everyday=True,
-)
-@option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=300.0,
-    show_default=True,
-    help="Time limit in seconds.",
-    group="Cluster",
-)
+@BATCH.everyday("--steps", type=click.IntRange(1), default=3)
+@BATCH.everyday("--micro-batches", type=click.IntRange(1), default=1, help="Micro-batches of each step.")
+@BATCH("--seed", type=int, default=0)
+@CLUSTER.everyday("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@CLUSTER("--timeout", type=click.FloatRange(min=1), default=300.0, help="Time limit in seconds.")
 @output_options()
 def parity(
     model: str,
@@ -193,35 +155,19 @@ def parity(
 )
 @click.argument("run", type=InputPath())
 @job_options
-@option(
+@INPUT(
     "--lengths",
     type=InputPath(),
     metavar="FILE",
     help="Documents' lengths in tokens, in the order of training: adds padding and the ranks' tokens.",
-    group="Input",
 )
-@option(
-    "--batch-size",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Documents of a micro-batch.",
-    group="Input",
-)
-@option(
+@INPUT("--batch-size", type=click.IntRange(1), default=1, help="Documents of a micro-batch.")
+@INPUT(
     "--seq-len",
     type=click.IntRange(1),
     help="Tokens every document is padded to; by default the longest of its micro-batch.",
-    group="Input",
 )
-@option(
-    "--window",
-    type=click.IntRange(1),
-    default=1000,
-    show_default=True,
-    help="Last watched steps to compare.",
-    group="Analysis",
-)
+@ANALYSIS("--window", type=click.IntRange(1), default=1000, help="Last watched steps to compare.")
 @_fail_at
 @output_options()
 def balance(
@@ -271,42 +217,23 @@ def _sizes(mesh: str | None, world_size: int | None) -> dict[str, int]:
     context_settings={"allow_interspersed_args": False},
     examples=["fsdp2prof check env -- torchrun --nproc-per-node 8"],
 )
-@option(
-    "--mesh",
-    help="Dimensions over which sums are checked, for example dp_replicate=2,dp_shard=4.",
-    group="Cluster",
-    everyday=True,
+@CLUSTER.everyday(
+    "--mesh", help="Dimensions over which sums are checked, for example dp_replicate=2,dp_shard=4."
 )
-@option(
-    "--world-size",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Number of ranks expected.",
-    group="Cluster",
-    everyday=True,
-)
-@option(
+@CLUSTER.everyday("--world-size", type=click.IntRange(1), metavar="N", help="Number of ranks expected.")
+@CLUSTER.everyday(
     "--hardware",
     shell_complete=complete_hardware,
     help="Accelerator (h100-sxm), or a file that describes one, to judge the bandwidth by; within a node.",
-    group="Cluster",
-    everyday=True,
 )
-@option(
+@OUTPUT(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path(),
+    show_default=False,
     help="Where recordings will go, on a disk that all ranks see; by default the current one.",
-    group="Output",
 )
-@option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=300.0,
-    show_default=True,
-    help="Time limit in seconds.",
-    group="Cluster",
-)
+@CLUSTER("--timeout", type=click.FloatRange(min=1), default=300.0, help="Time limit in seconds.")
 @output_options()
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
 def env(

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import OUTPUT, Command
 from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.paths import InputPath
@@ -27,12 +27,10 @@ from fsdp2prof.commands.trace_options import cluster_option
 @job_options
 @numbers_option("--steps", "Traced steps to compare")
 @cluster_option
-@option(
+@OUTPUT.everyday(
     "--write-baseline",
     is_flag=True,
     help="Instead of comparing, write the sums of B to A: a baseline to keep beside the code.",
-    group="Output",
-    everyday=True,
 )
 @fail_on_option("comparison", "step_time_frac>0.05")
 @output_options()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -12,13 +12,26 @@ import click
 from click.core import ParameterSource
 
 from fsdp2prof.commands.completion import complete_model, complete_stack
-from fsdp2prof.commands.help import Group, option
+from fsdp2prof.commands.help import (
+    BATCH,
+    CLUSTER,
+    INPUT,
+    MODEL,
+    OUTPUT,
+    RUN,
+    SOFTWARE,
+    Group,
+    Heading,
+    with_options,
+)
 from fsdp2prof.commands.options import (
-    CLUSTER_OPTIONS,
     CONFIG_OPTIONS,
+    IN_A_NODE,
     MEASURED,
     MODEL_OPTIONS,
+    Place,
     measured_of,
+    place_options,
     refuse_given,
 )
 from fsdp2prof.commands.output import Output, output_options
@@ -80,13 +93,8 @@ def _policy_option(name: str, declared: Option) -> Callable[[Any], Any]:
         attributes["metavar"] = kind.values
         if kind.values == _MODEL:
             attributes["shell_complete"] = complete_model
-    return option(
-        flag,
-        f"{_POLICY}{name}",
-        group=declared.group,
-        everyday=declared.everyday,
-        default=None,
-        **attributes,
+    return Heading(declared.group)(
+        flag, f"{_POLICY}{name}", everyday=declared.everyday, default=None, **attributes
     )
 
 
@@ -95,34 +103,31 @@ _TRAINING = click.argument("training", nargs=-1, type=click.UNPROCESSED, metavar
 
 _INPUT_OPTIONS = (
     *MODEL_OPTIONS,
-    option(
+    RUN.everyday(
         "--mesh",
-        group="Run",
-        everyday=True,
         help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp, ep. -1 is what --world-size leaves.",
     ),
     *CONFIG_OPTIONS,
-    option(
+    RUN(
         "--config",
-        group="Run",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         help="The same options as a YAML or TOML file; options on the command line win.",
     ),
-    option(
+    RUN(
         "--from-run",
-        group="Run",
         type=click.Path(path_type=Path),
         help="Read mesh, policy and software from a recorded run.",
     ),
-    option(
+    SOFTWARE(
         "--stack",
-        group="Software",
         shell_complete=complete_stack,
         help="The software of a known training program (torchtitan-2024-12): wrapping, precision, torch, "
         "kernels, allocator; other options win.",
     ),
     *(_policy_option(name, declared) for name, declared in options_of(PolicySpec).items()),
-    *CLUSTER_OPTIONS,
+    place_options(
+        "Accelerator (h100-sxm), a memory size (80GiB), or a YAML or JSON file that describes one."
+    ),
 )
 
 
@@ -140,6 +145,7 @@ def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[...,
             from_run: Path | None,
             trainer_files: tuple[Path, ...],
             overrides: tuple[str, ...],
+            place: Place,
             training: tuple[str, ...] = (),
             **options: Any,
         ) -> None:
@@ -148,22 +154,21 @@ def _input_options(*, unlisted: Collection[str] = ()) -> Callable[[Callable[...,
             given = {name: options.pop(name) for name in ("model", "layers", "mesh", "stack", "world_size")}
             names = [name for name in options if name.startswith(_POLICY)]
             policy = {name.removeprefix(_POLICY): options.pop(name) for name in names}
-            place = {name: options.pop(name) for name in _PLACE}
             described = describe(
                 config=config,
                 from_run=from_run,
                 trainer_files=trainer_files,
                 overrides=overrides,
                 command=training,
-                given=_not_none({**given, "hardware": place["hardware"]}),
+                given=_not_none({**given, "hardware": place.hardware}),
                 policy=_not_none(policy),
             )
             typed = click.get_current_context().get_parameter_source
-            placed = {name for name in place if typed(name) is ParameterSource.COMMANDLINE}
+            placed = {name for name in _PLACE if typed(name) is ParameterSource.COMMANDLINE}
             described = replace(described, given=described.given | placed)
             command(described=described, place=place, **options)
 
-        decorated: Any = _with_options(_INPUT_OPTIONS)(with_description)
+        decorated: Any = with_options(_INPUT_OPTIONS, with_description)
         for one in decorated.__click_params__:
             one.hidden = one.name.removeprefix(_POLICY) in unlisted
         return cast("Callable[..., None]", decorated)
@@ -175,17 +180,6 @@ def _not_none(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Add several options to a command, in the order its help shows them."""
-
-    def decorate(command: Any) -> Any:
-        for add in reversed(options):
-            command = add(command)
-        return command
-
-    return decorate
-
-
 @estimate.command(
     examples=[
         "fsdp2prof estimate memory --model llama3-8b --mesh dp_shard=8 --seq-len 8192 --hardware h100-sxm"
@@ -194,16 +188,15 @@ def _with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Any], An
 @_input_options(unlisted=_PLACE - {"hardware"})
 @_TRAINING
 @MEASURED
-@option(
+@OUTPUT(
     "--save-run",
     type=click.Path(path_type=Path),
     help="Also write the predicted allocations and collectives as a run for analyze, report and compare.",
-    group="Output",
 )
 @output_options()
 def memory(
     described: Described,
-    place: dict[str, Any],
+    place: Place,
     measured: tuple[str, ...],
     save_run: Path | None,
     output: Output,
@@ -224,15 +217,14 @@ def memory(
 @estimate.command(examples=["fsdp2prof estimate comm --model qwen2-7b --mesh dp_replicate=2,dp_shard=8"])
 @_input_options(unlisted=_PLACE | _MEMORY_ALONE)
 @_TRAINING
-@option(
+@BATCH(
     "--weight-sync",
     metavar="engines=N,tp=K,per=...",
     help="Also what bringing the weights to inference engines takes: engines=2,tp=4,per=layer,"
     "bandwidth=50GB, or colocated.",
-    group="Batch",
 )
 @output_options()
-def comm(described: Described, place: dict[str, Any], weight_sync: str | None, output: Output) -> None:
+def comm(described: Described, place: Place, weight_sync: str | None, output: Output) -> None:
     """Estimate bytes and counts of every collective of a step, per layer, phase, op, mesh dim and dtype.
 
     With --from-run and no --model the recorded parameter groups are used as they are. Instead of a model,
@@ -258,36 +250,32 @@ def comm(described: Described, place: dict[str, Any], weight_sync: str | None, o
 )
 @_input_options(unlisted=_MEMORY_ALONE)
 @MEASURED
-@option(
+@CLUSTER(
     "--copy-engine-gathers",
     is_flag=True,
     help="Copy engines, not kernels, gather parameters within a node: products beside them are not slowed.",
-    group="Cluster",
 )
-@option(
+@CLUSTER(
     "--calibrate",
     type=click.Path(path_type=Path),
     metavar="RUN",
     help="A recorded run of the same model: its measured times replace the model's where they apply.",
-    group="Cluster",
 )
-@option(
+@MODEL(
     "--execution-trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Instead of --model: the operators of a PyTorch execution trace of one rank under FSDP2.",
-    group="Model",
 )
-@option(
+@OUTPUT(
     "--save-run",
     type=click.Path(path_type=Path),
     help="Also write the predicted step as a run for analyze, report and compare.",
-    group="Output",
 )
 @output_options()
 def step(
     described: Described,
-    place: dict[str, Any],
+    place: Place,
     measured: tuple[str, ...],
     copy_engine_gathers: bool,
     calibrate: Path | None,
@@ -299,8 +287,6 @@ def step(
 
     The commands of the step are captured from FSDP2 itself and run through a simulation of the streams.
     """
-    from fsdp2prof.estimators.config.cluster import Cluster
-    from fsdp2prof.estimators.config.hardware import NetworkSpec
     from fsdp2prof.workflows.estimate import estimate_step
 
     known = measured_of(measured, of_memory=False)
@@ -312,20 +298,12 @@ def step(
     spec = described.spec()
     if spec.hardware is None and calibrate is None:
         raise UsageError("estimate step needs an accelerator: add --hardware, for example h100-sxm")
+    cluster = None
     if spec.hardware is None:
         because = "without --hardware the CPUs of the calibrating run are taken"
-        refuse_given(
-            "--gpus-per-node", "--network", "--nics-per-node", "--copy-engine-gathers", because=because
-        )
-    cluster = None
-    if spec.hardware is not None:
-        cluster = Cluster(
-            hardware=spec.hardware,
-            gpus_per_node=place["gpus_per_node"],
-            network=None if place["network"] is None else NetworkSpec.parse(place["network"]),
-            nics_per_node=place["nics_per_node"],
-            copy_engine_gathers=copy_engine_gathers,
-        )
+        refuse_given(*IN_A_NODE, "--copy-engine-gathers", because=because)
+    else:
+        cluster = place.cluster(spec.hardware, copy_engine_gathers=copy_engine_gathers)
     doing = "executing" if execution_trace is None else "simulating"
     with output.progress(f"{doing} {spec.model.source}"):
         result = estimate_step(
@@ -341,14 +319,9 @@ def step(
 
 @estimate.command(examples=["fsdp2prof estimate checkpoint --model llama3-70b --mesh dp_shard=64"])
 @_input_options(unlisted=_PLACE | (options_of(PolicySpec).keys() - _OF_A_CHECKPOINT))
-@option(
-    "--bandwidth",
-    help="What one writing rank sustains per second, for example 2GB.",
-    group="Cluster",
-    everyday=True,
-)
+@CLUSTER.everyday("--bandwidth", help="What one writing rank sustains per second, for example 2GB.")
 @output_options()
-def checkpoint(described: Described, place: dict[str, Any], bandwidth: str | None, output: Output) -> None:
+def checkpoint(described: Described, place: Place, bandwidth: str | None, output: Output) -> None:
     """Estimate the size of a distributed checkpoint and the time to write it."""
     from fsdp2prof.units import parse_bytes
     from fsdp2prof.workflows.estimate import estimate_checkpoint
@@ -358,29 +331,14 @@ def checkpoint(described: Described, place: dict[str, Any], bandwidth: str | Non
 
 
 @estimate.command(examples=["fsdp2prof estimate packing --lengths lengths.txt --seq-len 8192"])
-@option(
+@INPUT(
     "--lengths",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     required=True,
     help="File of the documents' lengths in tokens, one a line.",
-    group="Input",
 )
-@option(
-    "--seq-len",
-    type=click.IntRange(1),
-    required=True,
-    help="Tokens of a sequence.",
-    group="Batch",
-    everyday=True,
-)
-@option(
-    "--batch-size",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Sequences of a batch.",
-    group="Batch",
-)
+@BATCH.everyday("--seq-len", type=click.IntRange(1), required=True, help="Tokens of a sequence.")
+@BATCH("--batch-size", type=click.IntRange(1), default=1, help="Sequences of a batch.")
 @output_options()
 def packing(lengths: Path, seq_len: int, batch_size: int, output: Output) -> None:
     """Estimate what padding costs: padded, to the longest in a batch, packed, and concatenated documents."""

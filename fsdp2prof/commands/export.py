@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from fsdp2prof.commands.help import Group, option
+from fsdp2prof.commands.help import OUTPUT, Group
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
@@ -144,12 +144,11 @@ def chakra(path: Path, *, choice: JobChoice, output: Output) -> None:
 @job_options
 @trace_options
 @cluster_options
-@option(
+@OUTPUT(
     "--log",
     "tracker",
     type=click.Choice(TRACKERS),
     help="Log the figures of the whole run to a tracker instead; tensorboard's folder is -o.",
-    group="Output",
 )
 @destination_options("Write to this file instead of stdout.")
 def metrics(

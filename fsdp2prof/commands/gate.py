@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.help import option
+from fsdp2prof.commands.help import CONDITIONS, with_options
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.files import replacing
@@ -89,25 +89,15 @@ def fail_on_option(of: Kind, example: str) -> Callable[[Callable[..., None]], Ca
 
         text = f"Exit with code 3 if this holds (on any rank), for example '{example}'. May be repeated."
         path = click.Path(dir_okay=False, path_type=Path)
-        decorated: Callable[..., None] = with_gate
-        for add in (
-            option(
-                "--gate-junit",
-                type=path,
-                help="Write the conditions to this file as JUnit XML.",
-                group="Conditions",
-            ),
-            option(
+        options = (
+            CONDITIONS.everyday("--fail-on", multiple=True, metavar="CONDITION", help=text),
+            CONDITIONS(
                 "--gate-markdown",
                 type=path,
                 help="Append the conditions with their values to this file, for $GITHUB_STEP_SUMMARY.",
-                group="Conditions",
             ),
-            option(
-                "--fail-on", multiple=True, metavar="CONDITION", help=text, group="Conditions", everyday=True
-            ),
-        ):
-            decorated = add(decorated)
-        return decorated
+            CONDITIONS("--gate-junit", type=path, help="Write the conditions to this file as JUnit XML."),
+        )
+        return with_options(options, with_gate)
 
     return decorate

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
@@ -30,6 +31,7 @@ class Option(click.Option):
     ) -> None:
         if former:
             declarations = [*declarations, declarations[-1].lstrip("-").replace("-", "_")]
+        attributes.setdefault("show_default", attributes.get("default") not in (None, ""))
         super().__init__([*former, *declarations], **attributes)
         self.group = group
         """The heading."""
@@ -48,9 +50,42 @@ class Option(click.Option):
             self.opts = names
 
 
-def option(*declarations: str, **attributes: Any) -> Callable[[_Decorated], _Decorated]:
-    """Add an option to a command: ``click.option`` that also takes ``group``, ``everyday`` and ``former``."""
-    return click.option(*declarations, cls=Option, **attributes)
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A heading of help; calling it adds an option below it, as ``click.option`` does."""
+
+    title: str
+
+    def __call__(self, *declarations: str, **attributes: Any) -> Callable[[_Decorated], _Decorated]:
+        """Add an option that ``--help-all`` lists; attributes are those of :class:`Option`."""
+        return click.option(*declarations, cls=Option, group=self.title, **attributes)
+
+    def everyday(self, *declarations: str, **attributes: Any) -> Callable[[_Decorated], _Decorated]:
+        """Add an option that ``--help`` lists, too."""
+        return self(*declarations, everyday=True, **attributes)
+
+
+ANALYSIS = Heading("Analysis")
+BATCH = Heading("Batch")
+CLUSTER = Heading("Cluster")
+CONDITIONS = Heading("Conditions")
+COST = Heading("Cost")
+INPUT = Heading("Input")
+MEASUREMENT = Heading("Measurement")
+MESH = Heading("Mesh")
+MODEL = Heading("Model")
+OUTPUT = Heading("Output")
+RUN = Heading("Run")
+SEARCH = Heading("Search")
+SHOWN_PART = Heading("Shown part")
+SOFTWARE = Heading("Software")
+
+
+def with_options(options: Iterable[Callable[[Any], Any]], command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add several options to a command, in the order its help shows them."""
+    for add in reversed([*options]):
+        command = add(command)
+    return command
 
 
 class Command(click.Command):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.help import Group, option
+from fsdp2prof.commands.help import CLUSTER, MESH, MODEL, Group, with_options
 from fsdp2prof.commands.options import MODEL_OPTIONS, numbers_option
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
@@ -31,21 +31,13 @@ def inspect() -> None:
     examples=["fsdp2prof inspect mesh dp_replicate=2,dp_shard=4,tp=2 --gpus-per-node 8"],
 )
 @click.argument("mesh")
-@option(
-    "--gpus-per-node",
-    type=click.IntRange(1, _MOST_RANKS),
-    default=8,
-    show_default=True,
-    metavar="N",
-    group="Mesh",
-)
+@MESH("--gpus-per-node", type=click.IntRange(1, _MOST_RANKS), default=8, metavar="N")
 @numbers_option("--ranks", "Ranks to show, with their groups")
-@option(
+@MESH(
     "--at",
     "at",
     metavar="DIM=I,...",
     help="Show the ranks at these coordinates, for example dp_shard=3,tp=0.",
-    group="Mesh",
 )
 @output_options()
 def mesh(mesh: str, gpus_per_node: int, ranks: frozenset[int] | None, at: str | None, output: Output) -> None:
@@ -94,23 +86,14 @@ def _model_options(command: Callable[..., None]) -> Callable[..., None]:
 
     options = [
         *MODEL_OPTIONS,
-        option(
-            "--mesh",
-            help="For example dp_replicate=4,dp_shard=8; also tp, cp.",
-            group="Cluster",
-            everyday=True,
-        ),
-        option(
+        CLUSTER.everyday("--mesh", help="For example dp_replicate=4,dp_shard=8; also tp, cp."),
+        MODEL(
             "--config",
             type=click.Path(path_type=Path, exists=True, dir_okay=False),
             help="Model, mesh and policy (wrap, dtypes) as a YAML or TOML file, as for estimate.",
-            group="Model",
         ),
     ]
-    decorated: Callable[..., None] = with_model
-    for add in reversed(options):
-        decorated = add(decorated)
-    return decorated
+    return with_options(options, with_model)
 
 
 @inspect.command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,83 +13,108 @@ import click
 from click.core import ParameterSource
 
 from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
-from fsdp2prof.commands.help import option
+from fsdp2prof.commands.help import CLUSTER, INPUT, MODEL, RUN, Heading, with_options
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
+    from fsdp2prof.estimators.config.cluster import Cluster
+    from fsdp2prof.estimators.config.hardware import HardwareSpec
     from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
     from fsdp2prof.workflows.job.job_files import JobFiles
 
 
 MODEL_OPTIONS = (
-    option(
+    MODEL.everyday(
         "--model",
-        group="Model",
-        everyday=True,
         shell_complete=complete_model,
         help="Built-in name, Hugging Face id, config.json, or package.module:factory.",
     ),
-    option("--layers", group="Model", type=int, help="Number of blocks, instead of the model's own."),
+    MODEL("--layers", type=int, help="Number of blocks, instead of the model's own."),
 )
 """Options that choose a model, for commands where the model is optional."""
 
-CLUSTER_OPTIONS = (
-    option(
-        "--hardware",
-        group="Cluster",
-        everyday=True,
-        shell_complete=complete_hardware,
-        help="Accelerator (h100-sxm), a memory size (80GiB), or a YAML or JSON file that describes one.",
-    ),
-    option("--gpus-per-node", group="Cluster", type=click.IntRange(1), default=8, show_default=True),
-    option(
-        "--network",
-        group="Cluster",
-        everyday=True,
-        shell_complete=complete_network,
-        help="What connects the nodes (400gb-ib).",
-    ),
-    option("--nics-per-node", group="Cluster", type=click.IntRange(1), help="[one a GPU]"),
-)
-"""Where a run is."""
+
+_NETWORK = "What connects the nodes (400gb-ib)."
+IN_A_NODE = ("--gpus-per-node", "--network", "--nics-per-node")
+"""Options of a place that say nothing without ``--hardware``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a run is, as the options say."""
+
+    hardware: str | None
+    gpus_per_node: int
+    network: str | None
+    nics_per_node: int | None
+
+    def cluster(self, hardware: HardwareSpec | None = None, *, copy_engine_gathers: bool = False) -> Cluster:
+        """Return it; ``hardware`` where that has been read. Raises ``ModelError`` for an unknown name."""
+        from fsdp2prof.estimators.config.cluster import Cluster
+        from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
+
+        return Cluster(
+            hardware=hardware or HardwareSpec.parse(str(self.hardware)),
+            gpus_per_node=self.gpus_per_node,
+            network=None if self.network is None else NetworkSpec.parse(self.network),
+            nics_per_node=self.nics_per_node,
+            copy_engine_gathers=copy_engine_gathers,
+        )
+
+
+def place_options(
+    hardware: str, *, required: bool = False, network: str = _NETWORK
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add what says where a run is, with the help of two options; the command gets one ``place``."""
+    options = (
+        CLUSTER.everyday("--hardware", required=required, shell_complete=complete_hardware, help=hardware),
+        CLUSTER("--gpus-per-node", type=click.IntRange(1), default=8),
+        CLUSTER.everyday("--network", shell_complete=complete_network, help=network),
+        CLUSTER("--nics-per-node", type=click.IntRange(1), help="[one a GPU]"),
+    )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_place(*args: Any, **rest: Any) -> None:
+            place = Place(**{item.name: rest.pop(item.name) for item in fields(Place)})
+            command(*args, place=place, **rest)
+
+        return with_options(options, with_place)
+
+    return decorate
+
 
 CONFIG_OPTIONS = (
-    option(
+    RUN.everyday(
         "--from-config",
         "trainer_files",
-        group="Run",
-        everyday=True,
         multiple=True,
         type=click.Path(path_type=Path),
         metavar="FILE",
         help="The trainer's own configuration: torchtitan (TOML, or registry.py:NAME), TRL, accelerate, "
         "axolotl, LLaMA-Factory, torchtune, prime-rl, NeMo Automodel, VeOmni; several files of a run.",
     ),
-    option(
+    RUN(
         "--override",
         "overrides",
-        group="Run",
         multiple=True,
         metavar="KEY=VALUE",
         help="A key of --from-config with another value, as training.seq_len=4096.",
     ),
-    option(
+    RUN.everyday(
         "--world-size",
-        group="Run",
-        everyday=True,
         type=click.IntRange(1),
         help="All ranks: what a mesh dimension of -1, or a configuration without a mesh, rests on.",
     ),
 )
 """The run as a trainer's files describe it."""
 
-MEASURED = option(
+MEASURED = RUN(
     "--measured",
     multiple=True,
     metavar="NAME=NUMBER|FILE",
     help="What this run measured: tokens_per_s_per_gpu=5600, step_ms=, mfu= or peak_reserved_gib=; or a CSV "
     "or YAML file of other runs, each with its options and one of these. The prediction is corrected.",
-    group="Run",
 )
 
 
@@ -123,19 +148,12 @@ _RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
 
 
 def numbers_option(
-    flag: str, what: str, *, group: str = "Input", everyday: bool = False, former: Sequence[str] = ()
+    flag: str, what: str, *, under: Heading = INPUT, everyday: bool = False, former: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option taking ``all`` (its default) or ``0,3,8-11``; the command gets None or a frozenset."""
-    return option(
-        flag,
-        default="all",
-        callback=_numbers,
-        metavar="LIST",
-        help=f"{what}: all, or for example 0,3,8-11.",
-        group=group,
-        everyday=everyday,
-        former=former,
-    )
+    what = f"{what}: all, or for example 0,3,8-11."
+    attributes = {"default": "all", "show_default": False, "callback": _numbers, "metavar": "LIST"}
+    return under(flag, help=what, everyday=everyday, former=former, **attributes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,13 +179,12 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     def with_choice(*args: Any, ranks: frozenset[int] | None, iteration: int | None, **rest: Any) -> None:
         command(*args, choice=JobChoice(ranks=ranks, iteration=iteration), **rest)
 
-    iteration = option(
+    iteration = INPUT(
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
         help="Which recording of a run that has several (recording-000N), or profiling cycle of a folder "
         "(iteration_N); by default the newest.",
-        group="Input",
     )
     return numbers_option("--ranks", "Ranks to read", everyday=True)(iteration(with_choice))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from fsdp2prof.commands.help import option
+from fsdp2prof.commands.help import OUTPUT, with_options
 from fsdp2prof.commands.messages import say, show
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.paths import OutputPath
@@ -247,10 +247,7 @@ def output_options(
             )
             command(*args, output=output, **rest)
 
-        decorated: Callable[..., None] = with_output
-        for add in reversed(_options(formats, beside=beside, brief=brief)):
-            decorated = add(decorated)
-        return decorated
+        return with_options(_options(formats, beside=beside, brief=brief), with_output)
 
     return decorate
 
@@ -271,23 +268,12 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
             command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
 
         path = OutputPath()
-        decorated: Callable[..., None] = with_output
-        for add in (
-            option("-q", "--quiet", is_flag=True, help=_QUIET, group="Output"),
-            option("-f", "--force", is_flag=True, help="Overwrite an existing file.", group="Output"),
-            option(
-                "-o",
-                "--output",
-                "output_path",
-                type=path,
-                required=required,
-                help=what,
-                group="Output",
-                everyday=True,
-            ),
-        ):
-            decorated = add(decorated)
-        return decorated
+        options = (
+            OUTPUT.everyday("-o", "--output", "output_path", type=path, required=required, help=what),
+            OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing file."),
+            OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
+        )
+        return with_options(options, with_output)
 
     return decorate
 
@@ -296,42 +282,31 @@ def _options(formats: Sequence[str], *, beside: bool, brief: bool) -> list[Calla
     """Return the options of a command that writes these formats, in the order its help shows them."""
     path = OutputPath()
     where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
-    options = [option("-o", "--output", "output_path", type=path, help=where, group="Output", everyday=True)]
+    options = [OUTPUT.everyday("-o", "--output", "output_path", type=path, help=where)]
     if len(formats) > 1:
         text = f"Output format; else the extension of -o decides, else {formats[0]}."
-        options.append(
-            option(
-                "--format",
-                "output_format",
-                type=click.Choice(formats),
-                help=text,
-                group="Output",
-                everyday=True,
-            )
-        )
+        options.append(OUTPUT.everyday("--format", "output_format", type=click.Choice(formats), help=text))
     if "text" in formats:
         text = "Show every rank, step, layer and setting; fold nothing."
-        options.append(option("-v", "--verbose", "output_verbose", is_flag=True, help=text, group="Output"))
+        options.append(OUTPUT("-v", "--verbose", "output_verbose", is_flag=True, help=text))
     if brief:
         text = "Text or Markdown with every section, instead of one screen."
-        options.append(option("--full", "output_full", is_flag=True, help=text, group="Output"))
+        options.append(OUTPUT("--full", "output_full", is_flag=True, help=text))
     if "text" in formats:
         text = "One section of the text or Markdown; a wrong name lists them."
-        options.append(option("--section", "output_section", metavar="NAME", help=text, group="Output"))
+        options.append(OUTPUT("--section", "output_section", metavar="NAME", help=text))
     if "text" in formats or "csv" in formats:
         text = "Sort tables that have this column by it: exposed_ns, layer:asc, ...; a wrong name lists them."
-        options.append(option("--sort", "output_sort", metavar="COLUMN", help=text, group="Output"))
+        options.append(OUTPUT("--sort", "output_sort", metavar="COLUMN", help=text))
         rows = click.IntRange(min=1)
-        options.append(
-            option("--top", "output_top", type=rows, metavar="N", help="Rows of a table.", group="Output")
-        )
+        options.append(OUTPUT("--top", "output_top", type=rows, metavar="N", help="Rows of a table."))
     if "csv" in formats:
         text = "Which table CSV output holds, instead of the first; a wrong name lists them."
-        options.append(option("--table", "output_table", metavar="NAME", help=text, group="Output"))
+        options.append(OUTPUT("--table", "output_table", metavar="NAME", help=text))
     return [
         *options,
-        option("-f", "--force", is_flag=True, help="Overwrite an existing output file.", group="Output"),
-        option("-q", "--quiet", is_flag=True, help=_QUIET, group="Output"),
+        OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing output file."),
+        OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
     ]
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
-from fsdp2prof.commands.help import Command, option
-from fsdp2prof.commands.options import CONFIG_OPTIONS, MEASURED, measured_of
+from fsdp2prof.commands.completion import complete_model
+from fsdp2prof.commands.help import BATCH, CLUSTER, COST, MODEL, SEARCH, Command
+from fsdp2prof.commands.options import (
+    CONFIG_OPTIONS,
+    MEASURED,
+    MODEL_OPTIONS,
+    Place,
+    measured_of,
+    place_options,
+)
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import UsageError
 
@@ -25,116 +33,47 @@ if TYPE_CHECKING:
         "fsdp2prof plan --model llama3-8b --gpus 64 --hardware h100-sxm --global-batch 256 --seq-len 8192"
     ],
 )
-@option(
-    "--model",
-    shell_complete=complete_model,
-    help="Built-in name, config.json, or factory.",
-    group="Model",
-    everyday=True,
-)
+@MODEL.everyday("--model", shell_complete=complete_model, help="Built-in name, config.json, or factory.")
 @CONFIG_OPTIONS[0]
 @CONFIG_OPTIONS[1]
-@option("--layers", type=int, help="Number of blocks, instead of the model's own.", group="Model")
-@option(
-    "--gpus",
-    type=click.IntRange(1),
-    help="Number of GPUs; by default that of --from-config.",
-    group="Cluster",
-    everyday=True,
-)
-@option(
-    "--hardware",
+@MODEL_OPTIONS[1]
+@CLUSTER.everyday("--gpus", type=click.IntRange(1), help="Number of GPUs; by default that of --from-config.")
+@place_options(
+    "Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
     required=True,
-    shell_complete=complete_hardware,
-    help="Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
-    group="Cluster",
-    everyday=True,
+    network="What connects the nodes.  [400gb-ib with several nodes]",
 )
-@option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, group="Cluster")
-@option(
-    "--network",
-    shell_complete=complete_network,
-    help="What connects the nodes.  [400gb-ib with several nodes]",
-    group="Cluster",
-    everyday=True,
-)
-@option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]", group="Cluster")
-@option(
-    "--global-batch",
-    type=click.IntRange(1),
-    help="Sequences of one optimizer step, all ranks.",
-    group="Batch",
-    everyday=True,
-)
-@option(
-    "--seq-len", type=click.IntRange(1), help="Tokens of a sequence [4096].", group="Batch", everyday=True
-)
+@BATCH.everyday("--global-batch", type=click.IntRange(1), help="Sequences of one optimizer step, all ranks.")
+@BATCH.everyday("--seq-len", type=click.IntRange(1), help="Tokens of a sequence [4096].")
 @MEASURED
-@option(
+@SEARCH.everyday(
     "--fix",
     metavar="NAME=VALUE,...",
     default="",
     help="Keep these fixed: mesh dimensions (tp=8), batch_size, grad_accum, ac, reshard, sync, "
     "offload, reduce_dtype, orig_dtype, compile, float8, forward_prefetch, backward_prefetch, pp_schedule, "
     "allocator, expert_shards.",
-    group="Search",
-    everyday=True,
 )
-@option(
-    "--reserve",
-    metavar="SHARE",
-    default="10%",
-    show_default=True,
-    help="Device memory to leave free.",
-    group="Search",
-    everyday=True,
+@SEARCH.everyday("--reserve", metavar="SHARE", default="10%", help="Device memory to leave free.")
+@COST.everyday(
+    "--price", metavar="AMOUNT", help="Price of a GPU-hour, with its currency (2.50USD): adds the cost."
 )
-@option(
-    "--price",
-    metavar="AMOUNT",
-    help="Price of a GPU-hour, with its currency (2.50USD): adds the cost.",
-    group="Cost",
-    everyday=True,
-)
-@option(
+@SEARCH.everyday(
     "--objective",
     type=click.Choice(["tokens", "cost", "memory"]),
     default="tokens",
-    show_default=True,
     help="Most tokens per second, fewest GPU-hours a token, or least memory.",
-    group="Search",
-    everyday=True,
 )
-@option(
-    "--max",
-    "most",
-    type=click.Choice(["batch-size", "seq-len"]),
-    help="Find the largest that fits.",
-    group="Search",
-    everyday=True,
+@SEARCH.everyday(
+    "--max", "most", type=click.Choice(["batch-size", "seq-len"]), help="Find the largest that fits."
 )
-@option(
-    "--min",
-    "fewest",
-    type=click.Choice(["gpus"]),
-    help="Find the fewest, up to --gpus.",
-    group="Search",
-    everyday=True,
+@SEARCH.everyday("--min", "fewest", type=click.Choice(["gpus"]), help="Find the fewest, up to --gpus.")
+@COST("--tokens", metavar="N", help="Tokens of the whole training (15T, 300B): adds its GPU-hours.")
+@COST("--budget", type=float, help="GPU-hours available: adds how many tokens they train.")
+@SEARCH(
+    "--refine", is_flag=True, help="Try prefetching, precision and compilation on the winner, by the engine."
 )
-@option(
-    "--tokens",
-    metavar="N",
-    help="Tokens of the whole training (15T, 300B): adds its GPU-hours.",
-    group="Cost",
-)
-@option("--budget", type=float, help="GPU-hours available: adds how many tokens they train.", group="Cost")
-@option(
-    "--refine",
-    is_flag=True,
-    help="Try prefetching, precision and compilation on the winner, by the engine.",
-    group="Search",
-)
-@option("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.", group="Search")
+@SEARCH("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
 @output_options(brief=True)
 def plan(
     model: str | None,
@@ -142,10 +81,7 @@ def plan(
     overrides: tuple[str, ...],
     layers: int | None,
     gpus: int | None,
-    hardware: str,
-    gpus_per_node: int,
-    network: str | None,
-    nics_per_node: int | None,
+    place: Place,
     global_batch: int | None,
     seq_len: int | None,
     measured: tuple[str, ...],
@@ -169,8 +105,6 @@ def plan(
     question = _question(most, fewest)
     if question is not None and refine:
         raise UsageError("--refine is for a plan, not for --max or --min")
-    from fsdp2prof.estimators.config.cluster import Cluster
-    from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
     from fsdp2prof.estimators.config.measured import Measured
     from fsdp2prof.estimators.planner.request import PlanRequest, parse_fixed
     from fsdp2prof.workflows.estimate import anchors_of, describe
@@ -193,20 +127,15 @@ def plan(
         raise UsageError("plan needs --gpus: all of them together")
     if global_batch is None and most != "batch-size":
         raise UsageError("plan needs --global-batch: sequences of one optimizer step, all ranks together")
-    if network is None and gpus > gpus_per_node:
-        network = "400gb-ib"
-    cluster = Cluster(
-        hardware=HardwareSpec.parse(hardware),
-        gpus_per_node=gpus_per_node,
-        network=None if network is None else NetworkSpec.parse(network),
-        nics_per_node=nics_per_node,
-    )
+    if place.network is None and gpus > place.gpus_per_node:
+        place = replace(place, network="400gb-ib")
+    cluster = place.cluster()
     fixed_mesh, fixed_policy = parse_fixed(fix)
     amount, currency = _price(price)
     known = measured_of(measured, of_memory=False)
     if isinstance(known, Measured) and described.read is None:
         raise UsageError("--measured NAME=NUMBER is of the run of --from-config; name that, or give a file")
-    with output.progress(f"planning {given.model.source} on {gpus:,} x {hardware}") as progress:
+    with output.progress(f"planning {given.model.source} on {gpus:,} x {place.hardware}") as progress:
         notes: list[str] = []
         if known is not None:
             from fsdp2prof.estimators.step import anchored_on

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import RUN, Command
 from fsdp2prof.commands.messages import say
 from fsdp2prof.commands.recording_options import default_run, recording_options, run_directory_options, tell
 from fsdp2prof.errors import Fsdp2ProfError, UsageError
@@ -27,7 +27,7 @@ _WIDTH = 100
         "fsdp2prof try --set reshard=never --set forward_prefetch=2 -o runs/tried -- torchrun train.py",
     ],
 )
-@option(
+@RUN.everyday(
     "--set",
     "texts",
     multiple=True,
@@ -35,43 +35,21 @@ _WIDTH = 100
     help="A candidate: reshard=never|default|always, forward_prefetch=N, backward_prefetch=N, "
     "reduce_scatter_max_input_buffers=N, separate_reduce_scatter_group=yes, sync=last. "
     "[default: those of whatif]",
-    group="Run",
-    everyday=True,
 )
-@option(
+@RUN.everyday(
     "--best",
     type=click.IntRange(1, 16),
     default=3,
-    show_default=True,
     help="Without --set: how many of the changes that whatif predicts a gain for.",
-    group="Run",
-    everyday=True,
 )
-@option(
+@RUN.everyday(
     "--steps",
     type=click.IntRange(8),
     default=240,
-    show_default=True,
     help="Training steps to alternate settings in, at most; fewer where the best is clear.",
-    group="Run",
-    everyday=True,
 )
-@option(
-    "--seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Of the order of the blocks.",
-    group="Run",
-    everyday=True,
-)
-@option(
-    "--changes-results",
-    is_flag=True,
-    help="Allow candidates that change results: sync=last.",
-    group="Run",
-    everyday=True,
-)
+@RUN.everyday("--seed", type=int, default=0, help="Of the order of the blocks.")
+@RUN.everyday("--changes-results", is_flag=True, help="Allow candidates that change results: sync=last.")
 @run_directory_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 def try_(
@@ -138,22 +116,18 @@ def _say_result(path: Path) -> None:
     examples=["fsdp2prof record -o runs/first -- torchrun --nproc-per-node 8 train.py"],
 )
 @run_directory_options
-@option(
+@RUN.everyday(
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
-    show_default=True,
     help="Which node this is, where every node of a run records into the same run directory.",
-    group="Run",
-    everyday=True,
 )
-@option(
+@RUN(
     "--try",
     "candidates",
     multiple=True,
     metavar="NAME=VALUE",
     help="Try another FSDP2 setting between steps, as `fsdp2prof try --set` does; `best` lets whatif choose.",
-    group="Run",
 )
 @recording_options()
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")

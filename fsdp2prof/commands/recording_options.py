@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from fsdp2prof.commands.help import option
+from fsdp2prof.commands.help import RUN, Heading, with_options
 from fsdp2prof.commands.messages import say
 from fsdp2prof.manifest import RecordOptions
 
@@ -25,27 +25,16 @@ __all__ = ["default_run", "recording_options", "run_directory_options", "tell"]
 def run_directory_options(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``-o``, ``-f`` and ``-q``: the run directory, and messages on stderr."""
     given = (
-        option(
+        RUN.everyday(
             "-o",
             "--output",
             type=click.Path(path_type=Path),
             help="Run directory; by default runs/ and the time.",
-            group="Run",
-            everyday=True,
         ),
-        option(
-            "-f",
-            "--force",
-            is_flag=True,
-            help="Record anew into an existing run directory.",
-            group="Run",
-            everyday=True,
-        ),
-        option("-q", "--quiet", is_flag=True, help="No messages on stderr.", group="Run"),
+        RUN.everyday("-f", "--force", is_flag=True, help="Record anew into an existing run directory."),
+        RUN("-q", "--quiet", is_flag=True, help="No messages on stderr."),
     )
-    for one in reversed(given):
-        command = one(command)
-    return command
+    return with_options(given, command)
 
 
 def default_run() -> Path:
@@ -93,13 +82,12 @@ def _option(field: msgspec.inspect.Field) -> Callable[[Any], Any]:
     attributes: dict[str, Any] = {
         "help": described.extra_json_schema["description"],
         "default": field.default,
-        "show_default": field.default is not None,
-        "group": _GROUPS[field.name],
         "everyday": field.name in _EVERYDAY,
     }
+    add = Heading(_GROUPS[field.name])
     if isinstance(field.default, bool):
-        return option(f"{flag}/{flag.replace('--', '--no-', 1)}", **attributes)
-    return option(flag, type=_click_type(described.type), **attributes)
+        return add(f"{flag}/{flag.replace('--', '--no-', 1)}", **attributes)
+    return add(flag, type=_click_type(described.type), **attributes)
 
 
 class _Factor(click.ParamType[float]):
@@ -133,13 +121,10 @@ def recording_options(*, without: Collection[str] = ()) -> Callable[[Callable[..
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @wraps(command)
-        def with_options(**arguments: Any) -> int:
+        def with_recording(**arguments: Any) -> int:
             chosen = {field.name: arguments.pop(field.name) for field in added}
             return command(options=RecordOptions(**chosen), **arguments)
 
-        decorated: Callable[..., int] = with_options
-        for field in reversed(added):
-            decorated = _option(field)(decorated)
-        return decorated
+        return with_options(map(_option, added), with_recording)
 
     return decorate

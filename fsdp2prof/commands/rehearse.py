@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import CLUSTER, Command
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.recording_options import default_run, recording_options, run_directory_options, tell
 from fsdp2prof.errors import UsageError
@@ -18,30 +18,14 @@ from fsdp2prof.manifest import RecordOptions, Rehearsal
     context_settings={"allow_interspersed_args": False},
     examples=["fsdp2prof rehearse --world-size 512 -o runs/r512 -- torchrun --nproc-per-node 8 train.py"],
 )
-@option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    required=True,
-    help="Ranks of the world.",
-    group="Cluster",
-    everyday=True,
-)
-@option(
-    "--rank",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Rank of this process.",
-    group="Cluster",
-    everyday=True,
-)
-@option(
+@CLUSTER.everyday("--world-size", type=click.IntRange(min=1), required=True, help="Ranks of the world.")
+@CLUSTER.everyday("--rank", type=click.IntRange(min=0), default=0, help="Rank of this process.")
+@CLUSTER(
     "--local-world-size",
     type=click.IntRange(min=1),
     help="Ranks per node that the script sees; by default torchrun's --nproc-per-node, else 1.",
-    group="Cluster",
 )
-@option("--meta", is_flag=True, help="Tensors without data: for models that fit nowhere.", group="Cluster")
+@CLUSTER("--meta", is_flag=True, help="Tensors without data: for models that fit nowhere.")
 @run_directory_options
 @recording_options(without=["ranks"])
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")

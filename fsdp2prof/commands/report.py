@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import OUTPUT, Command
 from fsdp2prof.commands.options import JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
 from fsdp2prof.commands.paths import InputPath
@@ -30,7 +30,7 @@ _HEAD = 4096
 @job_options
 @trace_options
 @cluster_options
-@option("--open", "show", is_flag=True, help="Open the page in the browser.", group="Output", everyday=True)
+@OUTPUT.everyday("--open", "show", is_flag=True, help="Open the page in the browser.")
 @output_options("html", beside=True)
 def report(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output, show: bool) -> None:
     """Write a run's report as one offline HTML file.

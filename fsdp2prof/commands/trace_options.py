@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fsdp2prof.commands.completion import complete_hardware
-from fsdp2prof.commands.help import option
+from fsdp2prof.commands.help import ANALYSIS, with_options
 from fsdp2prof.commands.options import numbers_option, refuse_given
 from fsdp2prof.errors import UsageError
 
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job.job_files import JobFiles
 
-cluster_option = option(
+cluster_option = ANALYSIS(
     "--cluster",
     metavar="WHERE",
     callback=lambda _, __, value: value and _cluster_address(value),
     help="Read each rank where a worker is: local, or a Dask scheduler such as tcp://HOST:8786.",
-    group="Analysis",
 )
 """Where ranks are reduced; the command gets ``cluster: str | None``."""
 
@@ -35,46 +34,38 @@ def _cluster_address(value: str) -> str:
 
 
 _OPTIONS = (
-    option(
+    ANALYSIS(
         "--window",
         type=click.Choice(["steps", "trace"]),
         default="steps",
-        show_default=True,
         help="Analyse each training step, or the whole trace as one.",
-        group="Analysis",
     ),
     numbers_option("--steps", "Steps to analyse", everyday=True),
-    option(
+    ANALYSIS.everyday(
         "--tokens-per-step",
         "tokens",
         type=click.IntRange(min=1),
         help="Tokens of a step, all ranks together: adds tokens/s.",
-        group="Analysis",
-        everyday=True,
     ),
-    option(
+    ANALYSIS.everyday(
         "--hardware",
         metavar="NAME",
         shell_complete=complete_hardware,
         help="The accelerator, for example h100-sxm: adds MFU and bandwidth against its peak.",
-        group="Analysis",
-        everyday=True,
     ),
-    option(
+    ANALYSIS(
         "--threshold",
         "thresholds",
         multiple=True,
         metavar="NAME=VALUE",
         help="When a finding is worth reporting, for example min_cost_frac=0.005. May be repeated.",
-        group="Analysis",
     ),
-    option(
+    ANALYSIS(
         "-j",
         "--jobs",
         "workers",
         type=click.IntRange(min=1),
         help="Processes that share the ranks; by default chosen by size.",
-        group="Analysis",
     ),
 )
 
@@ -94,7 +85,7 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options; the command gets one ``options: TraceOptions``, complete."""
 
     @wraps(command)
-    def with_options(
+    def with_trace_options(
         *args: Any,
         window: Window,
         steps: frozenset[int] | None,
@@ -119,10 +110,7 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         }
         command(*args, options=options, **rest)
 
-    decorated: Callable[..., None] = with_options
-    for add in reversed(_OPTIONS):
-        decorated = add(decorated)
-    return decorated
+    return with_options(_OPTIONS, with_trace_options)
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:

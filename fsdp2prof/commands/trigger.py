@@ -6,20 +6,18 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import RUN, Command
 from fsdp2prof.commands.messages import say
 from fsdp2prof.run_directory import recording_folder
 
 
 @click.command(cls=Command, examples=["fsdp2prof trigger runs/first"])
 @click.argument("run", type=click.Path(path_type=Path))
-@option(
+@RUN(
     "--wait",
     type=click.FloatRange(min=0),
     default=30.0,
-    show_default=True,
     help="Seconds to wait until the job says which steps it will record.",
-    group="Run",
 )
 def trigger(run: Path, wait: float) -> int:
     """Ask the job that `fsdp2prof record --on-demand -o RUN` runs for a recording: the same steps of every

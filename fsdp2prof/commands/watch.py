@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.help import Command, option
+from fsdp2prof.commands.help import OUTPUT, SHOWN_PART, Command
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.errors import RunDirectoryError, UsageError
 from fsdp2prof.files import replacing
@@ -23,48 +23,35 @@ _TENSORBOARD = "tensorboard"
 
 @click.command(cls=Command, examples=["fsdp2prof watch runs/first"])
 @click.argument("run", type=click.Path(path_type=Path))
-@option(
+@SHOWN_PART(
     "--window",
     type=click.IntRange(min=1, max=100_000),
     default=50,
-    show_default=True,
     help="Number of latest steps that the medians cover.",
-    group="Shown part",
 )
-@option(
+@SHOWN_PART(
     "--tokens-per-step",
     type=click.IntRange(min=1),
     help="Tokens of a step, all ranks together: adds tokens per second.",
-    group="Shown part",
 )
-@option(
+@SHOWN_PART(
     "--follow/--once",
     default=None,
     help="Refresh until the job ends, or show it once; by default refresh on a terminal.",
-    group="Shown part",
 )
-@option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=2.0,
-    show_default=True,
-    help="Seconds between views.",
-    group="Shown part",
-)
-@option(
+@SHOWN_PART("--interval", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between views.")
+@OUTPUT(
     "--openmetrics",
     "metrics",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Keep the numbers in a file that a node exporter reads, as OpenMetrics text.",
-    group="Output",
 )
-@option(
+@OUTPUT(
     "--log",
     "tracker",
     type=click.Choice(TRACKERS),
     help="Log the numbers of each view to a tracker, by step; tensorboard's go into RUN/tensorboard.",
-    group="Output",
 )
 @output_options()
 def watch(

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware, complete_network
-from fsdp2prof.commands.help import Command, option
-from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, refuse_given
+from fsdp2prof.commands.help import ANALYSIS, CLUSTER, Command
+from fsdp2prof.commands.options import (
+    IN_A_NODE,
+    JobChoice,
+    Place,
+    job_options,
+    numbers_option,
+    place_options,
+    refuse_given,
+)
 from fsdp2prof.commands.output import Output, output_options
 from fsdp2prof.commands.paths import InputPath
 
@@ -23,7 +30,7 @@ from fsdp2prof.commands.paths import InputPath
     ],
 )
 @click.argument("path", metavar="RUN", type=InputPath())
-@option(
+@ANALYSIS.everyday(
     "--set",
     "settings",
     multiple=True,
@@ -31,40 +38,20 @@ from fsdp2prof.commands.paths import InputPath
     help="A change; several are made together: reshard=never|default|always, sync=last, "
     "forward_prefetch=N, backward_prefetch=N, reduce_dtype=bfloat16, separate_reduce_scatter_group=yes, "
     "bandwidth=2x, compute=1.2x, mesh=dp_replicate=2,dp_shard=8.",
-    group="Analysis",
-    everyday=True,
 )
-@option(
+@ANALYSIS.everyday(
     "--without",
     multiple=True,
     metavar="WHAT",
     help="A cause to leave out: host_syncs, data_loader, straggler:RANK (straggler:2,3).",
-    group="Analysis",
-    everyday=True,
 )
-@option(
-    "--hardware",
-    shell_complete=complete_hardware,
-    help="The recorded accelerator, for another mesh (h100-sxm), or a file that describes it.",
-    group="Cluster",
-    everyday=True,
-)
-@option("--gpus-per-node", type=click.IntRange(1), default=8, show_default=True, group="Cluster")
-@option(
-    "--network",
-    shell_complete=complete_network,
-    help="What connects the nodes (400gb-ib).",
-    group="Cluster",
-    everyday=True,
-)
-@option("--nics-per-node", type=click.IntRange(1), help="[one a GPU]", group="Cluster")
-@option(
+@place_options("The recorded accelerator, for another mesh (h100-sxm), or a file that describes it.")
+@CLUSTER(
     "--measured",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="For another mesh: a CSV or YAML file of measured runs, each with model, mesh, options and step_ms, "
     "tokens_per_s_per_gpu or mfu. The cluster's speeds are corrected by them.",
-    group="Cluster",
 )
 @job_options
 @numbers_option("--steps", "Traced steps to run again")
@@ -74,10 +61,7 @@ def whatif(
     *,
     settings: tuple[str, ...],
     without: tuple[str, ...],
-    hardware: str | None,
-    gpus_per_node: int,
-    network: str | None,
-    nics_per_node: int | None,
+    place: Place,
     measured: Path | None,
     choice: JobChoice,
     steps: frozenset[int] | None,
@@ -90,25 +74,16 @@ def whatif(
     """
     if not any(text.startswith("mesh=") for text in settings):
         because = "only another mesh (--set mesh=...) needs to know the cluster"
-        refuse_given(
-            *("--hardware", "--gpus-per-node", "--network", "--nics-per-node", "--measured"), because=because
-        )
-    elif hardware is None:
+        refuse_given("--hardware", *IN_A_NODE, "--measured", because=because)
+    elif place.hardware is None:
         because = "without --hardware the run is on CPUs"
-        refuse_given("--gpus-per-node", "--network", "--nics-per-node", "--measured", because=because)
+        refuse_given(*IN_A_NODE, "--measured", because=because)
     with output.progress(f"running {path} again"):
-        from fsdp2prof.estimators.config.cluster import Cluster
-        from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
         from fsdp2prof.workflows.whatif import what_if
 
         cluster = None
-        if hardware is not None:
-            cluster = Cluster(
-                hardware=HardwareSpec.parse(hardware),
-                gpus_per_node=gpus_per_node,
-                network=None if network is None else NetworkSpec.parse(network),
-                nics_per_node=nics_per_node,
-            )
+        if place.hardware is not None:
+            cluster = place.cluster()
         note = None
         if cluster is not None and measured is not None:
             from fsdp2prof.workflows.estimate import corrected
