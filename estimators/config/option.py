@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from fsdp2prof.errors import ModelError
@@ -87,6 +88,15 @@ def option(
         default=default, kind=kind, help=help, group=group, everyday=everyday, memory_only=memory_only
     )
     return field(default=default, metadata={_KEY: declared})
+
+
+of_batch = partial(option, group="Batch")
+of_sharding = partial(option, group="Sharding")
+of_precision = partial(option, group="Precision")
+of_checkpointing = partial(option, group="Checkpointing")
+of_training = partial(option, group="Training")
+of_parallelism = partial(option, group="Parallelism")
+of_software = partial(option, group="Software")
 
 
 def options_of(specification: Any) -> dict[str, Option]:
