@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.large_run import large_run
 from support.plans import small_plan
@@ -54,6 +56,17 @@ def test_the_short_form_names_what_the_long_one_has() -> None:
         assert len(alone.splitlines()) < len(full.splitlines())
     with pytest.raises(UsageError, match=r"--section nothing: the sections here are .*communication"):
         rendered(run, section="nothing")
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_late_rank_is_named_where_the_ledger_names_it(told: bool) -> None:
+    run = run_analysis()
+    assert run.trace is not None
+    assert run.trace.ledger is not None
+    entry = replace(run.trace.ledger.entries[0], cause="late_rank", rank=1, told=told, ns=2e6)
+    trace = replace(run.trace, ledger=replace(run.trace.ledger, entries=[entry]))
+    text = rendered(replace(run, trace=trace), brief=True)
+    assert ("rank 1 is late: 2.00 ms of a mean step" in text) == told
 
 
 def test_markdown_is_tables_without_html() -> None:

@@ -83,6 +83,20 @@ def test_a_scheduler_made_after_fully_shard(start):
     assert len(steps) == 3
 
 
+def test_a_scheduler_made_before_fully_shard(start):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    fully_shard(model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    steps = start(model)
+    for _ in range(3):
+        loss(model).backward()
+        optimizer.step()
+        scheduler.step()
+    assert len(steps) == 3
+
+
 def test_two_models_and_two_optimizers_make_one_step(start):
     first, second = wrapped(), wrapped()
     steps = start(first, second)

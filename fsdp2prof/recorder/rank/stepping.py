@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -84,6 +86,9 @@ class OptimizerWatch:
             step = owner.__dict__.get("step")
             if step is not None and getattr(step, "hooked", False):
                 self._replace(owner, "step", self._around(step))
+        for optimizer in _with_own_step():
+            enter = partial(self._enter_own, ref(optimizer))
+            optimizer.step = guard.around("recording", optimizer.step, enter)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Put back what was wrapped; wrappers that live on (in a learning rate scheduler) do nothing."""
@@ -107,10 +112,24 @@ class OptimizerWatch:
         self._depth += 1
         return self._leave
 
+    def _enter_own(
+        self, owner: ReferenceType[Optimizer], *_: Any, **__: Any
+    ) -> Callable[[bool, Any], None] | None:
+        return self._enter(owner())
+
     def _leave(self, returned: bool, _: Any) -> None:
         self._depth -= 1
         if returned and not self._depth:
             self._on_step(torch._C._current_graph_task_id() != -1)
+
+
+def _with_own_step() -> list[Optimizer]:
+    """Return the optimizers whose ``step`` was replaced on the instance.
+
+    A learning rate scheduler does that: it keeps the class's function, so wrapping the class afterwards
+    does not reach it. The type is asked because ``__class__`` of a proxy may run the training's code.
+    """
+    return [one for one in gc.get_objects() if issubclass(type(one), Optimizer) and "step" in vars(one)]
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

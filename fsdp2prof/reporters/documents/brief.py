@@ -24,7 +24,7 @@ __all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
 _CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 7, 4, 10, 6, 4
 
 _WORTH_A_ROW = 0.01
-"""Fraction of a step from which lost time, or waiting for a rank, has a row."""
+"""Fraction of a step from which lost time has a row."""
 
 _ALIKE = 1.05
 """Peaks and steps of ranks that differ by less are alike."""
@@ -198,17 +198,12 @@ def _ranks(analysis: RunAnalysis) -> list[Section]:
 
 
 def _late(trace: TraceAnalysis) -> list[str]:
-    """Name the late ranks that the others wait for by a part of a step that matters."""
-    late = trace.cross_rank.late
-    outside = 0 if late is None else (late.compared - len(late.ranks)) * late.steps
-    if late is None or not outside:
-        return []
-    waits = {one.rank: one.wait_caused_ns / outside for one in late.ranks}
-    least = _WORTH_A_ROW * (trace.totals.step_ns or 0.0)
+    """Name the late ranks that the ledger reports."""
+    entries = () if trace.ledger is None else trace.ledger.entries
     return [
-        f"rank {rank} is late: the others wait {show_ns(wait)} a step for it"
-        for rank, wait in waits.items()
-        if wait > least
+        f"rank {one.rank} is late: {show_ns(one.ns)} of a mean step of all ranks"
+        for one in entries
+        if one.told and one.rank is not None and one.cause in ("late_rank", "data_loader")
     ]
 
 
