@@ -213,8 +213,6 @@ class Link:
 class Document:
     """A result laid out."""
 
-    kind: str
-    """Of the result, from its schema: ``trace``, ``memory``, ``run_analysis``, ``compare``, ..."""
     title: str
     subtitle: str = ""
     verdict: Sequence[str] = ()
@@ -224,7 +222,7 @@ class Document:
     numbers: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     warnings: Sequence[str] = ()
-    result: Any
+    result: Any = None
     """What it was made from, which is also its JSON."""
     data: Sequence[Table] = field(default=())
     """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""

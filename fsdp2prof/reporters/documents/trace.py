@@ -66,15 +66,11 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         [*findings_section(analysis.findings, analysis.advice, analysis.verdict), *trace_sections(analysis)]
     )
     return Document(
-        kind="trace",
         title=f"Trace of {_who(analysis)}",
         subtitle=_what(analysis) + (f"; only {analysis.focus}" if analysis.focus else ""),
-        verdict=analysis.verdict,
         changes=changes,
         numbers=trace_numbers(analysis),
         sections=sections,
-        warnings=analysis.warnings,
-        result=analysis,
         data=trace_data(analysis),
         places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),
