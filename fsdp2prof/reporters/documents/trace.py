@@ -34,16 +34,6 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name
 
-__all__ = [
-    "arrivals_title",
-    "layers_title",
-    "step_title",
-    "trace_data",
-    "trace_document",
-    "trace_numbers",
-    "trace_sections",
-]
-
 _STATES_NAMED = 4
 _PARTS_NAMED = 3
 _SIZES = 5
