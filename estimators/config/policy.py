@@ -15,7 +15,6 @@ from fsdp2prof.estimators.config.choices import (
     Allocator,
     Attention,
     CheckpointingMode,
-    Chunked,
     Documents,
     Every,
     ExpertShards,
@@ -30,7 +29,6 @@ from fsdp2prof.estimators.config.choices import (
     Prefetch,
     Reshard,
     ReshardRule,
-    Sync,
     VarlenDocuments,
     base_of,
 )
@@ -81,21 +79,7 @@ from fsdp2prof.estimators.config.pipeline import (
     stages_of,
 )
 from fsdp2prof.estimators.torch_rules import TorchRules, torch_rules
-
-__all__ = [
-    "ActivationCheckpointing",
-    "Allocator",
-    "Attention",
-    "CheckpointingMode",
-    "Chunked",
-    "Every",
-    "ExpertShards",
-    "Float8",
-    "Loss",
-    "Norm",
-    "PolicySpec",
-    "dtype_bytes",
-]
+from fsdp2prof.schedule import Sync
 
 _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""

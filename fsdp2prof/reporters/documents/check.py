@@ -17,9 +17,7 @@ _ROWS = 16
 def check_document(check: RunCheck) -> Document:
     """Lay out a checked run."""
     return Document(
-        kind="check",
         title="Check of a run",
-        verdict=check.verdict,
         numbers=[
             KeyFigure(value="passed" if check.passed else "failed", label="check"),
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
@@ -29,8 +27,6 @@ def check_document(check: RunCheck) -> Document:
             *c.section("checks", "Checks", check_table(check.checks)),
             *c.section("unsharded", _WHOLE, _unsharded(check.unsharded)),
         ],
-        warnings=check.warnings,
-        result=check,
     )
 
 
@@ -61,10 +57,8 @@ def environment_check_document(check: EnvironmentCheck) -> Document:
     """Lay out an environment check."""
     gathers, *transports = _communication(check)
     return Document(
-        kind="environment_check",
         title="Check of an environment",
         subtitle=" ".join(check.command),
-        verdict=check.verdict,
         numbers=[
             KeyFigure(value="passed" if check.passed else "failed", label="check"),
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
@@ -75,8 +69,6 @@ def environment_check_document(check: EnvironmentCheck) -> Document:
             Section(anchor="communication", title="Communication", blocks=[gathers, *transports]),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(check)]),
         ],
-        warnings=check.warnings,
-        result=check,
     )
 
 

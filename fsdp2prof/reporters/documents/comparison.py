@@ -44,9 +44,7 @@ def comparison_document(comparison: RunComparison) -> Document:
     """Lay out both sides and their settings, then time, communication and memory."""
     before, after = _names(comparison)
     return Document(
-        kind="compare",
         title="What changed",
-        verdict=comparison.verdict,
         numbers=_numbers(comparison),
         sections=[
             Section(
@@ -72,8 +70,6 @@ def comparison_document(comparison: RunComparison) -> Document:
                 blocks=[Sentences(title="Exactly equal", lines=comparison.equalities, style="list")],
             ),
         ],
-        warnings=comparison.warnings,
-        result=comparison,
         data=[_changes(comparison)],
     )
 
@@ -334,10 +330,8 @@ def baseline_document(baseline: Baseline) -> Document:
         facts["unrecorded step"] = f"{show_ns(baseline.unrecorded_step.median_ns)} (median)"
     title = "What is kept"
     return Document(
-        kind="baseline",
         title="Baseline",
         sections=c.section("baseline", title, Facts(title=title, pairs=facts), *_tables(baseline)),
-        result=baseline,
     )
 
 

@@ -126,10 +126,8 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     """Lay out a memory estimate: the peak, whether it fits, its contents, and changes that would lower it."""
     remedies = remedy_table("What would lower it", estimate.remedies)
     return Document(
-        kind="memory_estimate",
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
-        verdict=estimate.verdict,
         numbers=_memory_numbers(estimate),
         sections=[
             *config_section(estimate.config),
@@ -152,7 +150,6 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
             _given(estimate),
             *_tried(estimate),
         ],
-        result=estimate,
     )
 
 
@@ -283,10 +280,8 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
     total = estimate.total
     less = "Changes that send less"
     return Document(
-        kind="comm_estimate",
         title=f"Communication of one rank of {estimate.model.name} in one step",
         subtitle=_subtitle(estimate),
-        verdict=estimate.verdict,
         numbers=[
             KeyFigure(value=format_bytes(total.wire_bytes), label="sent by a rank in a step"),
             KeyFigure(value=format_bytes(total.payload_bytes), label="payload"),
@@ -305,7 +300,6 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             *c.section("advice", less, Sentences(title=less, lines=estimate.advice, style="list")),
             _given(estimate),
         ],
-        result=estimate,
         data=[c.data("groups", "Collectives", CommRow, estimate.groups, leave="layers")],
     )
 
@@ -406,14 +400,11 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
         remarks=[f"Time at {show_gb_per_s(bandwidth)} GB/s for each rank that writes."] if bandwidth else [],
     )
     return Document(
-        kind="checkpoint_estimate",
         title=f"Checkpoint of {estimate.model.name}",
         subtitle=_subtitle(estimate),
-        verdict=estimate.verdict,
         sections=[
             *config_section(estimate.config),
             Section(anchor="sizes", title="Sizes", blocks=[sizes]),
             _given(estimate),
         ],
-        result=estimate,
     )

@@ -38,9 +38,7 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
     tables = comparison_tables(comparison)
     blocks: list[Block] = [*comparison_charts(comparison), *tables] if tables else []
     return Document(
-        kind="memory_comparison",
         title="Memory at the peak, before and after",
-        verdict=comparison.verdict,
         numbers=[
             KeyFigure(value=format_bytes(before.allocated_bytes), label="before"),
             KeyFigure(value=format_bytes(after.allocated_bytes), label="after"),
@@ -50,7 +48,6 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
             *(Section(anchor="compared", title=facts.title, blocks=[facts]) for facts in named),
             *([Section(anchor="change", title="What changed", blocks=blocks)] if blocks else []),
         ],
-        result=comparison,
         data=[_changes(comparison)],
     )
 

@@ -35,13 +35,10 @@ def packing_estimate_document(estimate: PackingEstimate) -> Document:
     assumed = Sentences(title="Assumptions", lines=estimate.assumptions, style="list")
     methods = c.table("methods", "By method", columns, estimate.methods)
     return Document(
-        kind="packing_estimate",
         title="Packing",
         subtitle=f"sequences of {format_count(estimate.seq_len)} tokens, batches of {estimate.batch_size}",
-        verdict=estimate.verdict,
         sections=[
             Section(anchor="methods", title="Padding", blocks=[methods]),
             Section(anchor="given", title=what, blocks=[Facts(title=what, pairs=given), assumed]),
         ],
-        result=estimate,
     )

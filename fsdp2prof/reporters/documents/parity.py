@@ -19,10 +19,8 @@ def parity_document(parity: ParityCheck) -> Document:
     title = "What differs"
     hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
     return Document(
-        kind="parity",
         title=f"Parity of {parity.model}",
         subtitle=parity.mesh,
-        verdict=parity.verdict,
         numbers=[
             KeyFigure(value="passed" if parity.passed else "failed", label="parity"),
             KeyFigure(value=f"{parity.world_size:,}", label="ranks"),
@@ -31,8 +29,6 @@ def parity_document(parity: ParityCheck) -> Document:
             *c.section("differing", title, _rows("differing", title, wrong), hint),
             Section(anchor="steps", title="Steps", blocks=[_steps(parity)]),
         ],
-        warnings=parity.warnings,
-        result=parity,
         data=[_rows("tensors", "Tensors", parity.rows)],
     )
 

@@ -28,10 +28,8 @@ _ROWS = 24
 def sharding_document(sharding: ShardingMap) -> Document:
     """Lay out who holds what."""
     return Document(
-        kind="sharding",
         title=f"Sharding of {sharding.source}",
         subtitle="; ".join(mesh.mesh for mesh in sharding.meshes),
-        verdict=sharding.verdict,
         numbers=[
             KeyFigure(value=show_bytes(sharding.bytes), label="parameters"),
             KeyFigure(value=show_bytes(sharding.padding_bytes), label="padding"),
@@ -42,8 +40,6 @@ def sharding_document(sharding: ShardingMap) -> Document:
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(sharding)]),
             Section(anchor="redistribution", title="Redistribution", blocks=[_redistributions(sharding)]),
         ],
-        warnings=sharding.warnings,
-        result=sharding,
     )
 
 
@@ -138,10 +134,8 @@ def checkpoint_document(checkpoint: CheckpointMap) -> Document:
     model = checkpoint.model
     compared = Section(anchor="model", title=_MODEL, blocks=[_differences(model)]) if model else None
     return Document(
-        kind="checkpoint",
         title="Distributed checkpoint",
         subtitle=checkpoint.path,
-        verdict=checkpoint.verdict,
         numbers=[
             KeyFigure(value=show_bytes(checkpoint.tensor_bytes), label="tensors"),
             KeyFigure(value=show_bytes(checkpoint.bytes), label="files"),
@@ -151,8 +145,6 @@ def checkpoint_document(checkpoint: CheckpointMap) -> Document:
             Section(anchor="entries", title="Entries", blocks=[_entries(checkpoint.entries)]),
             Section(anchor="files", title="Files", blocks=[_files(checkpoint.files)]),
         ],
-        warnings=checkpoint.warnings,
-        result=checkpoint,
     )
 
 

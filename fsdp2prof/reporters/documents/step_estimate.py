@@ -16,10 +16,8 @@ from fsdp2prof.vocabulary import KERNEL_BOUNDS
 def step_estimate_document(estimate: StepEstimate) -> Document:
     """Lay out a step estimate."""
     return Document(
-        kind="estimate.step",
         title="Step time",
         subtitle=_what(estimate),
-        verdict=estimate.verdict,
         numbers=_numbers(estimate),
         sections=[
             *config_section(estimate.config),
@@ -34,7 +32,6 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
                 ],
             ),
         ],
-        result=estimate,
         data=trace_data(estimate.trace),
     )
 
