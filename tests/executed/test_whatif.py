@@ -35,7 +35,7 @@ from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.what_if import WhatIf
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
-from fsdp2prof.workflows.ranks.trace_file import write_trace
+from fsdp2prof.workflows.saved_estimates import write_trace
 from fsdp2prof.workflows.whatif import what_if
 
 SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}

@@ -21,8 +21,8 @@ from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.open_metrics import open_metrics, tracker_scalars
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
+from fsdp2prof.workflows.exports.chakra import export_tables
 from fsdp2prof.workflows.exports.perfetto import export_perfetto
-from fsdp2prof.workflows.exports.tables import export_tables
 from fsdp2prof.workflows.job.job_files import open_job
 
 SKEWS = (0, 52_000, -9_000)
