@@ -20,10 +20,9 @@ from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.trace.timeline import compute_slices
 from fsdp2prof.errors import UsageError
 from fsdp2prof.results.communication import Attribution, GroupRow
-from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
 from fsdp2prof.results.run import RunAnalysis
-from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.timeline import Focus, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import layer_name
 

@@ -36,7 +36,7 @@ from fsdp2prof.estimators.config.measured import Measured, fitted
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.ranges import range_end
+from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.estimators.config.stacks import with_stack
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.catalog import builtin_config

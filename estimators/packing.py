@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.results.packing import PackingEstimate, PackingMethod
+from fsdp2prof.results.estimate import PackingEstimate, PackingMethod
 from fsdp2prof.units import format_count, format_frac
 
 

@@ -29,10 +29,9 @@ from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tenso
 from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
 from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
-from fsdp2prof.estimators.timeline.compiled import compiled
 from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
 from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8 import with_float8
+from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
 from fsdp2prof.estimators.timeline.micro_batches import (
     captured_policy,
     for_all_micro_batches,
@@ -44,9 +43,8 @@ from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simul
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.step_notes import assumptions_of
 from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, range_of
-from fsdp2prof.results.estimate import EstimatedModel
+from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
-from fsdp2prof.results.step_estimate import HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables import Trace
 from fsdp2prof.units import format_frac, format_ns, plural

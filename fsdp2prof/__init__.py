@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from fsdp2prof.results.estimate import CheckpointEstimate as CheckpointEstimate
     from fsdp2prof.results.estimate import CommEstimate as CommEstimate
     from fsdp2prof.results.estimate import MemoryEstimate as MemoryEstimate
+    from fsdp2prof.results.estimate import StepEstimate as StepEstimate
     from fsdp2prof.results.memory import MemoryAnalysis as MemoryAnalysis
     from fsdp2prof.results.plan import Plan as Plan
     from fsdp2prof.results.run import RunAnalysis as RunAnalysis
-    from fsdp2prof.results.step_estimate import StepEstimate as StepEstimate
     from fsdp2prof.results.trace import TraceAnalysis as TraceAnalysis
     from fsdp2prof.results.what_if import WhatIf as WhatIf
     from fsdp2prof.workflows.references import references as references
@@ -67,11 +67,10 @@ _HOMES = {
     "fsdp2prof.estimators.step": ("estimate_step",),
     "fsdp2prof.recorder": ("Recorder",),
     "fsdp2prof.results.comparison": ("RunComparison",),
-    "fsdp2prof.results.estimate": ("CheckpointEstimate", "CommEstimate", "MemoryEstimate"),
+    "fsdp2prof.results.estimate": ("CheckpointEstimate", "CommEstimate", "MemoryEstimate", "StepEstimate"),
     "fsdp2prof.results.memory": ("MemoryAnalysis",),
     "fsdp2prof.results.plan": ("Plan",),
     "fsdp2prof.results.run": ("RunAnalysis",),
-    "fsdp2prof.results.step_estimate": ("StepEstimate",),
     "fsdp2prof.results.trace": ("TraceAnalysis",),
     "fsdp2prof.results.what_if": ("WhatIf",),
     "fsdp2prof.workflows.references": ("references",),

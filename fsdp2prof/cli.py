@@ -55,7 +55,7 @@ _VERBS = {
         "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra.",
     ),
     "mcp": ("fsdp2prof.commands.mcp:mcp", "Serve the verbs to an agent, by the Model Context Protocol."),
-    "skill": ("fsdp2prof.commands.skill:skill", "Print the page that teaches an agent to use the commands."),
+    "skill": ("fsdp2prof.commands.mcp:skill", "Print the page that teaches an agent to use the commands."),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

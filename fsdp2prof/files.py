@@ -6,12 +6,37 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
+
+_watcher: ContextVar[Callable[[int, int], None] | None] = ContextVar("fsdp2prof_progress", default=None)
+
+
+@contextmanager
+def watched(watcher: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``watcher(done, of)`` as the work inside goes on."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def counted(results: Iterable[T], of: Sized) -> Iterator[T]:
+    """Pass results on as they come, and tell how many of them there are; one alone is not worth telling."""
+    watcher, total = _watcher.get(), len(of)
+    for done, result in enumerate(results, 1):
+        if watcher is not None and total > 1:
+            watcher(done, total)
+        yield result
+
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """How Python keeps a byte that it could not decode."""

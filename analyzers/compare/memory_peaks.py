@@ -11,7 +11,7 @@ from fsdp2prof.analyzers.memory.peak import describe_peak
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
 from fsdp2prof.analyzers.memory.stacks import own_frame
 from fsdp2prof.analyzers.memory.wording import comparison_verdict
-from fsdp2prof.results.memory_comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta
+from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta
 from fsdp2prof.results.peak import Peak
 
 _Key = TypeVar("_Key", bound=Hashable)

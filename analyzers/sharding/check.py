@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 
-from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
+from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.recorded import RecordedGroup, group_key, shard_dim
 from fsdp2prof.analyzers.sharding.run_evidence import (

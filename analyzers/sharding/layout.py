@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
 from fsdp2prof.results.sharding import (
     ParameterSharding,
     RankShare,
@@ -17,6 +16,18 @@ from fsdp2prof.results.sharding import (
 )
 from fsdp2prof.tables.sharding import ParameterLayout, ShardingTable, ShardMesh
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
+
+
+def chunk_rows(size: int, shards: int) -> int:
+    """Rows of a full shard, to which the others are padded."""
+    return -(-size // shards)
+
+
+def rows_of_shard(size: int, shards: int, shard: int) -> tuple[int, int]:
+    """First row and number of rows of one shard; an empty one begins at the end."""
+    rows = chunk_rows(size, shards)
+    first = min(shard * rows, size)
+    return first, min(rows, size - first)
 
 
 def lay_out_shards(table: ShardingTable) -> ShardingMap:

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from fsdp2prof.results.parity import ParityCheck, ParityRow, ParityStep
+from fsdp2prof.results.check import ParityCheck, ParityRow, ParityStep
 from fsdp2prof.tables.probes import Measured, ParityMeasurements
 from fsdp2prof.units import plural
 

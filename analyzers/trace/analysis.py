@@ -26,7 +26,6 @@ from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace import overlap
 from fsdp2prof.analyzers.trace.accounting import breakdown
 from fsdp2prof.analyzers.trace.charges import rank_charges
-from fsdp2prof.analyzers.trace.data_loader import loading
 from fsdp2prof.analyzers.trace.flops import step_flops
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
@@ -35,7 +34,7 @@ from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows, oper
 from fsdp2prof.analyzers.trace.pace import layer_paces
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, transfer_ns, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
-from fsdp2prof.analyzers.trace.spans import RankSpans, rank_spans
+from fsdp2prof.analyzers.trace.spans import RankSpans, loading, rank_spans
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.trace.timeline import RankSteps, step_timeline
 from fsdp2prof.analyzers.unrecorded import unrecorded_step

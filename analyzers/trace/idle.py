@@ -11,8 +11,8 @@ from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import runtime_calls
-from fsdp2prof.analyzers.trace.data_loader import loading
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.spans import loading
 from fsdp2prof.tables import IntArray
 
 

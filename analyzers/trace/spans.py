@@ -12,11 +12,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2prof.analyzers.trace.data_loader import loading
+from fsdp2prof.analyzers import intervals
+from fsdp2prof.analyzers.intervals import Intervals
+from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.kernel_names import kernel_name
-from fsdp2prof.tables import BoolArray, IntArray, Strings, Table, concat_tables
+from fsdp2prof.tables import BoolArray, IntArray, PhaseTable, Strings, Table, Trace, concat_tables
 from fsdp2prof.vocabulary import LANES
+
+NEXT_BATCH = "enumerate(DataLoader)#"
+"""Prefix of the range that torch's ``DataLoader`` puts around getting a batch
+(``torch/utils/data/dataloader.py``)."""
+
+
+def loading(trace: Trace, phases: PhaseTable) -> Intervals:
+    """Return when a thread that trains was getting a batch from a ``DataLoader``, in host time."""
+    labels, rows = trace.labels, loading_rows(trace, phases)
+    return intervals.union(labels.start_ns[rows], labels.end_ns[rows])
+
+
+def loading_rows(trace: Trace, phases: PhaseTable) -> IntArray:
+    """Return the rows of the labels in which a thread that trains was getting a batch.
+
+    Loaders that other threads ask ahead of need hold nothing up by themselves.
+    """
+    labels = trace.labels
+    steps = labels.name.matches(lambda name: name.startswith(STEP_LABEL))
+    training = phases.phase.equals("forward") | phases.phase.equals("optimizer")
+    threads = np.union1d(labels.thread[steps], phases.thread[training])
+    asked = labels.name.matches(lambda name: name.startswith(NEXT_BATCH))
+    return np.flatnonzero(asked & np.isin(labels.thread, threads))
+
 
 _STEPS = 4
 """Steps whose spans are kept until all ranks are there and one is chosen: the last ones."""

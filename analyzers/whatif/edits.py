@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fsdp2prof.analyzers.trace.data_loader import NEXT_BATCH
+from fsdp2prof.analyzers.trace.spans import NEXT_BATCH
 from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
 from fsdp2prof.labels import is_root, parse_label
 from fsdp2prof.schedule import prefetched_by, stays_gathered

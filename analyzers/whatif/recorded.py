@@ -15,8 +15,8 @@ from fsdp2prof.analyzers.phases import transfer_rows
 from fsdp2prof.analyzers.ranks.comparison import match
 from fsdp2prof.analyzers.ranks.matching import match_collectives
 from fsdp2prof.analyzers.ranks.summary import RankSummary
-from fsdp2prof.analyzers.trace.data_loader import loading_rows
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import compute_stream
 from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram, Role
 from fsdp2prof.labels import parse_label

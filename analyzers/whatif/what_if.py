@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from fsdp2prof.analyzers.ledger.replayed import with_replays
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
@@ -58,22 +57,6 @@ class RecordedRank:
     tables: RankTables
     program: RankProgram
     analysis: RankAnalysis
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gain:
-    """What a change to a recorded run gives back."""
-
-    ns: float
-    """Of a mean step; negative is lost."""
-    basis: Literal["replay", "bound"]
-    """Replayed, or no more than this."""
-    change: str
-    """As it is written on the command line: ``sync=last``, ``without straggler:3``."""
-    reason: str | None = None
-    """Why it could not be replayed; None where it was."""
-    memory_bytes: int | None = None
-    """More memory at the peak of one rank, at most; None is not known."""
 
 
 def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Job:
@@ -153,19 +136,6 @@ def try_single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[WhatIfC
     alone = max((row.gained_ns or 0.0 for row in rows if _late_ranks(row) == 1), default=0.0)
     rows = [row for row in rows if _late_ranks(row) < 2 or (row.gained_ns or 0.0) > alone * _CLEARLY_MORE]
     return sorted(rows, key=lambda row: -row.gained_ns if row.gained_ns is not None else float("inf"))
-
-
-def gain_of(job: Job, change: str, bound_ns: float) -> Gain:
-    """Return what a mean step gains by a change, as it is written on the command line.
-
-    By replay where the change applies to this recording; else ``bound_ns``, the most that it can be, with the
-    reason. A replay never gains more than the busiest stream and the host's own work leave.
-    Raises ``UsageError`` for a change that is not known.
-    """
-    _, row = _try(job, _parsed(change), run(job))
-    if row.gained_ns is None:
-        return Gain(ns=bound_ns, basis="bound", change=change, reason=row.reason)
-    return Gain(ns=row.gained_ns, basis="replay", change=change, memory_bytes=row.memory_bytes)
 
 
 def _late_ranks(row: WhatIfChange) -> int:

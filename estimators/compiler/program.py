@@ -34,7 +34,7 @@ from fsdp2prof.estimators.compiler.graph import (
     reduced,
     value_of,
 )
-from fsdp2prof.estimators.compiler.launches import launched
+from fsdp2prof.estimators.compiler.graphs import launched
 
 _READS_WORTH_KEEPING = 4
 """``config.realize_reads_threshold``: tensors that a loop reads, beyond which it is not computed twice."""

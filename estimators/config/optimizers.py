@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.user_code import current_directory_importable
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+
+@contextmanager
+def current_directory_importable() -> Iterator[None]:
+    """Also search modules in the current directory, as ``python -m`` does."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
 
 OptimizerImpl = Literal["foreach", "fused", "for-loop"]
 

@@ -28,21 +28,6 @@ _LONGEST = 4096
 _FACTORY = re.compile(r"[\w.]{1,200}:\w{1,100}")
 _KEY = "option"
 
-GROUPS = (
-    "Model",
-    "Run",
-    "Batch",
-    "Sharding",
-    "Precision",
-    "Checkpointing",
-    "Training",
-    "Parallelism",
-    "Software",
-    "Cluster",
-    "Output",
-)
-"""Headings of options, in the order in which help and answers list them."""
-
 
 class Kind(Protocol):
     """What values an option takes."""
@@ -64,7 +49,7 @@ class Option:
     help: str
     """One sentence, without the default."""
     group: str
-    """One of :data:`GROUPS`: the heading that the option is listed under, in help and in answers."""
+    """The heading that the option is listed under, in help and in answers."""
     everyday: bool = False
     """Whether the short help lists it."""
     memory_only: bool = False

@@ -32,8 +32,13 @@ from fsdp2prof.estimators.config.choices import (
     VarlenDocuments,
     base_of,
 )
-from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels, ExtraModelsText
-from fsdp2prof.estimators.config.image_size import ImageSize, ImageSizeText
+from fsdp2prof.estimators.config.extra_models import (
+    ExtraModel,
+    ExtraModels,
+    ExtraModelsText,
+    ImageSize,
+    ImageSizeText,
+)
 from fsdp2prof.estimators.config.lora import Lora, LoraText
 from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.config.optimizers import (

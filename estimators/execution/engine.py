@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +43,6 @@ from fsdp2prof.estimators.execution.fake_world import (
     tensor_parallel_mesh,
 )
 from fsdp2prof.estimators.execution.host_offload import host_memory
-from fsdp2prof.estimators.execution.kernels import attention_kernel, choose_norm
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
@@ -53,8 +53,10 @@ from fsdp2prof.estimators.execution.second_models import (
 )
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
 from fsdp2prof.estimators.models.build import build_model
+from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers
 from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
+from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import PackedLinear
 from fsdp2prof.estimators.traffic.parts import part_of
@@ -63,6 +65,30 @@ from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
+
+
+def attention_kernel(policy: PolicySpec) -> AbstractContextManager[object]:
+    """Run ``scaled_dot_product_attention`` as separate operators where the policy says math.
+
+    Everything else is executed as the host's flash attention, whose results have the same sizes; packed
+    documents one by one where the kernel keeps them apart.
+    """
+    if policy.documents is not None and policy.attention == "math":
+        raise ModelError("documents: attention=math computes all pairs: leave one of them out")
+    if policy.attention == "math":
+        return sdpa_kernel(SDPBackend.MATH)
+    return documents_apart(policy.documents)
+
+
+def choose_norm(model: Model, policy: PolicySpec) -> None:
+    """Run the built-in models' RMSNorm as the policy says. Raises ``ModelError`` for a model without any."""
+    if policy.norm is None:
+        return
+    norms = [module for module in model.module.modules() if isinstance(module, RMSNorm)]
+    if not norms:
+        raise ModelError(f"norm: {model.name} has no RMSNorm of the built-in models: leave the option out")
+    for module in norms:
+        module.fused = policy.norm == "fused"
 
 
 class BlockProvenance:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Loss
-from fsdp2prof.estimators.config.user_code import current_directory_importable
+from fsdp2prof.estimators.config.optimizers import current_directory_importable
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import Batch, Model

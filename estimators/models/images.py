@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.image_size import ImageSize
+from fsdp2prof.estimators.config.extra_models import ImageSize
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.models.fake_copy import copy_without, materialize_fake
 from fsdp2prof.estimators.models.losses import one_line

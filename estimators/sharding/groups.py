@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp2prof.analyzers.sharding.chunks import chunk_rows, rows_of_shard
+from fsdp2prof.analyzers.sharding.layout import chunk_rows, rows_of_shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec

@@ -2,11 +2,59 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
+
+from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.estimators.timeline.commands import Collective, Enter, Leave, Program
-from fsdp2prof.estimators.timeline.places import layers_of
 from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.schedule import Axis
+from fsdp2prof.tables import LabelTable, StepTable, Strings
+
+Place = tuple[str, str]
+"""(layer with its numbers left out, phase)."""
+
+
+def family_of(fqn: str | None, phase: str | None) -> Place:
+    """Return the place of a layer: alike layers share one."""
+    return re.sub(r"\d+", "*", "-" if fqn is None else fqn), phase or "other"
+
+
+def places_of(program: Program) -> list[Place]:
+    """Return the place of every command."""
+    return [family_of(fqn, phase) for fqn, phase in layers_of(program)]
+
+
+def layers_of(program: Program) -> list[tuple[str | None, str | None]]:
+    """Return the layer and phase of every command; its position serves as host time."""
+    size = len(program.commands)
+    ranges: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, str]] = []
+    for position, command in enumerate(program.commands):
+        if isinstance(command, Enter):
+            name = AUTOGRAD_NODE if command.name.startswith(AUTOGRAD_NODE) else command.name
+            opened.append((position, name))
+        elif isinstance(command, Leave) and opened:
+            begin, name = opened.pop()
+            ranges.append((begin, position, name))
+    ranges.sort(key=lambda one: (one[0], -one[1]))
+    labels = LabelTable(
+        thread=np.zeros(len(ranges), dtype=np.int64),
+        start_ns=np.array([2 * begin for begin, _, _ in ranges], dtype=np.int64),
+        end_ns=np.array([2 * end + 1 for _, end, _ in ranges], dtype=np.int64),
+        name=Strings.intern(name for _, _, name in ranges),
+    )
+    step = StepTable(
+        step=np.ones(1, dtype=np.int64),
+        start_ns=np.zeros(1, dtype=np.int64),
+        end_ns=np.full(1, 2 * size + 2, dtype=np.int64),
+    )
+    phases = build_phases(labels, step)
+    rows = find_rows(phases, np.zeros(size, dtype=np.int64), 2 * np.arange(size, dtype=np.int64))
+    return list(zip(phases.fqn.lookup(rows).to_list(), phases.phase.lookup(rows).to_list(), strict=True))
+
 
 _FSDP = "FSDP::"
 

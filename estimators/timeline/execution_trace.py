@@ -30,7 +30,7 @@ from fsdp2prof.estimators.timeline.commands import (
 )
 from fsdp2prof.estimators.timeline.operators import CollectiveSizes, collective_of, is_on_host, work_of
 from fsdp2prof.labels import AUTOGRAD_NODE, FsdpLabel, parse_label
-from fsdp2prof.tables.execution_trace import ExecutionNode, ExecutionTrace, TensorValue, Value
+from fsdp2prof.tables.probes import ExecutionNode, ExecutionTrace, TensorValue, Value
 
 _COMPUTE, _COPY_IN, _GATHER, _REDUCE, _REPLICATE = range(5)
 _STREAMS = 5

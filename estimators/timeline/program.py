@@ -9,7 +9,7 @@ another torch version change is therefore in the program without a rule of our o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,17 +18,21 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2prof.estimators.compiler.graphs import Graphs
-from fsdp2prof.estimators.compiler.launches import told_of_launches
+from fsdp2prof.estimators.compiler.graphs import Graphs, told_of_launches
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.engine import Execution, execute, second_models, sharded_model
+from fsdp2prof.estimators.execution.engine import (
+    Execution,
+    attention_kernel,
+    execute,
+    second_models,
+    sharded_model,
+)
 from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
 from fsdp2prof.estimators.execution.host_offload import HostMemory, host_memory
-from fsdp2prof.estimators.execution.kernels import attention_kernel
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
-from fsdp2prof.estimators.execution.second_models import naming_the_culprit
+from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.models.model import Model, elements_of
@@ -46,12 +50,30 @@ from fsdp2prof.estimators.timeline.commands import (
     Work,
 )
 from fsdp2prof.estimators.timeline.deepen import deepened
-from fsdp2prof.estimators.timeline.model_flops import model_flops_of
 from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_on_host, work_of
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.plain_operators import Arguments, PlainOperators
+
+
+def model_flops_of(commands: Sequence[Command]) -> int:
+    """Operations of the products and attention of one forward and backward, recomputation left out.
+
+    Each of a trained forward has two of its size in backward; a forward without gradients has none.
+    """
+    flops, outside = {True: 0, False: 0}, 0
+    labels: list[str] = []
+    for command in commands:
+        if isinstance(command, Enter):
+            labels.append(command.name)
+            outside += command.name.startswith(AUTOGRAD_NODE)
+        elif isinstance(command, Leave):
+            outside -= labels.pop().startswith(AUTOGRAD_NODE)
+        elif isinstance(command, Kernel) and command.work is not None and not outside:
+            flops[WITHOUT_GRADIENTS in labels] += command.work.flops
+    return 3 * flops[False] + flops[True]
+
 
 _EXCHANGED = "ep"
 """Experts' dimension: all that exchange, over a group that may be another dimension's too."""

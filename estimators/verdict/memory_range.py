@@ -10,7 +10,7 @@ from fsdp2prof.estimators.allocator.cuda_kernels import with_least_saved
 from fsdp2prof.estimators.allocator.replay import allocator_settings, peak_reserved
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.ranges import range_end
+from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.results.estimate import Unknown
 from fsdp2prof.tables import MemoryRecording
 from fsdp2prof.units import format_bytes

@@ -9,13 +9,13 @@ from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.ranges import RangeEnd, range_end
+from fsdp2prof.estimators.config.shares import RangeEnd, range_end
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
 from fsdp2prof.estimators.timeline.commands import Kernel, Program
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
 from fsdp2prof.estimators.timeline.micro_batches import repeated
 from fsdp2prof.estimators.timeline.simulate import host_tail_ns, simulate
-from fsdp2prof.results.step_estimate import StepRange
+from fsdp2prof.results.estimate import StepRange
 
 CONTENTION = (0.05, CONTENTION_FRAC, 0.40)
 """How much longer a kernel takes beside a collective: kindest, in the estimate, harshest."""

@@ -50,7 +50,7 @@ class View:
         if self.layers is None and self.ranks is None and self.steps is None:
             return result
         from fsdp2prof.analyzers.focus import focus_on
-        from fsdp2prof.results.focus import Focus
+        from fsdp2prof.results.timeline import Focus
 
         focus = Focus(layers=self.layers, ranks=self.ranks, steps=self.steps)
         return focus_on(result, focus) if str(focus) else result

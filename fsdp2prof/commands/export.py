@@ -94,7 +94,7 @@ def csv(path: Path, *, choice: JobChoice, options: TraceOptions, output: Output)
 def _tables(
     kind: Literal["csv", "parquet"], path: Path, choice: JobChoice, options: TraceOptions, output: Output
 ) -> None:
-    from fsdp2prof.workflows.exports.tables import check_folder, export_tables
+    from fsdp2prof.workflows.exports.chakra import check_folder, export_tables
 
     folder = output.path
     assert folder is not None

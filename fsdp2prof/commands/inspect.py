@@ -140,7 +140,7 @@ def checkpoint(folder: Path, *, described: Described | None, output: Output) -> 
 @output_options()
 def models(output: Output) -> None:
     """List the built-in models and their shapes."""
-    from fsdp2prof.estimators.catalogs import list_models
+    from fsdp2prof.workflows.inspect import list_models
 
     output.render(list_models())
 
@@ -151,7 +151,7 @@ def models(output: Output) -> None:
 @output_options()
 def hardware(output: Output) -> None:
     """Accelerators and networks that --hardware and --network know, each figure with its source."""
-    from fsdp2prof.estimators.catalogs import list_hardware
+    from fsdp2prof.workflows.inspect import list_hardware
 
     output.render(list_hardware())
 
@@ -162,6 +162,6 @@ def hardware(output: Output) -> None:
 @output_options()
 def categories(output: Output) -> None:
     """The words that columns and keys hold: memory categories, phases, operations, causes."""
-    from fsdp2prof.estimators.catalogs import list_categories
+    from fsdp2prof.workflows.inspect import list_categories
 
     output.render(list_categories())

@@ -19,8 +19,7 @@ from fsdp2prof.commands.messages import say, show
 from fsdp2prof.commands.options import refuse_given
 from fsdp2prof.commands.paths import OutputPath
 from fsdp2prof.errors import InputError, UsageError
-from fsdp2prof.files import replacing
-from fsdp2prof.progress import watched
+from fsdp2prof.files import replacing, watched
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 from fsdp2prof.workflows.job.urls import shown, url_of

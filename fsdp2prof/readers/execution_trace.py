@@ -15,7 +15,7 @@ import msgspec
 from isal import igzip, isal_zlib
 
 from fsdp2prof.errors import InputError
-from fsdp2prof.tables.execution_trace import ExecutionNode, ExecutionTrace, TensorValue, Value
+from fsdp2prof.tables.probes import ExecutionNode, ExecutionTrace, TensorValue, Value
 from fsdp2prof.units import DTYPE_BYTES
 
 _MALFORMED: Any = (  # the stub of isal declares an instance

@@ -7,9 +7,9 @@ from typing import Literal
 
 from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, Remedy
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.results.shown import Shown
+from fsdp2prof.results.timeline import Focus
 
 MEMORY_SCHEMA = "fsdp2prof.memory/1"
 

@@ -16,7 +16,6 @@ from fsdp2prof.results.communication import (
 )
 from fsdp2prof.results.cross_rank import CrossRank
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.focus import Focus
 from fsdp2prof.results.ledger import Ledger
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import (
@@ -28,7 +27,7 @@ from fsdp2prof.results.step import (
     TraceTotals,
     UnrecordedStep,
 )
-from fsdp2prof.results.timeline import StepTimeline
+from fsdp2prof.results.timeline import Focus, StepTimeline
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 

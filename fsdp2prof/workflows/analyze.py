@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, UsageError
-from fsdp2prof.progress import counted
-from fsdp2prof.workflows.job.choices import require
-from fsdp2prof.workflows.job.job_files import JobFiles, was_tried
+from fsdp2prof.files import counted
+from fsdp2prof.workflows.job.job_files import JobFiles, require, was_tried
 from fsdp2prof.workflows.job.one_job import Found, RankFile
 from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, TraceOptions, read_rank_trace, reduce_rank
 from fsdp2prof.workflows.ranks.places import place_of

@@ -20,8 +20,7 @@ from fsdp2prof.analyzers.sharding.parity import judge_parity
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.readers.job.nccl_log import read_transports
 from fsdp2prof.readers.run.directory import open_run, read_manifests
-from fsdp2prof.results.check import EnvironmentCheck, RunCheck
-from fsdp2prof.results.parity import ParityCheck
+from fsdp2prof.results.check import EnvironmentCheck, ParityCheck, RunCheck
 from fsdp2prof.tables.probes import ParityMeasurements, RankProbe
 from fsdp2prof.units import dtype_bytes
 from fsdp2prof.worker_processes import Task

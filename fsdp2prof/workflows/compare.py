@@ -15,13 +15,11 @@ from fsdp2prof.analyzers.compare.sides import Side
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.errors import InputError, SnapshotError, UsageError
 from fsdp2prof.files import replacing
-from fsdp2prof.results.comparison import Baseline, RunComparison
-from fsdp2prof.results.estimate import CommEstimate, MemoryEstimate
+from fsdp2prof.results.comparison import Baseline, MemoryComparison, RunComparison
+from fsdp2prof.results.estimate import CommEstimate, MemoryEstimate, StepEstimate
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
-from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.peak import Peak
 from fsdp2prof.results.run import RunAnalysis
-from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.run_directory import COMMUNICATION_FILE
 from fsdp2prof.units import format_ns

@@ -30,11 +30,16 @@ from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
-from fsdp2prof.readers.lengths import read_lengths
 from fsdp2prof.readers.run.directory import open_run, read_sharded_manifests
-from fsdp2prof.results.estimate import CheckpointEstimate, CommEstimate, ConfigRead, MemoryEstimate
-from fsdp2prof.results.packing import PackingEstimate
-from fsdp2prof.results.step_estimate import StepEstimate
+from fsdp2prof.readers.run.watched_steps import read_lengths
+from fsdp2prof.results.estimate import (
+    CheckpointEstimate,
+    CommEstimate,
+    ConfigRead,
+    MemoryEstimate,
+    PackingEstimate,
+    StepEstimate,
+)
 from fsdp2prof.units import format_bytes
 from fsdp2prof.workflows.rehearsed import RehearsedRank, rehearsed
 from fsdp2prof.workflows.saved_estimates import refuse_existing_run, save_run, save_step_run

@@ -15,8 +15,7 @@ from fsdp2prof.errors import TraceError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.mesh_change import mesh_change
 from fsdp2prof.results.what_if import WhatIf
-from fsdp2prof.workflows.job.choices import require
-from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.job_files import JobFiles, require
 from fsdp2prof.workflows.job.one_job import RankFile
 from fsdp2prof.workflows.ranks.one_rank import cut_short, read_rank_trace
 

@@ -26,9 +26,9 @@ from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.results.comparison import MemoryComparison
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.memory import MemoryAnalysis
-from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.trace import TraceAnalysis
 

@@ -14,8 +14,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.execution.kernels import attention_kernel
+from fsdp2prof.estimators.execution.engine import attention_kernel, execute
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import with_documents

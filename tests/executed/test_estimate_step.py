@@ -27,7 +27,7 @@ from fsdp2prof.estimators.step import (
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.timeline.costs import kernel_ns
 from fsdp2prof.readers.trace.chrome_trace import read_trace
-from fsdp2prof.workflows.ranks.trace_file import write_trace
+from fsdp2prof.workflows.saved_estimates import write_trace
 
 MODEL = ModelSpec(source="llama3-8b", layers=3)
 POLICY = PolicySpec(seq_len=256)

@@ -22,9 +22,9 @@ from fsdp2prof.estimators.config.choices import CheckpointingMode, Float8
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.activation_checkpointing import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
+from fsdp2prof.estimators.execution.training import checkpoint_blocks, recomputation
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.float8_conversion import MxLinear
 from fsdp2prof.estimators.models.float8_linear import Float8Linear

@@ -17,7 +17,7 @@ from fsdp2prof.estimators.config.inputs import make_spec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.config.ranges import range_end
+from fsdp2prof.estimators.config.shares import range_end
 from fsdp2prof.estimators.config.stacks import known_stacks
 from fsdp2prof.estimators.execution.engine import execute
 from fsdp2prof.estimators.memory import estimate_memory

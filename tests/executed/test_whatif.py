@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
-from fsdp2prof.analyzers.whatif.what_if import gain_of, replay_job, sentence
+from fsdp2prof.analyzers.whatif.what_if import replay_job, sentence
 from fsdp2prof.errors import InputError, TraceError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
@@ -35,8 +35,8 @@ from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.what_if import WhatIf
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
-from fsdp2prof.workflows.ranks.trace_file import write_trace
-from fsdp2prof.workflows.whatif import recorded_ranks, what_if
+from fsdp2prof.workflows.saved_estimates import write_trace
+from fsdp2prof.workflows.whatif import what_if
 
 SLOW_LINKS: dict[str, Any] = {"all_gather_ns": 500_013, "reduce_scatter_ns": 700_007}
 TWO_NODES = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("100gb-eth"))
@@ -205,19 +205,14 @@ def test_of_two_late_ranks_only_both_together_give_the_time_back(tmp_path: Path)
     quick, slow = transformer(3), transformer(3, late_ns=700_003)
     base = traces(tmp_path / "base", *(schedule(one) for one in (quick, quick, slow, slow)))
     alone = analyze_trace(open_job(traces(tmp_path / "alone", *[schedule(quick)] * 4)))
-    ranks, _ = recorded_ranks(open_job(base))
-    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
-    one, both = (gain_of(job, f"without straggler:{late}", bound_ns=1.0) for late in ("3", "2,3"))
-    assert (one.basis, both.basis) == ("replay", "replay")
-    assert one.ns < 0.01 * both.ns
+    one, both = (tried(base, without=(cause,)).tried[0] for cause in ("straggler:3", "straggler:2,3"))
+    assert one.gained_ns is not None
+    assert both.gained_ns is not None
+    assert one.gained_ns < 0.01 * both.gained_ns
     recorded = analyze_trace(open_job(base)).totals.step_ns or 0.0
-    assert recorded - both.ns == pytest.approx(alone.totals.step_ns, rel=0.002)
-    bound = gain_of(job, "without host_syncs", bound_ns=1.0)
-    assert (bound.ns, bound.basis, bound.reason) == (
-        1.0,
-        "bound",
-        "no call of this run stops the host for the device",
-    )
+    assert recorded - both.gained_ns == pytest.approx(alone.totals.step_ns, rel=0.002)
+    with pytest.raises(InputError, match="no call of this run stops the host for the device"):
+        tried(base, without=("host_syncs",))
 
 
 def test_without_the_data_loader_ranks_step_as_if_batches_were_there(tmp_path: Path) -> None:

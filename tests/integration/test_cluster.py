@@ -21,8 +21,7 @@ import fsdp2prof
 from fsdp2prof.errors import ClusterError
 from fsdp2prof.manifest import RankManifest, RunInfo
 from fsdp2prof.run_directory import rank_folder
-from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
-from fsdp2prof.workflows.job.job_files import open_job
+from fsdp2prof.workflows.job.job_files import open_job, seen_from_anywhere
 from fsdp2prof.workflows.ranks import cluster as clusters
 from fsdp2prof.workflows.ranks.cluster import Cluster, LostError, open_cluster
 from fsdp2prof.workflows.ranks.one_rank import RankWork, reduce_rank

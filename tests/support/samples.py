@@ -23,7 +23,6 @@ from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.what_if import RecordedRank, what_if
-from fsdp2prof.estimators.catalogs import list_categories, list_hardware, list_models
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.cluster import Cluster
@@ -40,26 +39,29 @@ from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.results.balance import BalanceCheck
 from fsdp2prof.results.bench import BenchResult
 from fsdp2prof.results.catalog import CategoryCatalog, HardwareCatalog, ModelCatalog
-from fsdp2prof.results.check import EnvironmentCheck, RunCheck
-from fsdp2prof.results.comparison import Baseline, RunComparison
-from fsdp2prof.results.estimate import CheckpointEstimate, CommEstimate, MemoryEstimate
+from fsdp2prof.results.check import EnvironmentCheck, ParityCheck, RunCheck
+from fsdp2prof.results.comparison import Baseline, MemoryComparison, RunComparison
+from fsdp2prof.results.estimate import (
+    CheckpointEstimate,
+    CommEstimate,
+    MemoryEstimate,
+    PackingEstimate,
+    StepEstimate,
+)
 from fsdp2prof.results.hang import HangAnalysis
 from fsdp2prof.results.hta import CriticalPath, IdleCauses, LaunchStatistics, TraceDiff
 from fsdp2prof.results.memory import MemoryAnalysis
-from fsdp2prof.results.memory_comparison import MemoryComparison
 from fsdp2prof.results.mesh import MeshMap
 from fsdp2prof.results.nccl import NcclAnalysis
-from fsdp2prof.results.packing import PackingEstimate
-from fsdp2prof.results.parity import ParityCheck
 from fsdp2prof.results.plan import Plan
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.sharding import CheckpointMap, ShardingMap
-from fsdp2prof.results.step_estimate import StepEstimate
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.results.watch import WatchedRun
 from fsdp2prof.results.what_if import WhatIf
 from fsdp2prof.tables.flight_recorder import RankStacks, StackFrame, ThreadStack
+from fsdp2prof.workflows.inspect import list_categories, list_hardware, list_models
 from support.checkpoints import small_checkpoint
 from support.flight_dumps import two_ranks_that_differ
 from support.nccl_files import inspected, logged, manifest

@@ -8,13 +8,13 @@ import sys
 
 from support.terminal import on_terminal
 
-from fsdp2prof.progress import counted, watched
+from fsdp2prof.files import counted, watched
 
 SLOW = """
 import sys, time
 from fsdp2prof.commands import output
 from fsdp2prof.commands.output import Output
-from fsdp2prof.progress import counted
+from fsdp2prof.files import counted
 
 def work():
     for item in range(3):

@@ -14,7 +14,7 @@ from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Column, Document, Facts, Findings, Section, Sentences, Table
 from fsdp2prof.reporters.formats import show_amount
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
-from fsdp2prof.reporters.renderers.fitting import Need, fit
+from fsdp2prof.reporters.renderers.terminal import Need, fit
 from fsdp2prof.results.finding import Finding
 
 WIDTHS = [40, 80, 118, 200]

@@ -10,7 +10,11 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections import deque
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -23,11 +27,54 @@ from fsdp2prof.recorder.rank.agreement import Announcements
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
-from fsdp2prof.recorder.rank.summaries import Summaries
 from fsdp2prof.recorder.requests import bytes_taken, newest, request_recording, take_request
-from fsdp2prof.recorder.settings import Settings, leader, warmup_of
+from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings, leader, warmup_of
 from fsdp2prof.run_directory import recording_folder
 from fsdp2prof.units import parse_bytes
+
+WAIT_S = 300.0
+"""Seconds that a training which has ended waits for its summaries."""
+
+_MODULE = "fsdp2prof.workflows.summarise_rank"
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Summaries:
+    """Of one rank: one process a recording, one after the other begun, at the lowest priority."""
+
+    def __init__(self) -> None:
+        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+
+    def begin(self, folder: Path) -> None:
+        """Begin to summarise a rank's folder, once."""
+        if folder in self._processes:
+            return
+        environment = {
+            name: text for name, text in os.environ.items() if name not in (VARIABLE, ALIVE_VARIABLE)
+        }
+        environment |= dict.fromkeys(_ONE_THREAD, "1")
+        try:
+            self._processes[folder] = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, str(folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:  # no memory for a process, say: the recording stays as it is
+            guard.say(f"{folder}: cannot be summarised ({error})")
+
+    def wait(self) -> bool:
+        """Wait for all of them, a while; returns whether all made their summary."""
+        end = time.monotonic() + WAIT_S
+        codes = []
+        for process in self._processes.values():
+            try:
+                codes.append(process.wait(max(0.0, end - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(-1)
+        return not any(codes)
+
 
 LEAST_LEAD = 3
 """Steps between an announcement and the first captured step: no rank is further ahead of another."""

@@ -19,9 +19,8 @@ from fsdp2prof.recorder.memory.history import OomDump
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.captures import Captures
 from fsdp2prof.recorder.rank.manifest import ManifestFile
-from fsdp2prof.recorder.rank.recordings import Recordings
+from fsdp2prof.recorder.rank.recordings import Recordings, Summaries
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch, TrainingSteps
-from fsdp2prof.recorder.rank.summaries import Summaries
 from fsdp2prof.recorder.rank.training_profilers import training_profilers
 from fsdp2prof.recorder.rank.trials import Trials
 from fsdp2prof.recorder.rank.watching import StepLines

@@ -5,10 +5,109 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.document import Document, KeyFigure, Section, Table
+from fsdp2prof.reporters.document import Block, Document, Findings, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.findings import findings_section
-from fsdp2prof.results.check import CheckRow, EnvironmentCheck, RunCheck, UnshardedRow
+from fsdp2prof.results.check import CheckRow, EnvironmentCheck, ParityCheck, ParityRow, RunCheck, UnshardedRow
+from fsdp2prof.results.finding import Finding
+from fsdp2prof.results.what_if import WhatIfChange
+from fsdp2prof.units import format_bytes, format_frac, format_ns
+
+
+@builds(ParityCheck)
+def parity_document(parity: ParityCheck) -> Document:
+    """Lay out a parity check: the steps, then what differs, then every tensor for data formats."""
+    wrong = [row for row in parity.rows if row.state in ("differs", "missing")]
+    title = "What differs"
+    hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
+    return Document(
+        title=f"Parity of {parity.model}",
+        subtitle=parity.mesh,
+        numbers=[
+            KeyFigure(value="passed" if parity.passed else "failed", label="parity"),
+            KeyFigure(value=f"{parity.world_size:,}", label="ranks"),
+        ],
+        sections=[
+            *c.section("differing", title, _rows("differing", title, wrong), hint),
+            Section(anchor="steps", title="Steps", blocks=[_steps(parity)]),
+        ],
+        data=[_rows("tensors", "Tensors", parity.rows)],
+    )
+
+
+def _steps(parity: ParityCheck) -> Table:
+    columns = [
+        c.number("step"),
+        c.number("plain_loss", "plain\nloss", _loss),
+        c.number("sharded_loss", "sharded\nloss", _loss),
+        c.count("differing", "differ"),
+        c.number("worst_gradient_error", "gradient\nerror", _error),
+        c.name("worst_gradient", "worst gradient"),
+        c.number("worst_parameter_error", "parameter\nerror", _error),
+        c.name("worst_parameter", "worst parameter"),
+    ]
+    note = "errors relative to the tensor's norm"
+    return c.table("steps", "Steps", columns, parity.steps, note=note, noun="step")
+
+
+def _rows(name: str, title: str, rows: Sequence[ParityRow]) -> Table:
+    columns = [
+        c.name("name", "tensor"),
+        c.number("step", show=lambda step: "start" if step == -1 else str(step)),
+        c.text("kind", "of"),
+        c.text("state"),
+        c.number("rank"),
+        c.number("relative_error", "error", _error),
+        c.number("tolerance", "rounding", _error),
+        c.number("ratio", show=lambda ratio: "-" if ratio is None else f"{ratio:.4g}"),
+        c.dtype(),
+    ]
+    note = "in the order of a step; ratio: sharded over plain"
+    return c.table(name, title, columns, rows, note=note, limit=_ROWS, noun="tensor")
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}" if value else "0"
+
+
+_WORTH_MOST = 3
+
+
+def findings_section(
+    findings: Sequence[Finding], advice: Sequence[str], verdict: Sequence[str] = ()
+) -> list[Section]:
+    """Lay out the findings and the next things to check, without the sentences of the verdict."""
+    advice = [line for line in advice if line not in verdict]
+    blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
+    blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
+    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
+
+
+def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
+    """Say the three changes that gained most of those tried, with what each gains and costs.
+
+    ``tried`` is ordered by what is gained, the most first.
+    """
+    gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
+    return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
+
+
+def _gain(row: WhatIfChange) -> str:
+    """Say what a change gains and costs."""
+    memory = ""
+    if row.memory_bytes:
+        size = format_bytes(abs(row.memory_bytes))
+        memory = (
+            f", for at most {size} more memory"
+            if row.memory_bytes > 0
+            else f", and at most {size} less memory"
+        )
+    spared = f"{format_ns(row.gained_ns or 0)} less a step ({format_frac(row.gained_frac)})"
+    return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."
+
 
 _ROWS = 16
 

@@ -15,7 +15,7 @@ from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigur
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import memory_tables as tables
 from fsdp2prof.reporters.documents.brief import in_order, memory_brief
-from fsdp2prof.reporters.documents.findings import findings_section
+from fsdp2prof.reporters.documents.check import findings_section
 from fsdp2prof.reporters.documents.links import memory_links
 from fsdp2prof.results.allocator import OutOfMemory
 from fsdp2prof.results.finding import Finding

@@ -10,7 +10,7 @@ from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, Facts, Section, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents.brief import in_order, run_brief
-from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks

@@ -24,7 +24,7 @@ from fsdp2prof.reporters.document import (
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
 from fsdp2prof.reporters.documents.brief import in_order, trace_brief
-from fsdp2prof.reporters.documents.findings import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section

@@ -5,7 +5,8 @@ A path is a run directory, one file, or a folder of files (:mod:`fsdp2prof.workf
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +17,6 @@ from fsdp2prof.errors import InputError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, TRIAL_FILE
-from fsdp2prof.workflows.job.at_hand import located
-from fsdp2prof.workflows.job.choices import listed, require
 from fsdp2prof.workflows.job.file_names import read_name
 from fsdp2prof.workflows.job.folders import (
     find_memory_files,
@@ -27,10 +26,51 @@ from fsdp2prof.workflows.job.folders import (
     refuse_special,
 )
 from fsdp2prof.workflows.job.one_job import Found, RankFile, same_files
+from fsdp2prof.workflows.job.remote import fetched
+from fsdp2prof.workflows.job.urls import is_url, url_of
 
 if TYPE_CHECKING:
     from fsdp2prof.manifest import RankManifest
     from fsdp2prof.run_directory import PackedManifest, RunDirectory
+
+
+@contextmanager
+def at_hand(file: RankFile) -> Iterator[Path]:
+    """Give a local path to read a file from; one at a URL is copied for that time. Raises ``InputError``."""
+    if file.location is not None and is_url(file.location):
+        with fetched(file.location) as copy:
+            yield copy
+    else:
+        yield Path(file.location or file.path)
+
+
+def located(file: RankFile) -> RankFile:
+    """Return the file with the URL that its path represents, if any."""
+    return replace(file, location=url_of(file.path))
+
+
+def seen_from_anywhere(file: RankFile) -> RankFile:
+    """Return the file with a location that a process in another folder can read."""
+    return file if file.location else replace(file, location=str(file.path.absolute()))
+
+
+_SHOWN = 16
+
+
+def require(path: Path, what: str, chosen: Collection[int] | None, here: Collection[int]) -> None:
+    """Raise ``InputError`` if not every chosen rank or step (``what``) is at a path; None chooses none."""
+    absent = set(chosen or ()) - set(here)
+    if absent:
+        are = "is" if len(absent) == 1 else "are"
+        has = listed(what, here) if here else f"no {what}"
+        raise InputError(f"{path}: {listed(what, absent)} {are} not here; it has {has}")
+
+
+def listed(what: str, numbers: Collection[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 1, 2``."""
+    shown = ", ".join(map(str, sorted(numbers)[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
+    return f"{what} {shown}" if len(numbers) == 1 else f"{what}s {shown}"
+
 
 _PICKLE, _ZIP = b"\x80", b"PK\x03\x04"
 """How a snapshot begins, and how a storage count does."""

@@ -11,19 +11,43 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2prof.recorder.devices import package_versions
 from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.identity import identify
 from fsdp2prof.tables.probes import DimensionSum, GatherTime, RankProbe
-from fsdp2prof.workflows.probes.rank_meshes import expert_mesh_of, mesh_of
+
+_REGROUPED = ("dp_shard", "cp", "tp")
+"""Dimensions whose ranks experts are dealt out to, ``ep`` of them in a row."""
+
+
+def mesh_of(device: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all dimensions but ``ep``, the slowest first."""
+    shown = {name: size for name, size in sizes.items() if name != "ep"}
+    return init_device_mesh(device, tuple(shown.values()), mesh_dim_names=tuple(shown))
+
+
+def expert_mesh_of(device: str, sizes: Mapping[str, int]) -> DeviceMesh | None:
+    """The mesh of the experts over the same ranks: efsdp, whose ranks hold the same experts, and ep.
+
+    Dimensions that are slower than ``dp_shard`` stand before. ``None`` without expert parallelism.
+    """
+    if sizes.get("ep", 1) == 1:
+        return None
+    outer = {name: size for name, size in sizes.items() if name not in (*_REGROUPED, "ep")}
+    ranks = prod(sizes.get(name, 1) for name in _REGROUPED)
+    shape = {**outer, "efsdp": ranks // sizes["ep"], "ep": sizes["ep"]}
+    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
 
 _RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 28)

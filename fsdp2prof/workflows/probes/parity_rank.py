@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.tables.probes import Measured
-from fsdp2prof.workflows.probes.rank_meshes import expert_mesh_of, mesh_of
+from fsdp2prof.workflows.probes.env_probe import expert_mesh_of, mesh_of
 
 
 def shard_by_default(module: nn.Module, mesh: DeviceMesh) -> None:

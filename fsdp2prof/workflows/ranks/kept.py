@@ -24,18 +24,18 @@ from fsdp2prof.results.comparison import BASELINE_SCHEMA, Baseline
 from fsdp2prof.results.estimate import (
     COMM_ESTIMATE_SCHEMA,
     MEMORY_ESTIMATE_SCHEMA,
+    STEP_ESTIMATE_SCHEMA,
     CommEstimate,
     MemoryEstimate,
+    StepEstimate,
     decoding_hook,
 )
 from fsdp2prof.results.memory import MEMORY_SCHEMA, MemoryAnalysis
 from fsdp2prof.results.run import RUN_ANALYSIS_SCHEMA, RunAnalysis
-from fsdp2prof.results.step_estimate import STEP_ESTIMATE_SCHEMA, StepEstimate
 from fsdp2prof.results.timeline import StepTimeline, TimelineLane
 from fsdp2prof.results.trace import TRACE_SCHEMA, TraceAnalysis
 from fsdp2prof.vocabulary import LANES, PHASES
-from fsdp2prof.workflows.job.choices import require
-from fsdp2prof.workflows.job.job_files import JobFiles
+from fsdp2prof.workflows.job.job_files import JobFiles, require
 from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 _LONG_NUMBER = re.compile(rb"[:,\[\s-]\d{19}")

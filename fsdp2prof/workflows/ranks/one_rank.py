@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from fsdp2prof.errors import InputError, SnapshotError, TraceError
-from fsdp2prof.workflows.job.at_hand import at_hand
 from fsdp2prof.workflows.job.folders import is_trace_name
+from fsdp2prof.workflows.job.job_files import at_hand
 from fsdp2prof.workflows.job.one_job import RankFile
 
 if TYPE_CHECKING:

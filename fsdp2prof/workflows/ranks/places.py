@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
-from fsdp2prof.workflows.job.at_hand import seen_from_anywhere
+from fsdp2prof.workflows.job.job_files import seen_from_anywhere
 from fsdp2prof.workflows.job.one_job import RankFile
 from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, TraceOptions, peak_in_trace
 
