@@ -47,9 +47,10 @@ def _evaluation(book: Book) -> None:
         title="forwards without backward",
         problem=problem,
         remedy=Remedy(
-            change=f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps instead "
-            "of in the training step, or remove it if its output is not used; keep the model gathered over "
-            "several generating forwards (set_reshard_after_forward(False)).",
+            change=f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps if it "
+            "only measures (evaluation, metrics), or remove it if its output is not used. If the training "
+            "needs it (rollouts, scores), keep the model gathered over several such forwards "
+            "(set_reshard_after_forward(False)).",
             reason="all of their time",
         ),
         why_sure="forwards and backwards are counted by their labels",
