@@ -12,40 +12,6 @@ from typing import Literal
 
 from fsdp2prof.labels import is_root
 
-__all__ = [
-    "ACTIVITIES",
-    "BENCH_KINDS",
-    "BREAKDOWN_PARTS",
-    "CATEGORIES",
-    "CONFIDENCES",
-    "DOING",
-    "EXPOSED_PARTS",
-    "FITS",
-    "GAIN_BASES",
-    "IDLE_CAUSES",
-    "KERNEL_BOUNDS",
-    "LANES",
-    "LATE_CAUSES",
-    "LEDGER_CAUSES",
-    "NO_LAYER",
-    "OPS",
-    "PACKING_METHODS",
-    "PATH_BOUNDS",
-    "PHASES",
-    "REMEDIES",
-    "STREAM_IDLE_CAUSES",
-    "Word",
-    "category_label",
-    "doing_label",
-    "dtype_label",
-    "in_family",
-    "layer_name",
-    "op_label",
-    "packing_label",
-    "printable",
-    "remedy_label",
-]
-
 _WRAPPERS = re.compile(
     r"\.(?:_checkpoint_wrapped_module|_orig_mod)(?=\.|$)|^(?:_checkpoint_wrapped_module|_orig_mod)\."
 )
