@@ -18,8 +18,9 @@ from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace.analysis import analyze_rank, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.whatif.program import RankProgram
+from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
-from fsdp2prof.analyzers.whatif.what_if import program_of, replay_job
+from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables.columns import IntArray
@@ -213,7 +214,7 @@ def test_a_real_run_replayed_unchanged_gives_back_its_steps(real_data: Path, nam
         tables = rank_tables(read_trace(path(real_data, one)))
         summary = analyze_tables(tables, default_rank=len(ranks)).summary
         ranks.append((program_of(tables, summary), summary))
-    job = replay_job(ranks)
+    job = replay_job(ranks).job
     for ran in run(job).ranks:
         for index, recorded in ran.program.activities.items():
             assert (ran.started[index], ran.ended[index]) == (recorded.start, recorded.end)

@@ -23,8 +23,9 @@ from fsdp2prof.analyzers.whatif.changes import (
     single_changes,
 )
 from fsdp2prof.analyzers.whatif.program import Activity, Job
+from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, RankRun, mean_step_ns, run
-from fsdp2prof.analyzers.whatif.what_if import program_of, replay_job
+from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.tables import Trace
 
@@ -60,7 +61,7 @@ def job_of(ranks: list[Schedule], lost: float, folder: Path) -> tuple[Job, float
         analysis = analyze_tables(tables, default_rank=recording.rank)
         programs.append((program_of(tables, analysis.summary), analysis.summary))
         analyses.append(analysis)
-    return replay_job(programs), merge(analyses).totals.step_ns or 0.0
+    return replay_job(programs).job, merge(analyses).totals.step_ns or 0.0
 
 
 def changed(job: Job, change: Change) -> tuple[Changed, Ran] | None:

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any, NoReturn
 
 import msgspec
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.documents import parse_yaml
+from fsdp2prof.estimators.config.documents import packaged
 from fsdp2prof.estimators.config.pipeline import SCHEDULES
 
 _SCHEDULES = {
@@ -40,8 +39,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @lru_cache(maxsize=1)
 def _formats() -> dict[str, Format]:
-    text = files("fsdp2prof.estimators.config.trainers").joinpath("defaults.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(parse_yaml(text), dict[str, Format])
+    return packaged("fsdp2prof.estimators.config.trainers", "defaults.yaml", dict[str, Format])
 
 
 def format_named(name: str) -> Format:
@@ -188,6 +186,19 @@ class Reading:
             total *= size if name != "ep" else 1
         if self.world_size is not None and total != self.world_size:
             self.notes.append(f"the mesh has {total} ranks, and --world-size is {self.world_size}")
+
+    def set_world(self, read: Value, ranks_of_one: int = 1) -> None:
+        """Take the world size from a file; ``--world-size`` goes first, and a difference is said."""
+        if read.value is None:
+            return
+        size = read.number(1) * ranks_of_one
+        if self.world_size is None:
+            self.world_size = size
+            self.says("world size", size, read)
+        elif size != self.world_size:
+            self.notes.append(
+                f"{read.key} = {read.value} makes a world of {size}: --world-size {self.world_size} is taken"
+            )
 
     def set_schedule(self, read: Value) -> None:
         """The schedule of a pipeline by torch's name for it. Raises ``ModelError`` for another."""

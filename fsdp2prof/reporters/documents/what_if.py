@@ -19,10 +19,8 @@ def what_if_document(result: WhatIf) -> Document:
     """Lay out what a change gains."""
     blocks: list[Block] = [*_tried(result.tried, _TITLE)]
     return Document(
-        kind="what_if",
         title=f"What if: {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'step')}",
-        verdict=result.verdict,
         numbers=_numbers(result),
         sections=[
             Section(anchor="what_if", title=_TITLE, blocks=blocks),
@@ -31,8 +29,6 @@ def what_if_document(result: WhatIf) -> Document:
                 anchor="assumptions", title="Assumptions and error", blocks=[_grounds(result)], detail=True
             ),
         ],
-        warnings=result.warnings,
-        result=result,
     )
 
 
