@@ -130,7 +130,6 @@ def plan_document(plan: Plan) -> Document:
         warnings=[] if plan.search.complete else ["interrupted: this is the best so far"],
         result=plan,
         brief=_brief(plan),
-        brief_lines=40,
     )
 
 
