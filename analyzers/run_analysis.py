@@ -15,8 +15,6 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.trial import TrialResult
 from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["combine", "with_trial"]
-
 _SENTENCES = 4
 """Of a verdict."""
 _TIGHT = 0.85

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from fsdp2prof.results.step import UnrecordedStep
 
-__all__ = ["TimedStep", "added_ns", "is_longer_traced", "unrecorded_step"]
-
 _LONGER = 1.1
 """Times as long as unrecorded steps from which on traced ones are called longer: these vary, too."""
 

@@ -20,24 +20,13 @@ from fsdp2prof.results.what_if import WhatIf
 from fsdp2prof.workflows import analyze
 from fsdp2prof.workflows import compare as comparing
 from fsdp2prof.workflows import whatif as replaying
-from fsdp2prof.workflows.analyze import TraceOptions
 from fsdp2prof.workflows.compare import Chosen
 from fsdp2prof.workflows.job.job_files import JobFiles, open_job
+from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 if TYPE_CHECKING:
     import pandas as pd
     from typing_extensions import Unpack
-
-__all__ = [
-    "Analysis",
-    "Recording",
-    "analyze_memory",
-    "analyze_run",
-    "analyze_trace",
-    "compare",
-    "load",
-    "what_if",
-]
 
 _Result = TypeVar("_Result", bound="TraceAnalysis | MemoryAnalysis")
 

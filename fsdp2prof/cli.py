@@ -13,8 +13,6 @@ from fsdp2prof import __version__
 from fsdp2prof.commands.messages import open_streams, say
 from fsdp2prof.errors import Fsdp2ProfError
 
-__all__ = ["cli", "main"]
-
 _VERBS = {
     "record": ("fsdp2prof.commands.record:record", "Record a training command."),
     "rehearse": (

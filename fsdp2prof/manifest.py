@@ -10,35 +10,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-__all__ = [
-    "MANIFEST_SCHEMA",
-    "RANK_LIMIT",
-    "RECORDING_SCHEMA",
-    "RUN_SCHEMA",
-    "DeviceInfo",
-    "HostSpan",
-    "HostStep",
-    "MachineInfo",
-    "MeshInfo",
-    "OptimizerInfo",
-    "ParamGroupInfo",
-    "ParameterInfo",
-    "Pause",
-    "ProcessGroupInfo",
-    "RankManifest",
-    "RecordOptions",
-    "RecordingInfo",
-    "Rehearsal",
-    "RootInfo",
-    "RunInfo",
-    "State",
-    "StepInfo",
-    "TensorInfo",
-    "TrialOptions",
-    "UnshardedInfo",
-    "WatchedStep",
-]
-
 RUN_SCHEMA = "fsdp2prof.run/1"
 MANIFEST_SCHEMA = "fsdp2prof.manifest/1"
 RECORDING_SCHEMA = "fsdp2prof.recording/1"

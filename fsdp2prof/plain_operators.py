@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-__all__ = ["Arguments", "PlainOperators"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """What an operator is given: by position, by name."""
 

@@ -49,8 +49,6 @@ from fsdp2prof.tables import (
     StepTable,
 )
 
-__all__ = ["StorageTracker", "has_compiled"]
-
 _TICK_NS = 1000
 _RESIZE = "UntypedStorage.resize_"
 _COMPILED = "torch.compile runs eagerly while storages are counted: what fusing saves is counted too"

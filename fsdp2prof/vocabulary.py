@@ -12,40 +12,6 @@ from typing import Literal
 
 from fsdp2prof.labels import is_root
 
-__all__ = [
-    "ACTIVITIES",
-    "BENCH_KINDS",
-    "BREAKDOWN_PARTS",
-    "CATEGORIES",
-    "CONFIDENCES",
-    "DOING",
-    "EXPOSED_PARTS",
-    "FITS",
-    "GAIN_BASES",
-    "IDLE_CAUSES",
-    "KERNEL_BOUNDS",
-    "LANES",
-    "LATE_CAUSES",
-    "LEDGER_CAUSES",
-    "NO_LAYER",
-    "OPS",
-    "PACKING_METHODS",
-    "PATH_BOUNDS",
-    "PHASES",
-    "REMEDIES",
-    "STREAM_IDLE_CAUSES",
-    "Word",
-    "category_label",
-    "doing_label",
-    "dtype_label",
-    "in_family",
-    "layer_name",
-    "op_label",
-    "packing_label",
-    "printable",
-    "remedy_label",
-]
-
 _WRAPPERS = re.compile(
     r"\.(?:_checkpoint_wrapped_module|_orig_mod)(?=\.|$)|^(?:_checkpoint_wrapped_module|_orig_mod)\."
 )
@@ -148,6 +114,7 @@ CATEGORIES = {
     "sharded_gradient": Word("sharded gradients", "sharded\ngrads", "#9ecae9"),
     "optimizer_state": Word("optimizer state", "optim.\nstate", "#54a24b"),
     "buffer": Word("buffers of the model", "buffers", "#72b7b2"),
+    "parameter_copy": Word("copies of the parameters", "copies of\nparams", "#86bcb6"),
     "unsharded_parameter": Word("unsharded parameters", "unshard.\nparams", "#e45756"),
     "unsharded_gradient": Word("unsharded gradients", "unshard.\ngrads", "#ff9d98"),
     "all_gather_buffer": Word("all-gather buffers", "all-gath.\nbuffers", "#f58518"),

@@ -32,8 +32,6 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.hang import HangAnalysis, HangCall, HangMismatch, HangRank, HangStack, HangStanding
 from fsdp2prof.tables.flight_recorder import SOME_OP, FlightDump, Issued, RankStacks
 
-__all__ = ["Layer", "Mismatch", "analyze_hang", "first_mismatch", "layer_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:

@@ -25,8 +25,6 @@ from fsdp2prof.results.ledger import Ledger, LedgerEntry, LedgerStep
 from fsdp2prof.results.step import StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
 
-__all__ = ["charges_of", "findings_of", "with_ledger"]
-
 _IDLE = {
     "host_bound": "host",
     "data_loader": "data_loader",

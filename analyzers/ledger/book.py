@@ -20,8 +20,6 @@ from fsdp2prof.results.ledger import GainBasis, LedgerEntry, LedgerPlace, Ledger
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns
 
-__all__ = ["Book", "Remedy"]
-
 _PLACES = 12
 """Places of an entry that are listed one by one."""
 _NEARLY_NONE = 0.05

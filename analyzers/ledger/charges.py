@@ -16,8 +16,6 @@ import numpy as np
 from fsdp2prof.analyzers.ranks.stragglers import Lateness
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Strings, Table
 
-__all__ = ["Charge", "CollectivePieces", "RankCharges", "settle"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:

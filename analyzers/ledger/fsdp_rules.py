@@ -13,8 +13,6 @@ from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.vocabulary import op_label
 
-__all__ = ["enter_fsdp"]
-
 
 def enter_fsdp(book: Book) -> None:
     """Enter all exposed communication of layers."""

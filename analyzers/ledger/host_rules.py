@@ -14,8 +14,6 @@ from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_ns, plural
 
-__all__ = ["enter_host", "enter_tracing", "steady_pauses"]
-
 _UNEVEN = 2
 """How many times as long as any other one rank waits for its data, from which on that rank is named."""
 _NEARLY_ALL = 0.9

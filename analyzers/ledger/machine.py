@@ -13,8 +13,6 @@ from fsdp2prof.units import format_frac, plural
 if TYPE_CHECKING:
     from fsdp2prof.results.run import ProcessorUse
 
-__all__ = ["lagged_ns", "oversubscribed", "processor_use", "starved_frac", "starved_ranks", "waited_ns"]
-
 _STARVED = 0.1
 """Part of a step that the training thread waits for a processor, from which on its host is called starved."""
 _MORE = 2

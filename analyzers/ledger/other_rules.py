@@ -11,8 +11,6 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.units import dtype_bytes
 from fsdp2prof.vocabulary import op_label
 
-__all__ = ["enter_other_communication", "enter_saving"]
-
 _MOST_OF_MODEL = 0.5
 """Part of the bytes that forward gathers, from which on gathers outside FSDP are of the whole model."""
 _SAVES = re.compile(

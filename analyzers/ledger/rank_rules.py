@@ -17,8 +17,6 @@ from fsdp2prof.results.cross_rank import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_frac, plural
 
-__all__ = ["enter_waits"]
-
 _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
 _STEPS_OF_MORE_WORK = 2

@@ -10,8 +10,6 @@ from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.wording import in_phase
 
-__all__ = ["enter_script"]
-
 _RUNNING = ("compute", "host", "host_pause")
 _SITE = re.compile(r"(?:(?P<call>\S+)\(\) in )?(?P<file>.+):(?P<line>\d+) \((?P<function>.+)\)")
 _NEAR = 3

@@ -13,8 +13,6 @@ from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParamGroupInfo
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac
 
-__all__ = ["too_coarse", "too_fine"]
-
 _MANY_UNITS = 16
 """Parameter groups of a model from which on units of less than a mebibyte are called too fine."""
 _FINE_PER_BLOCK = 3

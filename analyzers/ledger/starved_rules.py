@@ -10,8 +10,6 @@ from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import oversubscribed, waited_ns
 
-__all__ = ["enter_starved"]
-
 _BLOCKED = (
     "communication",
     "other_communication",

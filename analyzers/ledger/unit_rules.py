@@ -14,8 +14,6 @@ from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.units import format_bytes, plural
 
-__all__ = ["enter_setup", "is_kind"]
-
 _HALF = ("bfloat16", "float16")
 
 

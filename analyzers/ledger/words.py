@@ -14,8 +14,6 @@ from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import LEDGER_CAUSES
 
-__all__ = ["NOTHING", "bound", "not_judged", "trace_advice", "trace_verdict", "unrecorded_sentence"]
-
 NOTHING = "Nothing to fix was found"
 """How the sentence begins that says so."""
 _MOST = 0.5

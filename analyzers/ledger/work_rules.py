@@ -8,8 +8,6 @@ from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
 from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.units import format_bytes, plural
 
-__all__ = ["enter_work"]
-
 _GIGA = 1e9
 
 

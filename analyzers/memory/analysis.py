@@ -37,18 +37,6 @@ from fsdp2prof.results.peak import Peak
 from fsdp2prof.tables import BlockTable, BoolArray, MemoryRecording
 from fsdp2prof.units import format_bytes
 
-__all__ = [
-    "RankRecording",
-    "RecordingAnalysis",
-    "analyze_memory",
-    "analyze_prepared",
-    "fragmentation",
-    "merge",
-    "merge_results",
-    "out_of_memory",
-    "summarise",
-]
-
 _SEGMENTS = 10
 
 

@@ -25,8 +25,6 @@ from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks, StepTabl
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["Leak", "find_leaks", "rank_findings", "rank_imbalance"]
-
 _FIRST_STEPS = 2
 """Steps at the beginning of a training that may leave less than later ones."""
 _STATES = ("sharded_parameter", "optimizer_state")

@@ -15,8 +15,6 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks
 
-__all__ = ["Request", "in_loss", "kept_gathered", "kept_gradients", "remedies_at"]
-
 _CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")
 _NUMBERED = re.compile(r"(.*?)\d+$")
 _CHECKPOINTED = 2

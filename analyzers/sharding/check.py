@@ -28,8 +28,6 @@ from fsdp2prof.run_directory import RunDirectory
 from fsdp2prof.units import format_bytes, plural
 from fsdp2prof.vocabulary import layer_name
 
-__all__ = ["check_run", "check_structure"]
-
 
 def check_structure(evidence: RunEvidence) -> tuple[list[CheckRow], list[Finding]]:
     """Return what was checked and what is wrong."""

@@ -12,8 +12,6 @@ from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
 
-__all__ = ["find_mistakes"]
-
 _FEW_PARAMETERS = 4
 """A model of fewer has nothing to wrap one by one."""
 _TINY_BYTES, _MANY_UNITS = 1 << 20, 16

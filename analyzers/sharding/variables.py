@@ -8,8 +8,6 @@ from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, finding, list
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import Finding, Severity
 
-__all__ = ["find_in_variables"]
-
 _OVERRIDES = {
     "NCCL_ALGO": "the algorithm for every size",
     "NCCL_PROTO": "the protocol for every size",

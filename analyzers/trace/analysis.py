@@ -45,18 +45,6 @@ from fsdp2prof.results.step import StepBreakdown, Throughput, UnrecordedStep
 from fsdp2prof.results.trace import HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Trace, concat_strings, concat_tables
 
-__all__ = [
-    "RankAnalysis",
-    "References",
-    "analyze_rank",
-    "analyze_tables",
-    "analyze_trace",
-    "bandwidth_rows",
-    "merge",
-    "merge_results",
-    "throughput",
-]
-
 _NS = 1e9
 
 

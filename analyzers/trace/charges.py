@@ -25,8 +25,6 @@ from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.labels import RECOMPUTED, parse_label
 from fsdp2prof.tables import BoolArray, IntArray, Strings
 
-__all__ = ["rank_charges"]
-
 _IDLE = {
     "host_bound": "host",
     "data_loader": "data_loader",

@@ -14,8 +14,6 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.labels import parse_label
 from fsdp2prof.tables import LabelTable
 
-__all__ = ["Evaluation", "evaluation"]
-
 _ENDS_FORWARD = ("post_forward", "cast_forward_outputs")
 
 

@@ -15,8 +15,6 @@ from fsdp2prof.analyzers.trace.rank_tables import Lines
 from fsdp2prof.results.trace import HostSyncPlace, HostSyncRow
 from fsdp2prof.tables import IntArray, PhaseTable, StepTable, Trace
 
-__all__ = ["host_sync_places", "host_syncs"]
-
 _INNER = {"aten::_local_scalar_dense": "aten::item"}
 """Operators that people know by the name of their caller."""
 

@@ -21,8 +21,6 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
 
-__all__ = ["Loops", "find_loops"]
-
 _REPEATS = 16
 """Times that a sequence repeats, from which on it is a loop."""
 _LONGEST = 64

@@ -57,8 +57,6 @@ from fsdp2prof.tables import (
 from fsdp2prof.units import format_ns
 from fsdp2prof.vocabulary import printable
 
-__all__ = ["Lines", "RankTables", "Sighted", "beside_communication", "phase_labels", "rank_tables", "sighted"]
-
 _TORCH = "at::"
 """Namespace of torch's own kernels."""
 _OPERATOR = "aten::"

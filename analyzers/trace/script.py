@@ -13,8 +13,6 @@ from fsdp2prof.analyzers.trace.loops import find_loops
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.tables import BoolArray, IntArray, Strings
 
-__all__ = ["ANOMALY", "LOOK_NS", "WHY", "Script", "is_outside"]
-
 LOOK_NS = 5_000_000
 """The recorder's time between two looks."""
 _NEAR_NS = 4 * LOOK_NS

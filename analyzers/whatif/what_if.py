@@ -25,7 +25,7 @@ from fsdp2prof.analyzers.whatif.changes import (
     single_changes,
 )
 from fsdp2prof.analyzers.whatif.program import RankProgram
-from fsdp2prof.analyzers.whatif.recorded import job_of, program_of
+from fsdp2prof.analyzers.whatif.recorded import job_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
 from fsdp2prof.errors import InputError
@@ -34,15 +34,6 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIf, WhatIfChange, WhatIfLayer
 from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import layer_name, op_label
-
-__all__ = [
-    "RecordedRank",
-    "program_of",
-    "replay_job",
-    "try_single_changes",
-    "what_if",
-    "with_what_ifs",
-]
 
 _ASSUMPTIONS = (
     "recorded durations are unchanged: kernels, the host's work, transfers from the arrival of the "

@@ -5,40 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fsdp2prof.estimators.config.option import ByUnit, Counted
-from fsdp2prof.schedule import Sync
-
-__all__ = [
-    "PIECES",
-    "SELECTION",
-    "ActivationCheckpointing",
-    "Allocator",
-    "Attention",
-    "CheckpointingMode",
-    "Chunked",
-    "ChunkedBackward",
-    "ChunkedBlocks",
-    "ChunkedKept",
-    "ChunkedTokens",
-    "ChunkedVocabulary",
-    "Documents",
-    "Every",
-    "ExpertShards",
-    "FlexDocuments",
-    "Float8",
-    "InPieces",
-    "KeptLogits",
-    "Loss",
-    "LossMode",
-    "MaskedDocuments",
-    "Norm",
-    "Prefetch",
-    "Reshard",
-    "ReshardRule",
-    "Sync",
-    "VarlenDocuments",
-    "base_of",
-    "values_of",
-]
 
 ReshardRule = Literal["default", "torchtitan", "always", "never"]
 Reshard = ReshardRule | int

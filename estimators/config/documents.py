@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+_Kind = TypeVar("_Kind")
 
 _MOST_VALUES = 100_000
 _LONGEST_BYTES = 4 << 20
@@ -41,6 +46,14 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"not YAML: {error}") from None
+
+
+def packaged(package: str, name: str, kind: type[_Kind]) -> _Kind:
+    """Return the values of a YAML file of a package, by libyaml where PyYAML has it."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return msgspec.convert(yaml.load(files(package).joinpath(name).read_bytes(), loader), kind)
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from functools import lru_cache
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -14,7 +13,7 @@ import msgspec
 
 from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.estimators.config import shares
-from fsdp2prof.estimators.config.documents import parse_yaml, read_text
+from fsdp2prof.estimators.config.documents import packaged, parse_yaml, read_text
 from fsdp2prof.units import parse_bytes
 
 _MIB, _GIGA, _TERA = 1 << 20, 10**9, 10**12
@@ -331,8 +330,7 @@ _Spec = TypeVar("_Spec", NetworkSpec, HardwareSpec)
 
 @lru_cache(maxsize=1)
 def _builtin() -> _File:
-    text = files("fsdp2prof.estimators.config").joinpath("hardware.yaml").read_text(encoding="utf-8")
-    return _parsed(text, "hardware.yaml")
+    return packaged("fsdp2prof.estimators.config", "hardware.yaml", _File)
 
 
 @lru_cache(maxsize=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from fsdp2prof.errors import ModelError
@@ -26,21 +27,6 @@ _LONGEST = 4096
 """Characters of a text; a path is no longer."""
 _FACTORY = re.compile(r"[\w.]{1,200}:\w{1,100}")
 _KEY = "option"
-
-GROUPS = (
-    "Model",
-    "Run",
-    "Batch",
-    "Sharding",
-    "Precision",
-    "Checkpointing",
-    "Training",
-    "Parallelism",
-    "Software",
-    "Cluster",
-    "Output",
-)
-"""Headings of options, in the order in which help and answers list them."""
 
 
 class Kind(Protocol):
@@ -63,7 +49,7 @@ class Option:
     help: str
     """One sentence, without the default."""
     group: str
-    """One of :data:`GROUPS`: the heading that the option is listed under, in help and in answers."""
+    """The heading that the option is listed under, in help and in answers."""
     everyday: bool = False
     """Whether the short help lists it."""
     memory_only: bool = False
@@ -87,6 +73,15 @@ def option(
         default=default, kind=kind, help=help, group=group, everyday=everyday, memory_only=memory_only
     )
     return field(default=default, metadata={_KEY: declared})
+
+
+of_batch = partial(option, group="Batch")
+of_sharding = partial(option, group="Sharding")
+of_precision = partial(option, group="Precision")
+of_checkpointing = partial(option, group="Checkpointing")
+of_training = partial(option, group="Training")
+of_parallelism = partial(option, group="Parallelism")
+of_software = partial(option, group="Software")
 
 
 def options_of(specification: Any) -> dict[str, Option]:

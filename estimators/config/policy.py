@@ -15,7 +15,6 @@ from fsdp2prof.estimators.config.choices import (
     Allocator,
     Attention,
     CheckpointingMode,
-    Chunked,
     Documents,
     Every,
     ExpertShards,
@@ -30,7 +29,6 @@ from fsdp2prof.estimators.config.choices import (
     Prefetch,
     Reshard,
     ReshardRule,
-    Sync,
     VarlenDocuments,
     base_of,
 )
@@ -65,7 +63,13 @@ from fsdp2prof.estimators.config.option import (
     Text,
     Words,
     YesNo,
-    option,
+    of_batch,
+    of_checkpointing,
+    of_parallelism,
+    of_precision,
+    of_sharding,
+    of_software,
+    of_training,
     options_of,
     plain,
     read_options,
@@ -80,21 +84,7 @@ from fsdp2prof.estimators.config.pipeline import (
     stages_of,
 )
 from fsdp2prof.estimators.torch_rules import TorchRules, torch_rules
-
-__all__ = [
-    "ActivationCheckpointing",
-    "Allocator",
-    "Attention",
-    "CheckpointingMode",
-    "Chunked",
-    "Every",
-    "ExpertShards",
-    "Float8",
-    "Loss",
-    "Norm",
-    "PolicySpec",
-    "dtype_bytes",
-]
+from fsdp2prof.schedule import Sync
 
 _MOST_TOKENS = 1 << 28
 """Of a rank's micro-batch: its logits have 2**46 elements then, and sizes still fit 64 bits."""
@@ -118,100 +108,80 @@ class PolicySpec:
     value. Raises ``ModelError`` with one line if a value is unknown or contradicts another.
     """
 
-    batch_size: int = option(
+    batch_size: int = of_batch(
         1,
         Integer(1, _MOST_TOKENS),
         "Sequences per rank and micro-batch; pairs of them with loss=dpo.",
-        group="Batch",
         everyday=True,
     )
-    seq_len: int = option(
+    seq_len: int = of_batch(
         4096,
         Integer(1, _MOST_TOKENS),
         "Tokens of a sequence, before context parallelism divides it.",
-        group="Batch",
         everyday=True,
     )
-    documents: Documents | None = option(
+    documents: Documents | None = of_batch(
         None,
         Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
         "K documents of equal length packed into each sequence, each attending to itself: by transformers' "
         "mask for SDPA, by FlashAttention's variable lengths, or by flex attention's block mask.",
-        group="Batch",
     )
-    images: int = option(
-        0,
-        Integer(0, _MOST_REPEATS),
-        "Images in each sequence, for a Hugging Face model of text and images.",
-        group="Batch",
+    images: int = of_batch(
+        0, Integer(0, _MOST_REPEATS), "Images in each sequence, for a Hugging Face model of text and images."
     )
-    image_size: ImageSize | None = option(
-        None, ImageSizeText(), "Of every image, in pixels, where the vision tower takes any.", group="Batch"
+    image_size: ImageSize | None = of_batch(
+        None, ImageSizeText(), "Of every image, in pixels, where the vision tower takes any."
     )
-    grad_accum: int = option(
-        1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", group="Batch", everyday=True
+    grad_accum: int = of_batch(
+        1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", everyday=True
     )
-    sync: Sync = option(
+    sync: Sync = of_batch(
         "last",
         Words(words=get_args(Sync)),
         "Reduce gradients after the last micro-batch only, or after each.",
-        group="Batch",
     )
-    wrap: tuple[str, ...] = option(
+    wrap: tuple[str, ...] = of_sharding(
         ("block",),
         Names("block, root, class names or module names"),
         "What is sharded besides the root: block, a class, a module (* matches one name); a+b in one call; "
         "root alone is nothing else.",
-        group="Sharding",
     )
-    reshard: Reshard | ByUnit = option(
+    reshard: Reshard | ByUnit = of_sharding(
         "default",
         PerUnit(Words(words=get_args(ReshardRule), number="a number of ranks"), "default"),
         "After forward: fully_shard's own rule (not the root), torchtitan's (nor what follows the last "
         "block, or that block), all, none, or to K ranks; some units differently, as norm+output=never.",
-        group="Sharding",
     )
-    reshard_root: bool | None = option(
-        None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root.", group="Sharding"
+    reshard_root: bool | None = of_sharding(
+        None, Flag(unset=True, off="--keep-root"), "Overrides --reshard for the root."
     )
-    param_dtype: str | ByUnit | None = option(
+    param_dtype: str | ByUnit | None = of_precision(
         "bfloat16",
         PerUnit(Dtype(none=True), "bfloat16"),
         "Dtype of the all-gather and of compute; none is the original.",
-        group="Precision",
     )
-    reduce_dtype: str | ByUnit | None = option(
+    reduce_dtype: str | ByUnit | None = of_precision(
         "float32",
         PerUnit(Dtype(none=True), "float32"),
         "Dtype of gradient reduction; none is the gradient's own.",
-        group="Precision",
     )
-    output_dtype: str | ByUnit | None = option(
-        None,
-        PerUnit(Dtype(none=True), None),
-        "Dtype that a unit's outputs are cast to; none is their own.",
-        group="Precision",
+    output_dtype: str | ByUnit | None = of_precision(
+        None, PerUnit(Dtype(none=True), None), "Dtype that a unit's outputs are cast to; none is their own."
     )
-    orig_dtype: str = option(
-        "float32", Dtype(), "Dtype of the shards, gradients and optimizer state.", group="Precision"
+    orig_dtype: str = of_precision("float32", Dtype(), "Dtype of the shards, gradients and optimizer state.")
+    offload: bool = of_sharding(
+        False, Flag(), "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory."
     )
-    offload: bool = option(
-        False,
-        Flag(),
-        "CPUOffloadPolicy: shards, gradients and optimizer state in pinned host memory.",
-        group="Sharding",
-    )
-    lora: Lora | None = option(
+    lora: Lora | None = of_training(
         None,
         LoraText(),
         "Low-rank adapters beside the linear layers of these names; the rest is frozen, in base=DTYPE, or "
         "in 4 bits: base=nf4 (torchao), base=bnb-nf4 (bitsandbytes).",
-        group="Training",
     )
-    trainable: str | None = option(
-        None, Regex(), "Searched in parameter names; parameters without a match are frozen.", group="Training"
+    trainable: str | None = of_training(
+        None, Regex(), "Searched in parameter names; parameters without a match are frozen."
     )
-    ac: ActivationCheckpointing = option(
+    ac: ActivationCheckpointing = of_checkpointing(
         "none",
         Words(
             words=get_args(CheckpointingMode),
@@ -224,18 +194,16 @@ class PolicySpec:
             ),
         ),
         "Activation checkpointing: of every block, selective by operator, or of every K-th block.",
-        group="Checkpointing",
         everyday=True,
     )
-    optimizer: str = option(
+    optimizer: str = of_training(
         "adamw",
         Words(words=(*OPTIMIZERS, *EIGHT_BIT, "none"), factory=True),
         "The optimizer, by name or made by a function of the parameters; none trains nothing, forward and "
         "backward only.",
-        group="Training",
         everyday=True,
     )
-    optimizer_impl: OptimizerImpl = option(
+    optimizer_impl: OptimizerImpl = of_training(
         "foreach",
         Words(
             words=tuple(IMPLEMENTATIONS),
@@ -245,69 +213,57 @@ class PolicySpec:
             ),
         ),
         "How the optimizer goes over its parameters.",
-        group="Training",
     )
-    clip_grad: bool = option(
-        True, Flag(), "Clip the global gradient norm each step (foreach).", group="Training"
-    )
-    loss: Loss = option(
+    clip_grad: bool = of_training(True, Flag(), "Clip the global gradient norm each step (foreach).")
+    loss: Loss = of_training(
         "full",
         Words(words=get_args(LossMode), counted=PIECES),
         "Cross-entropy over all fp32 logits, compiled, fused with the head, or in chunks: K of the sequence, "
         "recomputed, kept (torchtune) or with their backward at once (torchtitan); of K tokens (TRL); of K "
         "entries of the vocabulary, or blocks of K by K (prime-rl). logprobs is the loss of reinforcement "
         "learning; dpo takes pairs, chosen and rejected in one batch.",
-        group="Training",
         everyday=True,
     )
-    keep_logits: KeptLogits | None = option(
+    keep_logits: KeptLogits | None = of_training(
         None,
         Words(words=get_args(KeptLogits), none=True),
         "Logits that the script still holds in backward and till the next forward has made others: as the "
         "model returns them (own), or the fp32 copy that the loss is computed of.",
         memory_only=True,
-        group="Training",
     )
-    loss_parallel: bool | None = option(
+    loss_parallel: bool | None = of_parallelism(
         None,
         Flag(unset=True),
         "Under tensor parallelism keep the logits sharded over the vocabulary; not given, built-in models do "
         "and Hugging Face's own plans gather them.",
-        group="Parallelism",
     )
-    forward_prefetch: Prefetch | ByUnit = option(
-        0,
-        PerUnit(Prefetched(MOST_LAYERS), 0),
-        "Blocks prefetched explicitly in forward, or units by name.",
-        group="Sharding",
+    forward_prefetch: Prefetch | ByUnit = of_sharding(
+        0, PerUnit(Prefetched(MOST_LAYERS), 0), "Blocks prefetched explicitly in forward, or units by name."
     )
-    backward_prefetch: Prefetch | ByUnit = option(
+    backward_prefetch: Prefetch | ByUnit = of_sharding(
         0,
         PerUnit(Prefetched(MOST_LAYERS), 0),
         "Blocks prefetched explicitly in backward, or units by name; 0 is FSDP's own single one.",
-        group="Sharding",
     )
-    unshard_in_backward: bool | ByUnit = option(
+    unshard_in_backward: bool | ByUnit = of_sharding(
         True,
         PerUnit(YesNo(), True),
         "Whether parameters are gathered for backward; no for units whose backward needs none, as "
         "tok_embeddings=no.",
-        group="Sharding",
     )
-    separate_reduce_scatter_group: bool = option(
-        False, Flag(), "A communicator of its own for reduce-scatter.", group="Sharding"
+    separate_reduce_scatter_group: bool = of_sharding(
+        False, Flag(), "A communicator of its own for reduce-scatter."
     )
-    reduce_scatter_buffers: int = option(
-        1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight.", group="Sharding"
+    reduce_scatter_buffers: int = of_sharding(
+        1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight."
     )
-    compile: bool = option(False, Flag(), "torch.compile of each block.", group="Software", everyday=True)
-    async_tp: bool = option(
+    compile: bool = of_software(False, Flag(), "torch.compile of each block.", everyday=True)
+    async_tp: bool = of_parallelism(
         False,
         Flag(),
         "Asynchronous tensor parallelism: the compiler runs products beside their gathers and scatters.",
-        group="Parallelism",
     )
-    float8: Float8 | None = option(
+    float8: Float8 | None = of_precision(
         None,
         Words(
             words=get_args(Float8),
@@ -315,18 +271,14 @@ class PolicySpec:
             refused=(("nvfp4", "use mxfp8, which moves twice as many bytes of each factor"),),
         ),
         "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
-        group="Precision",
     )
-    fp8_all_gather: bool = option(
-        False, Flag(), "Gather the weights of linear layers inside blocks as float8.", group="Precision"
+    fp8_all_gather: bool = of_precision(
+        False, Flag(), "Gather the weights of linear layers inside blocks as float8."
     )
-    torch: str | None = option(
-        None,
-        Text("VERSION"),
-        "The run's torch, as 2.6, whose rules are followed; else the installed one.",
-        group="Software",
+    torch: str | None = of_software(
+        None, Text("VERSION"), "The run's torch, as 2.6, whose rules are followed; else the installed one."
     )
-    attention: Attention = option(
+    attention: Attention = of_software(
         "flash",
         Words(
             words=get_args(Attention),
@@ -339,68 +291,58 @@ class PolicySpec:
             ),
         ),
         "Attention kernel: flash is FlashAttention-2, flash3 FlashAttention-3 on Hopper.",
-        group="Software",
     )
-    attention_is_saved: bool | None = option(
+    attention_is_saved: bool | None = of_checkpointing(
         None,
         Flag(unset=True, off="--attention-is-recomputed"),
         "Whether ac=op saves attention's results; torchtitan's list had those of flash and efficient alone "
         "until December 2025.",
-        group="Checkpointing",
     )
-    ac_saves: tuple[str, ...] | None = option(
+    ac_saves: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("_c10d_functional.all_to_all_single", none=True),
         "Operators whose results ac=op saves besides, as _c10d_functional.all_to_all_single.",
-        group="Checkpointing",
     )
-    ac_recomputes: tuple[str, ...] | None = option(
+    ac_recomputes: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("router.gate", none=True),
         "Linear layers, by a part of their name, whose matrix products (and all of the same shape) ac=op "
         "recomputes and does not count; other blocks are unaffected.",
-        group="Checkpointing",
     )
-    norm: Norm | None = option(
+    norm: Norm | None = of_software(
         None,
         Words(words=get_args(Norm), none=True),
         "RMSNorm of the built-in models: separate operators in fp32, or one kernel; none is composed.",
-        group="Software",
     )
-    allocator: Allocator | None = option(
+    allocator: Allocator | None = of_software(
         None,
         Words(words=get_args(Allocator), none=True),
         "The CUDA caching allocator's segments; if omitted: expandable, with a range that covers both.",
         memory_only=True,
-        group="Software",
     )
-    record_streams: bool | None = option(
+    record_streams: bool | None = of_software(
         None,
         Flag(unset=True),
         "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
         memory_only=True,
-        group="Software",
     )
-    expert_shards: ExpertShards = option(
+    expert_shards: ExpertShards = of_sharding(
         "auto",
         Words(words=get_args(ExpertShards)),
         "What FSDP cuts stacked experts into: experts, or their hidden dimension; auto is hidden where "
         "expert parallelism leaves more ranks than experts, as in torchtitan.",
-        group="Sharding",
     )
-    imbalance: float = option(
+    imbalance: float = of_parallelism(
         1.0,
         Number(1.0),
         "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
-        group="Parallelism",
     )
-    pp_stage: int = option(
+    pp_stage: int = of_parallelism(
         0,
         Integer(0, MOST_LAYERS),
         "Pipeline stage to estimate; the first holds the embedding, the last norm and head.",
-        group="Parallelism",
     )
-    pp_schedule: PipelineSchedule = option(
+    pp_schedule: PipelineSchedule = of_parallelism(
         "1f1b",
         Words(
             words=get_args(ScheduleWord),
@@ -415,14 +357,12 @@ class PolicySpec:
         ),
         "Order of a pipeline's work: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
         "rank; zb1p and zbv are the zero-bubble schedules.",
-        group="Parallelism",
     )
-    extra_model: ExtraModels | None = option(
+    extra_model: ExtraModels | None = of_training(
         None,
         ExtraModelsText(),
         "Frozen models run forward without gradients before each micro-batch: references, reward models; "
         "self is the trained model (its adapters left out, or for old log-probabilities).",
-        group="Training",
     )
 
     def __post_init__(self) -> None:

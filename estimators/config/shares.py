@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.resources import files
 
 import msgspec
 
-from fsdp2prof.estimators.config.documents import parse_yaml
+from fsdp2prof.estimators.config.documents import packaged
 
 
 class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,8 +18,7 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, RangeEnd]:
-    text = files("fsdp2prof.estimators.config").joinpath("ranges.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(parse_yaml(text), dict[str, RangeEnd])
+    return packaged("fsdp2prof.estimators.config", "ranges.yaml", dict[str, RangeEnd])
 
 
 def range_end(name: str) -> RangeEnd:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 import msgspec
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import SELECTION
-from fsdp2prof.estimators.config.documents import parse_yaml
+from fsdp2prof.estimators.config.documents import packaged
 
 _OWN_NAMES: Mapping[str, str] = {}
 _UNITS = frozenset({"wrap", "reshard", "unshard_in_backward"})
@@ -46,8 +45,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 @lru_cache(maxsize=1)
 def known_stacks() -> Mapping[str, Stack]:
     """Every stack by its name, complete."""
-    text = files("fsdp2prof.estimators.config").joinpath("stacks.yaml").read_text(encoding="utf-8")
-    return _completed(msgspec.convert(parse_yaml(text), dict[str, Stack]))
+    return _completed(packaged("fsdp2prof.estimators.config", "stacks.yaml", dict[str, Stack]))
 
 
 def _completed(own: Mapping[str, Stack]) -> dict[str, Stack]:

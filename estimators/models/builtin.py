@@ -23,8 +23,6 @@ from fsdp2prof.estimators.models.llama import LlamaTransformer
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model
 from fsdp2prof.estimators.models.model import Batch, Model
 
-__all__ = ["GptBlock", "GptTransformer", "build_builtin", "meta_construction", "token_batch"]
-
 
 class GptBlock(nn.Module):
     """Pre-norm attention and MLP with biases."""

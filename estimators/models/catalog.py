@@ -2,19 +2,26 @@
 
 This registry knows shapes only; :mod:`fsdp2prof.estimators.models.llama` and
 :mod:`fsdp2prof.estimators.models.builtin` hold the modules and import torch.
-Sources of the shapes: the papers and released ``config.json`` / ``params.json`` of each family.
+The shapes are those of ``models.yaml``, with their sources.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
+import msgspec
+
 from fsdp2prof.errors import ModelError
+from fsdp2prof.estimators.config.documents import packaged
+
+
+class _Series(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    source: str
+    shared: dict[str, Any]
+    models: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,153 +134,18 @@ class TransformerConfig:
         return 0 if self.experts is None else sum(map(self.experts.is_in, range(self.layers)))
 
 
-_LLAMA = partial(TransformerConfig, family="llama")
-_LLAMA2 = partial(_LLAMA, vocab_size=32_000, context=4096, rope_theta=1e4)
-_LLAMA3 = partial(_LLAMA, vocab_size=128_256, context=8192, rope_theta=5e5)
-_LLAMA31 = partial(_LLAMA3, context=131_072)
-_QWEN = partial(TransformerConfig, family="qwen", rope_theta=1e6, norm_eps=1e-6)
-_QWEN2 = partial(_QWEN, context=32_768, qkv_bias=True)
-_QWEN3 = partial(_QWEN, vocab_size=151_936, context=40_960, qk_norm=True)
-_GPT2 = partial(TransformerConfig, family="gpt", vocab_size=50_257, context=1024, tied=True)
-_GPT3 = partial(_GPT2, context=2048)
-_MIXTRAL = partial(_QWEN, norm_eps=1e-5)
-_QWEN3_MOE = partial(_QWEN3, head_dim=128)
-_DEEPSEEK = partial(TransformerConfig, family="llama", context=4096, norm_eps=1e-6)
-_LLAMA4 = partial(_LLAMA, vocab_size=202_048, context=8192, rope_theta=5e5, head_dim=128)
-_GPT_OSS = partial(_QWEN, vocab_size=201_088, context=131_072, qkv_bias=True, sinks=True, head_dim=64)
-_LATENT = partial(LatentShape, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+def _builtin_models() -> dict[str, TransformerConfig]:
+    """Read ``models.yaml``; heads divide ``dim`` evenly unless ``head_dim`` is given."""
+    found = {}
+    for series in packaged("fsdp2prof.estimators.models", "models.yaml", dict[str, _Series]).values():
+        for name, own in series.models.items():
+            shape = {"name": name, **series.shared, **own}
+            shape.setdefault("head_dim", shape["dim"] // shape["heads"])
+            found[name] = msgspec.convert(shape, TransformerConfig)
+    return found
 
 
-def _routed(count: int, top_k: int, ffn_dim: int, **rest: Any) -> ExpertShape:
-    """Return the shape of experts whose scores are normalised, unless said otherwise."""
-    return ExpertShape(count=count, top_k=top_k, ffn_dim=ffn_dim, **{"normalised": True, **rest})
-
-
-_LLAMA4_EXPERTS = {"shared_ffn_dim": 8192, "sigmoid": True, "normalised": False, "weighs_inputs": True}
-
-
-def _of(
-    series: Callable[..., TransformerConfig],
-    name: str,
-    dim: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    ffn_dim: int,
-    **rest: Any,
-) -> TransformerConfig:
-    """Return a model of a series; heads divide ``dim`` evenly unless ``head_dim`` is given."""
-    shape = {"dim": dim, "layers": layers, "heads": heads, "kv_heads": kv_heads, "ffn_dim": ffn_dim}
-    return series(name=name, **{"head_dim": dim // heads, **shape, **rest})
-
-
-_ALL = (
-    _of(_LLAMA2, "llama2-7b", 4096, 32, 32, 32, 11_008),
-    _of(_LLAMA2, "llama2-13b", 5120, 40, 40, 40, 13_824),
-    _of(_LLAMA2, "llama2-70b", 8192, 80, 64, 8, 28_672),
-    _of(_LLAMA3, "llama3-8b", 4096, 32, 32, 8, 14_336),
-    _of(_LLAMA3, "llama3-70b", 8192, 80, 64, 8, 28_672),
-    _of(_LLAMA3, "llama3-405b", 16_384, 126, 128, 8, 53_248, context=131_072),
-    _of(_LLAMA31, "llama3.1-8b", 4096, 32, 32, 8, 14_336),
-    _of(_LLAMA31, "llama3.1-70b", 8192, 80, 64, 8, 28_672),
-    _of(_LLAMA31, "llama3.1-405b", 16_384, 126, 128, 8, 53_248),
-    _of(_LLAMA31, "llama3.2-1b", 2048, 16, 32, 8, 8192, tied=True),
-    _of(_LLAMA31, "llama3.2-3b", 3072, 28, 24, 8, 8192, tied=True),
-    _of(_QWEN2, "qwen2-0.5b", 896, 24, 14, 2, 4864, vocab_size=151_936, tied=True),
-    _of(_QWEN2, "qwen2-1.5b", 1536, 28, 12, 2, 8960, vocab_size=151_936, tied=True),
-    _of(_QWEN2, "qwen2-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
-    _of(_QWEN2, "qwen2-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
-    _of(_QWEN2, "qwen2.5-3b", 2048, 36, 16, 2, 11_008, vocab_size=151_936, tied=True),
-    _of(_QWEN2, "qwen2.5-7b", 3584, 28, 28, 4, 18_944, vocab_size=152_064),
-    _of(_QWEN2, "qwen2.5-14b", 5120, 48, 40, 8, 13_824, vocab_size=152_064),
-    _of(_QWEN2, "qwen2.5-32b", 5120, 64, 40, 8, 27_648, vocab_size=152_064),
-    _of(_QWEN2, "qwen2.5-72b", 8192, 80, 64, 8, 29_568, vocab_size=152_064),
-    _of(_QWEN3, "qwen3-0.6b", 1024, 28, 16, 8, 3072, head_dim=128, tied=True),
-    _of(_QWEN3, "qwen3-1.7b", 2048, 28, 16, 8, 6144, head_dim=128, tied=True),
-    _of(_QWEN3, "qwen3-4b", 2560, 36, 32, 8, 9728, head_dim=128, tied=True),
-    _of(_QWEN3, "qwen3-8b", 4096, 36, 32, 8, 12_288, head_dim=128),
-    _of(_QWEN3, "qwen3-14b", 5120, 40, 40, 8, 17_408, head_dim=128),
-    _of(_QWEN3, "qwen3-32b", 5120, 64, 64, 8, 25_600, head_dim=128),
-    _of(
-        _MIXTRAL,
-        "mixtral-8x7b",
-        4096,
-        32,
-        32,
-        8,
-        0,
-        vocab_size=32_000,
-        context=32_768,
-        experts=_routed(8, 2, 14_336),
-    ),
-    _of(
-        _MIXTRAL,
-        "mixtral-8x22b",
-        6144,
-        56,
-        48,
-        8,
-        0,
-        vocab_size=32_768,
-        context=65_536,
-        experts=_routed(8, 2, 16_384),
-    ),
-    _of(_QWEN3_MOE, "qwen3-30b-a3b", 2048, 48, 32, 4, 0, head_dim=128, experts=_routed(128, 8, 768)),
-    _of(_QWEN3_MOE, "qwen3-235b-a22b", 4096, 94, 64, 4, 0, head_dim=128, experts=_routed(128, 8, 1536)),
-    _of(
-        _DEEPSEEK,
-        "deepseek-v3-16b",
-        2048,
-        27,
-        16,
-        16,
-        10_944,
-        vocab_size=102_400,
-        head_dim=192,
-        latent=_LATENT(q_rank=0),
-        experts=_routed(64, 6, 1408, shared_ffn_dim=2816, first=1, normalised=False),
-    ),
-    _of(
-        _DEEPSEEK,
-        "deepseek-v3-671b",
-        7168,
-        61,
-        128,
-        128,
-        18_432,
-        vocab_size=129_280,
-        head_dim=192,
-        latent=_LATENT(q_rank=1536),
-        experts=_routed(256, 8, 2048, shared_ffn_dim=2048, first=3, sigmoid=True),
-    ),
-    _of(_GPT_OSS, "gpt-oss-20b", 2880, 24, 64, 8, 0, head_dim=64, experts=_routed(32, 4, 2880, bias=True)),
-    _of(_GPT_OSS, "gpt-oss-120b", 2880, 36, 64, 8, 0, head_dim=64, experts=_routed(128, 4, 2880, bias=True)),
-    _of(_LLAMA4, "llama4-scout", 5120, 48, 40, 8, 0, experts=_routed(16, 1, 8192, **_LLAMA4_EXPERTS)),
-    _of(
-        _LLAMA4,
-        "llama4-maverick",
-        5120,
-        48,
-        40,
-        8,
-        16_384,
-        experts=_routed(128, 1, 8192, every=2, **_LLAMA4_EXPERTS),
-    ),
-    _of(_GPT2, "gpt2", 768, 12, 12, 12, 3072),
-    _of(_GPT2, "gpt2-medium", 1024, 24, 16, 16, 4096),
-    _of(_GPT2, "gpt2-large", 1280, 36, 20, 20, 5120),
-    _of(_GPT2, "gpt2-xl", 1600, 48, 25, 25, 6400),
-    _of(_GPT3, "gpt3-125m", 768, 12, 12, 12, 3072),
-    _of(_GPT3, "gpt3-350m", 1024, 24, 16, 16, 4096),
-    _of(_GPT3, "gpt3-760m", 1536, 24, 16, 16, 6144),
-    _of(_GPT3, "gpt3-1.3b", 2048, 24, 16, 16, 8192),
-    _of(_GPT3, "gpt3-2.7b", 2560, 32, 32, 32, 10_240),
-    _of(_GPT3, "gpt3-6.7b", 4096, 32, 32, 32, 16_384),
-    _of(_GPT3, "gpt3-13b", 5120, 40, 40, 40, 20_480),
-    _of(_GPT3, "gpt3-175b", 12_288, 96, 96, 96, 49_152),
-)
-
-BUILTIN_MODELS: dict[str, TransformerConfig] = {config.name: config for config in _ALL}
+BUILTIN_MODELS = _builtin_models()
 """Built-in models by name."""
 
 

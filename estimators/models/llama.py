@@ -19,8 +19,6 @@ from fsdp2prof.estimators.models.catalog import LatentShape, TransformerConfig
 from fsdp2prof.estimators.models.experts import MixtureOfExperts
 from fsdp2prof.estimators.models.local_tensors import as_local
 
-__all__ = ["Attention", "FeedForward", "LatentAttention", "LlamaTransformer", "TransformerBlock"]
-
 
 class _FusedRMSNorm(torch.autograd.Function):
     """What a fused RMSNorm reads, writes and keeps: its input, its weight and one fp32 number a row."""

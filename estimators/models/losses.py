@@ -33,16 +33,6 @@ from fsdp2prof.estimators.config.choices import (
 )
 from fsdp2prof.estimators.models.model import Batch
 
-__all__ = [
-    "head_of",
-    "log_probabilities",
-    "logits_loss",
-    "logits_of",
-    "loss_of_model",
-    "one_line",
-    "score_of_model",
-]
-
 _After = Callable[[Tensor], Tensor]
 """What a model makes of its head's logits."""
 _LONGEST = 300

@@ -8,13 +8,12 @@ from math import prod
 from fsdp2prof.analyzers.recorded_groups import recorded_groups, scheduled_group, unknown_dtypes
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
-from fsdp2prof.estimators.config.choices import Sync
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.of_run.steps import step_of_root
 from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
-from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
+from fsdp2prof.schedule import Axis, ScheduledGroup, Sync, steady_step
 
 
 def estimate_comm_of_run(

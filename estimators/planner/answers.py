@@ -16,7 +16,6 @@ from fsdp2prof.estimators.planner.search import Scored, ranked
 from fsdp2prof.results.plan import Plan, PlanAnswer
 
 Question = Literal["max batch-size", "max seq-len", "min gpus"]
-QUESTIONS: tuple[Question, ...] = ("max batch-size", "max seq-len", "min gpus")
 
 _MAX = 1 << 24
 _SEQ_STEP = 1024

@@ -16,7 +16,6 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 
 Objective = Literal["tokens", "cost", "memory"]
 """``tokens``: most tokens per second. ``cost``: fewest GPU-hours a token. ``memory``: the smallest peak."""
-Maximum = Literal["batch-size", "seq-len"]
 
 _SEARCHED = (
     "batch_size",

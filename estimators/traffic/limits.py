@@ -15,8 +15,6 @@ from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
 from fsdp2prof.estimators.traffic.pipeline_order import enough_micro_batches, order_of
 
-__all__ = ["check_parallelism"]
-
 _BEFORE_ATTENTION = {"wq", "wk", "wv", "q_proj", "k_proj", "v_proj", "qkv_proj"}
 """Layers whose adapters let the first block's attention have a backward."""
 

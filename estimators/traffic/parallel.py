@@ -21,8 +21,6 @@ from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.estimators.traffic.pipeline_order import neighbours_of
 from fsdp2prof.schedule import Axis, block_counts
 
-__all__ = ["add_parallel_traffic", "counted_by_execution"]
-
 
 def counted_by_execution(model: Model, mesh: MeshSpec, policy: PolicySpec) -> bool:
     """Whether tensor and expert parallelism are executed to count their collectives: no formula has them.

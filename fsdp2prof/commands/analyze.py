@@ -31,7 +31,7 @@ from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.focus import Focused
-    from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 VIEW_FLAGS = ("--layer", "--show-rank", "--show-step")
 """Long names of these options."""

@@ -19,8 +19,8 @@ from fsdp2prof.workflows.exports.trackers import TRACKERS, Tracker, tracking
 from fsdp2prof.workflows.job.urls import shown
 
 if TYPE_CHECKING:
-    from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job.job_files import JobFiles
+    from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 _RUN = click.argument("path", metavar="RUN", type=InputPath())
 

@@ -11,8 +11,6 @@ import click
 from fsdp2prof.vocabulary import printable
 from fsdp2prof.workflows.job.urls import shown
 
-__all__ = ["open_streams", "say", "show"]
-
 _CLOSED_PIPE = 128 + 13
 """Exit code of a program that SIGPIPE ended."""
 _LONGEST = 4000

@@ -24,8 +24,6 @@ from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
 from fsdp2prof.vocabulary import printable
 from fsdp2prof.workflows.job.urls import shown, url_of
 
-__all__ = ["Output", "destination_options", "output_options", "refuse_existing"]
-
 _EXTENSIONS = {renderer.extension: name for name, renderer in RENDERERS.items()} | {".htm": "html"}
 
 _PIPED_WIDTH = 118

@@ -19,8 +19,6 @@ from fsdp2prof.manifest import RecordOptions
 if TYPE_CHECKING:
     from fsdp2prof.recorder.launch.launcher import Outcome
 
-__all__ = ["default_run", "recording_options", "run_directory_options", "tell"]
-
 
 def run_directory_options(command: Callable[..., int]) -> Callable[..., int]:
     """Add ``-o``, ``-f`` and ``-q``: the run directory, and messages on stderr."""

@@ -18,7 +18,7 @@ from fsdp2prof.vocabulary import printable
 from fsdp2prof.workflows.job.urls import shown, url_of
 
 if TYPE_CHECKING:
-    from fsdp2prof.workflows.analyze import TraceOptions
+    from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 _NAME = "report.html"
 _GENERATOR = b'<meta name="generator" content="fsdp2prof'

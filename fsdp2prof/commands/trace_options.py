@@ -15,8 +15,8 @@ from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdp2prof.analyzers.steps import Window
-    from fsdp2prof.workflows.analyze import TraceOptions
     from fsdp2prof.workflows.job.job_files import JobFiles
+    from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 cluster_option = ANALYSIS(
     "--cluster",

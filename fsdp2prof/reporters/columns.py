@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Protocol
 
-from fsdp2prof.reporters.document import Block, Column, Section, Source, Table, Value
+from fsdp2prof.reporters.document import Block, Column, Kind, Section, Source, Table, Value
 from fsdp2prof.reporters.formats import (
     MS,
     Show,
@@ -27,7 +27,6 @@ from fsdp2prof.reporters.formats import (
     show_gb_per_s,
     show_in,
     show_kernel,
-    show_ms,
     show_ns,
     show_op,
     show_percent,
@@ -35,6 +34,13 @@ from fsdp2prof.reporters.formats import (
     words,
 )
 from fsdp2prof.vocabulary import Word, layer_name
+
+
+class Make(Protocol):
+    """What makes a column of one format."""
+
+    def __call__(self, key: str = ..., label: str | None = ..., of: Source = ...) -> Column:
+        """Return a column; see :class:`~fsdp2prof.reporters.document.Column`."""
 
 
 def text(key: str, label: str | None = None, show: Show = show_text, of: Source = None) -> Column:
@@ -62,29 +68,9 @@ def layer(key: str = "fqn", label: str = "layer", of: Source = None) -> Column:
     return Column(name=key, label=label, kind="name", show=layer_name, of=of)
 
 
-def kernel(key: str = "name", label: str | None = None) -> Column:
-    """Return a column of kernels by their functions' own names."""
-    return name(key, label, show_kernel)
-
-
 def word(key: str, label: str | None, vocabulary: Mapping[str, Word], of: Source = None) -> Column:
     """Return a column of words of a vocabulary, each by its label."""
     return text(key, label, words(vocabulary), of)
-
-
-def op(key: str = "op", label: str | None = None, of: Source = None) -> Column:
-    """Return a column of kinds of collectives."""
-    return text(key, label, show_op, of)
-
-
-def dtype(key: str = "dtype", label: str | None = None, of: Source = None) -> Column:
-    """Return a column of dtypes."""
-    return text(key, label, show_dtype, of)
-
-
-def category(key: str = "category", label: str | None = "kind") -> Column:
-    """Return a column of memory categories."""
-    return text(key, label, show_category)
 
 
 def number(key: str, label: str | None = None, show: Show = show_text, of: Source = None) -> Column:
@@ -92,19 +78,27 @@ def number(key: str, label: str | None = None, show: Show = show_text, of: Sourc
     return Column(name=key, label=_label(key, label), kind="number", show=show, of=of)
 
 
-def count(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of counts."""
-    return number(key, label, show_count, of)
+def _shown_by(show: Show, kind: Kind = "number", key: str = "", label: str | None = None) -> Make:
+    """Return what makes columns of one format; ``key`` and ``label`` are for a column without its own."""
+
+    def make(key: str = key, label: str | None = label, of: Source = None) -> Column:
+        return Column(name=key, label=_label(key, label), kind=kind, show=show, of=of)
+
+    return make
 
 
-def mean(key: str = "count", label: str | None = "n", of: Source = None) -> Column:
-    """Return a column of means of counts."""
-    return number(key, label, mean_count, of)
-
-
-def time(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of nanoseconds, each value in its own unit."""
-    return number(key, label, show_ns, of)
+op = _shown_by(show_op, "text", "op")
+dtype = _shown_by(show_dtype, "text", "dtype")
+category = _shown_by(show_category, "text", "category", "kind")
+kernel = _shown_by(show_kernel, "name", "name")
+count = _shown_by(show_count)
+mean = _shown_by(mean_count, key="count", label="n")
+time = _shown_by(show_ns)
+size = _shown_by(show_bytes)
+frac = _shown_by(show_frac)
+percent = _shown_by(show_percent, label="%")
+gb_per_s = _shown_by(show_gb_per_s)
+flops = _shown_by(show_flops)
 
 
 def ms(key: str, label: str | None = None, of: Source = None) -> Column:
@@ -115,34 +109,9 @@ def ms(key: str, label: str | None = None, of: Source = None) -> Column:
     return replace(number(key, label, of=of), scale="ms")
 
 
-def size(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of bytes, each value in its own unit."""
-    return number(key, label, show_bytes, of)
-
-
 def sized(key: str, label: str | None = None, of: Source = None, unit: str = "") -> Column:
     """Return a column of bytes in one unit, under its label; columns with the same ``unit`` share theirs."""
     return replace(number(key, label, of=of), scale="bytes", group=unit or key)
-
-
-def frac(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of fractions as percentages with their sign."""
-    return number(key, label, show_frac, of)
-
-
-def percent(key: str, label: str | None = "%", of: Source = None) -> Column:
-    """Return a column of fractions as percentages; the header has the sign."""
-    return number(key, label, show_percent, of)
-
-
-def gb_per_s(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of bytes per second in GB/s."""
-    return number(key, label, show_gb_per_s, of)
-
-
-def flops(key: str, label: str | None = None, of: Source = None) -> Column:
-    """Return a column of floating-point operations per second."""
-    return number(key, label, show_flops, of)
 
 
 def bar(key: str, of: Source = None) -> Column:
@@ -242,6 +211,6 @@ def _scaled(columns: Sequence[Column], items: Sequence[Any]) -> list[Column]:
 
 def _resolved(column: Column, most: float) -> Column:
     if column.scale == "ms":
-        return replace(column, show=show_ms(decimals(most / MS)))
+        return replace(column, show=show_in(MS, decimals(most / MS)))
     unit, scale = byte_unit(most)
     return replace(column, label=f"{column.label}\n{unit}", show=show_in(scale, decimals(most / scale)))

@@ -28,6 +28,7 @@ Value: TypeAlias = "str | int | float | bool | None"
 """A cell as the result has it: nanoseconds, bytes, fractions, words; None is unknown."""
 
 
+Kind: TypeAlias = Literal["text", "name", "prose", "number", "bar", "state"]
 Source: TypeAlias = "str | int | Callable[[Any], Any] | None"
 """Where a column finds its value in an item: None is the attribute of its own name; ``"1.count"`` is the
 attribute ``count`` of the item's second part."""
@@ -45,7 +46,7 @@ class Column:
     """Key in CSV and data frames, with its unit: ``exposed_ns``."""
     label: str
     """Header for people; may break lines."""
-    kind: Literal["text", "name", "prose", "number", "bar", "state"] = "text"
+    kind: Kind = "text"
     """``name``: long untrusted text that may wrap, and lose its middle; ``prose``: words that wrap and are
     never cut; ``number``: right-aligned, sorts by value; ``bar``: a
     fraction (0..1) drawn as a bar; ``state``: coloured by its word."""
@@ -215,8 +216,6 @@ class Link:
 class Document:
     """A result laid out."""
 
-    kind: str
-    """Of the result, from its schema: ``trace``, ``memory``, ``run_analysis``, ``compare``, ..."""
     title: str
     subtitle: str = ""
     verdict: Sequence[str] = ()
@@ -226,7 +225,7 @@ class Document:
     numbers: Sequence[KeyFigure] = ()
     sections: Sequence[Section] = ()
     warnings: Sequence[str] = ()
-    result: Any
+    result: Any = None
     """What it was made from, which is also its JSON."""
     data: Sequence[Table] = field(default=())
     """Tables that only data formats hold (every step, every rank), by name beside those of the sections."""

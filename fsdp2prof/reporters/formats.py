@@ -53,39 +53,27 @@ def scaled(value: float | None, scale: int, digits: int) -> str:
 # Functions for Column.show.
 
 
-def show_text(value: Any) -> str:
-    """Write a word or a number as it is."""
-    return _UNKNOWN if value is None else str(value)
+def known(write: Callable[[Any], str]) -> Show:
+    """Return what writes a value by a function, and an unknown one as ``-``."""
+    return lambda value: _UNKNOWN if value is None else write(value)
 
 
-def show_count(value: int | None) -> str:
-    """Write a count with thousands separators."""
-    return _UNKNOWN if value is None else format_count(value)
+show_text = known(str)
+show_count = known(format_count)
+show_amount = known(format_amount)
+show_bytes = known(format_bytes)
+show_ns = known(format_ns)
+show_flops = known(format_flops)
+show_op = known(op_label)
+show_category = known(category_label)
+show_kernel = known(kernel_name)
+show_frac: Show = format_frac
+show_dtype: Show = dtype_label
 
 
 def mean_count(value: float | None) -> str:
     """Write a mean of counts: ``3``, or ``1.5``."""
     return _UNKNOWN if value is None else f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-
-
-def show_amount(value: float | None) -> str:
-    """Write hours, days or money: ``0.588``, ``42.1``, ``1,250``."""
-    return _UNKNOWN if value is None else format_amount(value)
-
-
-def show_bytes(value: int | None) -> str:
-    """Write bytes, each value in its own unit: ``1.50 GiB``."""
-    return _UNKNOWN if value is None else format_bytes(value)
-
-
-def show_ns(value: float | None) -> str:
-    """Write a time, each value in its own unit: ``12.3 ms``."""
-    return _UNKNOWN if value is None else format_ns(value)
-
-
-def show_frac(value: float | None) -> str:
-    """Write a fraction as a percentage with its sign: ``12.5%``."""
-    return format_frac(value)
 
 
 def show_percent(value: float | None) -> str:
@@ -98,44 +86,14 @@ def show_gb_per_s(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value / 1e9:,.2f}"
 
 
-def show_op(value: str | None) -> str:
-    """Write the kind of a collective: ``all-gather``."""
-    return _UNKNOWN if value is None else op_label(value)
-
-
-def show_dtype(value: str | None) -> str:
-    """Write a dtype: ``bf16``."""
-    return dtype_label(value)
-
-
-def show_category(value: str | None) -> str:
-    """Write a memory category in words."""
-    return _UNKNOWN if value is None else category_label(value)
-
-
-def show_kernel(value: str | None) -> str:
-    """Write a kernel by its function's own name."""
-    return _UNKNOWN if value is None else kernel_name(value)
-
-
 def show_in(scale: int, digits: int) -> Show:
     """Return what writes numbers in units of ``scale``."""
     return lambda value: scaled(value, scale, digits)
 
 
-def show_ms(digits: int) -> Show:
-    """Return what writes nanoseconds in milliseconds."""
-    return show_in(MS, digits)
-
-
 def signed(show: Show) -> Show:
     """Return what writes a change: the same text, with ``+`` before growth."""
     return lambda value: f"+{show(value)}" if value is not None and value > 0 else show(value)
-
-
-def show_flops(value: float | None) -> str:
-    """Write floating-point operations per second: ``312 TFLOP/s``."""
-    return _UNKNOWN if value is None else format_flops(value)
 
 
 def words(vocabulary: Mapping[str, Word]) -> Show:

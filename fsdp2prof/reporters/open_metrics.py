@@ -46,15 +46,6 @@ def open_metrics(result: Any) -> str:
     return "\n".join([*lines, "# EOF"]) + "\n"
 
 
-def scalars_of(result: Any) -> dict[str, float]:
-    """Return the metrics that have no labels, or one value each, as ``name`` or ``name/label/...``."""
-    scalars = {}
-    for metric in metrics_of(result):
-        for labels, value in metric.samples:
-            scalars["/".join([metric.name, *labels.values()])] = value
-    return scalars
-
-
 def tracker_scalars(result: Any) -> dict[str, float]:
     """Return the figures of a run as a whole, for an experiment tracker: ``fsdp2prof/NAME/LABEL...``.
 

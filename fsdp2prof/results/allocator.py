@@ -6,15 +6,6 @@ from dataclasses import dataclass, field
 
 from fsdp2prof.results.peak import LayerBytes, LiveBlock
 
-__all__ = [
-    "BlockBytes",
-    "Fragmentation",
-    "OutOfMemory",
-    "PoolBytes",
-    "Remedy",
-    "SegmentBytes",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:

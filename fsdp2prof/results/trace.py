@@ -31,8 +31,6 @@ from fsdp2prof.results.timeline import Focus, StepTimeline
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.results.work import BandwidthFit, KernelRow, LayerWait, OperatorRow
 
-__all__ = ["TRACE_SCHEMA", "HostSyncPlace", "HostSyncRow", "RankTrace", "TraceAnalysis"]
-
 TRACE_SCHEMA = "fsdp2prof.trace/1"
 
 

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from fsdp2prof.results.trace import TraceAnalysis
     from fsdp2prof.results.trial import TrialResult
 
-__all__ = [
-    "TraceOptions",
-    "analyze_any",
-    "analyze_memory",
-    "analyze_ranks",
-    "analyze_run",
-    "analyze_trace",
-    "read_tables",
-]
-
 
 def analyze_trace(job: JobFiles, **options: Unpack[TraceOptions]) -> TraceAnalysis:
     """Analyse the traces of a job.

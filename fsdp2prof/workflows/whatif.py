@@ -9,7 +9,8 @@ from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.analyzers.whatif import what_if as replays
 from fsdp2prof.analyzers.whatif.changes import parse_change, parse_without
-from fsdp2prof.analyzers.whatif.what_if import RecordedRank, program_of
+from fsdp2prof.analyzers.whatif.recorded import program_of
+from fsdp2prof.analyzers.whatif.what_if import RecordedRank
 from fsdp2prof.errors import TraceError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.mesh_change import mesh_change

@@ -66,7 +66,7 @@ def test_a_long_result_gives_rows_up_before_its_sections() -> None:
     blocks = [table, replace(table, name="second", title="Second")]
     sections = [Section(anchor=block.name, title=block.title, blocks=[block]) for block in blocks]
     hidden = replace(sections[0], anchor="hidden", title="Hidden", detail=True)
-    made = Document(kind="some", title="Some", sections=[*sections, hidden], result=None)
+    made = Document(title="Some", sections=[*sections, hidden], result=None)
     text = str(RENDERERS["text"].render(made, RenderOptions(width=100, brief=True)))
     assert 38 <= len(text.splitlines()) <= 40
     assert "First" in text
@@ -82,7 +82,7 @@ def test_a_long_name_breaks_after_a_dot() -> None:
     row = ["layers.0.attention_norm.weight", "1", "2"]
     table = Table(name="one", title="One", columns=columns, rows=[row])
     section = Section(anchor="one", title="One", blocks=[table])
-    made = Document(kind="some", title="Some", sections=[section], result=None)
+    made = Document(title="Some", sections=[section], result=None)
     text = str(RENDERERS["text"].render(made, RenderOptions(width=40)))
     assert [line.split()[0] for line in text.splitlines() if "layers.0" in line or "weight" in line] == [
         "layers.0.",

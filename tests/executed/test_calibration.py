@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.analyzers.whatif.what_if import program_of as recorded_program
+from fsdp2prof.analyzers.whatif.recorded import program_of as recorded_program
 from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.cluster import Cluster

@@ -19,9 +19,10 @@ from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.analyzers.whatif.changes import latencies, parse_change, parse_without
 from fsdp2prof.analyzers.whatif.edits import reduced_once
 from fsdp2prof.analyzers.whatif.program import Activity, Point, RankProgram
+from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
-from fsdp2prof.analyzers.whatif.what_if import program_of, replay_job, sentence, try_single_changes
+from fsdp2prof.analyzers.whatif.what_if import replay_job, sentence, try_single_changes
 from fsdp2prof.errors import InputError, TraceError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec

@@ -73,7 +73,6 @@ def document(layers: list[str | None] | None = None) -> Document:
     bars = {"type": "bar", "x": [1, 2], "y": [3, 4], "marker": {"color": "#4c78a8"}}
     made = figure([bars], height=140)
     return Document(
-        kind="test",
         title="Test of 2 ranks",
         subtitle=HOSTILE,
         verdict=["Communication bounds the step.", "Try prefetching."],

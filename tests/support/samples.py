@@ -21,7 +21,8 @@ from fsdp2prof.analyzers.sharding.mesh_map import map_mesh
 from fsdp2prof.analyzers.sharding.parity import judge_parity
 from fsdp2prof.analyzers.trace.analysis import analyze_tables
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.analyzers.whatif.what_if import RecordedRank, program_of, what_if
+from fsdp2prof.analyzers.whatif.recorded import program_of
+from fsdp2prof.analyzers.whatif.what_if import RecordedRank, what_if
 from fsdp2prof.estimators.checkpoint import estimate_checkpoint
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.cluster import Cluster

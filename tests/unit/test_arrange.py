@@ -20,9 +20,7 @@ from fsdp2prof.reporters.documents import build
 def table(*rows: tuple[str | None, int | None, str], limit: int | None = None) -> Document:
     columns = [c.layer(), c.number("size_bytes", "size\nMiB"), c.text("word")]
     made = Table(name="one", title="One", columns=columns, rows=rows, limit=limit)
-    return Document(
-        kind="x", title="x", sections=[Section(anchor="a", title="a", blocks=[made])], result=None
-    )
+    return Document(title="x", sections=[Section(anchor="a", title="a", blocks=[made])], result=None)
 
 
 ROWS = (("layers.10", 5, "b"), (None, None, "a10"), ("layers.9", 70, "a9"), ("", 5, "c"))

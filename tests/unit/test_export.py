@@ -18,7 +18,7 @@ from support.trace_events import broken_rules, nanoseconds, slices
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.reporters.open_metrics import open_metrics, scalars_of
+from fsdp2prof.reporters.open_metrics import open_metrics, tracker_scalars
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.exports.chakra import export_tables
@@ -195,9 +195,9 @@ def test_metrics_are_open_metrics_and_hold_the_totals() -> None:
 def test_unknown_numbers_are_no_metrics() -> None:
     analysis = trace_analysis()
     unknown = replace(analysis, totals=replace(analysis.totals, mfu=None, overlap_frac=None))
-    scalars = scalars_of(unknown)
+    scalars = tracker_scalars(unknown)
     assert not any("mfu" in name or "overlap" in name for name in scalars)
-    assert scalars["fsdp2prof_exposed_ratio"] == analysis.totals.exposed_frac
+    assert scalars["fsdp2prof/exposed_ratio"] == analysis.totals.exposed_frac
 
 
 # Commands.

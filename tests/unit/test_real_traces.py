@@ -18,8 +18,9 @@ from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace.analysis import analyze_rank, analyze_tables, merge
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.whatif.program import RankProgram
+from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import run
-from fsdp2prof.analyzers.whatif.what_if import program_of, replay_job
+from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.tables.columns import IntArray

@@ -115,6 +115,6 @@ def test_json_is_the_result_and_ascii_where_a_terminal_might_obey() -> None:
 
 def test_a_file_name_that_is_not_utf_8_is_written_as_codes() -> None:
     said = Said(names=["runs/\udcff\x1b", "plain"])
-    made = Document(kind="test", title="t", result=said)
+    made = Document(title="t", result=said)
     text = RENDERERS["json"].render(made, RenderOptions())
     assert json.loads(text)["names"] == ["runs/\\xff\x1b", "plain"]

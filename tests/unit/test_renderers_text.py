@@ -66,7 +66,7 @@ def test_facts_and_sentences_are_never_cut(width: int) -> None:
         Sentences(title="plain", lines=[word]),
     ]
     section = Section(anchor="a", title="s", blocks=blocks)
-    made = Document(kind="test", title=word, verdict=[word], sections=[section], warnings=[word], result=None)
+    made = Document(title=word, verdict=[word], sections=[section], warnings=[word], result=None)
     shown = RENDERERS["text"].render(made, RenderOptions(width=width))
     assert isinstance(shown, str)
     assert "".join(shown.split()).count(word) == 8
@@ -108,9 +108,7 @@ def test_a_title_that_repeats_its_section_stands_once() -> None:
 def test_long_names_are_folded_and_then_shortened_in_the_middle() -> None:
     long = "Q" * 100 + "Z" * 100
     table = layer_table([long])
-    made = Document(
-        kind="test", title="t", sections=[Section(anchor="a", title="s", blocks=[table])], result=None
-    )
+    made = Document(title="t", sections=[Section(anchor="a", title="s", blocks=[table])], result=None)
     short = RENDERERS["text"].render(made, RenderOptions(width=80))
     whole = RENDERERS["text"].render(made, RenderOptions(width=80, verbose=True))
     assert isinstance(short, str)
@@ -142,7 +140,7 @@ def test_words_wrap_and_are_never_cut() -> None:
     columns = [c.text("id"), c.prose("why")]
     table = Table(name="t", title="T", columns=columns, rows=[["a", words]])
     section = Section(anchor="a", title="s", blocks=[table])
-    made = Document(kind="test", title="t", verdict=[], sections=[section], warnings=[], result=None)
+    made = Document(title="t", verdict=[], sections=[section], warnings=[], result=None)
     for width in (30, 80, 200):
         text = RENDERERS["text"].render(made, RenderOptions(width=width))
         assert isinstance(text, str)
@@ -170,9 +168,7 @@ def tables(draw: st.DrawFn) -> Table:
 @settings(max_examples=60, deadline=None)
 @given(tables(), st.integers(40, 200))
 def test_of_any_table_numbers_are_whole_or_their_column_is_named(table: Table, width: int) -> None:
-    made = Document(
-        kind="test", title="t", sections=[Section(anchor="t", title="t", blocks=[table])], result=None
-    )
+    made = Document(title="t", sections=[Section(anchor="t", title="t", blocks=[table])], result=None)
     shown = RENDERERS["text"].render(made, RenderOptions(width=width))
     assert isinstance(shown, str)
     lines = shown.splitlines()

@@ -23,8 +23,9 @@ from fsdp2prof.analyzers.whatif.changes import (
     single_changes,
 )
 from fsdp2prof.analyzers.whatif.program import Activity, Job
+from fsdp2prof.analyzers.whatif.recorded import program_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, RankRun, mean_step_ns, run
-from fsdp2prof.analyzers.whatif.what_if import program_of, replay_job
+from fsdp2prof.analyzers.whatif.what_if import replay_job
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.tables import Trace
 

@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any, NoReturn
 
 import msgspec
 
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.config.documents import parse_yaml
+from fsdp2prof.estimators.config.documents import packaged
 from fsdp2prof.estimators.config.pipeline import SCHEDULES
 
 _SCHEDULES = {
@@ -40,8 +39,7 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @lru_cache(maxsize=1)
 def _formats() -> dict[str, Format]:
-    text = files("fsdp2prof.estimators.config.trainers").joinpath("defaults.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(parse_yaml(text), dict[str, Format])
+    return packaged("fsdp2prof.estimators.config.trainers", "defaults.yaml", dict[str, Format])
 
 
 def format_named(name: str) -> Format:

@@ -7,6 +7,7 @@ of these results is laid out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -31,12 +32,21 @@ def builds(kind: type) -> Callable[[_Builder], _Builder]:
 
 
 def build(result: Any) -> Document:
-    """Return a result's document. Raises ``KeyError`` for a type that has none."""
+    """Return a result's document, with the result's own verdict and warnings unless the builder has others.
+
+    Raises ``KeyError`` for a type that has none.
+    """
     kind = type(result)
     name = f"{__name__}.{kind.__module__.rpartition('.')[2]}"
     if kind not in BUILDERS and find_spec(name):
         import_module(name)
-    return BUILDERS[kind](result)
+    document = BUILDERS[kind](result)
+    return replace(
+        document,
+        result=result,
+        verdict=document.verdict or getattr(result, "verdict", ()),
+        warnings=document.warnings or getattr(result, "warnings", ()),
+    )
 
 
 def every_builder() -> dict[type, Callable[[Any], Document]]:

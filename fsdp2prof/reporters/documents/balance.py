@@ -18,10 +18,8 @@ def balance_document(check: BalanceCheck) -> Document:
     """Lay out how evenly the work is spread over the ranks."""
     assumed = Sentences(title="Assumptions", lines=check.assumptions, style="list")
     return Document(
-        kind="balance",
         title=f"Balance of {check.path}",
         subtitle=f"{len(check.ranks)} ranks, {len(check.steps)} {check.measured_on} steps",
-        verdict=check.verdict,
         numbers=[
             KeyFigure(value=show_ns(check.lost_ns), label="a step lost to imbalance"),
             KeyFigure(value=show_frac(check.lost_frac), label="of a step"),
@@ -33,8 +31,6 @@ def balance_document(check: BalanceCheck) -> Document:
             *c.section("tokens", "Tokens", None if check.tokens is None else _tokens(check.tokens)),
             *c.section("assumptions", "Assumptions", assumed),
         ],
-        warnings=check.warnings,
-        result=check,
     )
 
 

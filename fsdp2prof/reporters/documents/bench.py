@@ -48,16 +48,13 @@ def bandwidth_chart(rows: Sequence[BenchCollective]) -> Figure | None:
 def bench_document(result: BenchResult) -> Document:
     """Lay out a bench."""
     return Document(
-        kind="bench",
         title=f"Bench of {result.device}",
         subtitle=f"{plural(result.world_size, 'rank')}, {result.backend}, torch {result.torch}",
-        verdict=result.verdict,
         sections=[
             *c.section("collectives", "Collectives", *_collectives(result)),
             *c.section("device", "One device and its host", _rates(result)),
         ],
         warnings=result.notes,
-        result=result,
     )
 
 

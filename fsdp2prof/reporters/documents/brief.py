@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from fsdp2prof.results.run import RunAnalysis, RunRank
     from fsdp2prof.results.trace import TraceAnalysis
 
-__all__ = ["in_order", "memory_brief", "run_brief", "trace_brief"]
-
 _CAUSES, _FINDINGS, _LAYERS, _KINDS, _RANKS = 7, 4, 10, 6, 4
 
 _WORTH_A_ROW = 0.01

@@ -31,7 +31,7 @@ def model_catalog_document(catalog: ModelCatalog) -> Document:
     ]
     note = "tied: head and embedding share one parameter"
     table = c.table("models", "Models", columns, catalog.models, note=note, noun="model")
-    return _document("models", "Built-in models", [table], catalog)
+    return _document("Built-in models", [table])
 
 
 @builds(HardwareCatalog)
@@ -61,7 +61,7 @@ def hardware_catalog_document(catalog: HardwareCatalog) -> Document:
         c.table("accelerators", "Accelerators", columns, catalog.accelerators, note=note, noun="accelerator"),
         c.table("networks", "Networks", networks, catalog.networks, noun="network"),
     ]
-    return _document("hardware", "Hardware", tables, catalog)
+    return _document("Hardware", tables)
 
 
 def _rate_of(dtype: str) -> Callable[[Any], float | None]:
@@ -74,12 +74,12 @@ def category_catalog_document(catalog: CategoryCatalog) -> Document:
     columns = [c.text("concept"), c.text("word"), c.prose("label")]
     note = "what columns and keys hold, by concept"
     table = c.table("words", "Words", columns, catalog.words, note=note, noun="word")
-    return _document("categories", "Categories", [table], catalog)
+    return _document("Categories", [table])
 
 
-def _document(kind: str, title: str, tables: list[Table], result: Any) -> Document:
+def _document(title: str, tables: list[Table]) -> Document:
     sections = [Section(anchor=table.name, title=table.title, blocks=[table]) for table in tables]
-    return Document(kind=kind, title=title, sections=sections, result=result)
+    return Document(title=title, sections=sections)
 
 
 def _whole_gb_per_s(value: int | None) -> str:

@@ -20,10 +20,8 @@ def parity_document(parity: ParityCheck) -> Document:
     title = "What differs"
     hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
     return Document(
-        kind="parity",
         title=f"Parity of {parity.model}",
         subtitle=parity.mesh,
-        verdict=parity.verdict,
         numbers=[
             KeyFigure(value="passed" if parity.passed else "failed", label="parity"),
             KeyFigure(value=f"{parity.world_size:,}", label="ranks"),
@@ -32,8 +30,6 @@ def parity_document(parity: ParityCheck) -> Document:
             *c.section("differing", title, _rows("differing", title, wrong), hint),
             Section(anchor="steps", title="Steps", blocks=[_steps(parity)]),
         ],
-        warnings=parity.warnings,
-        result=parity,
         data=[_rows("tensors", "Tensors", parity.rows)],
     )
 
@@ -120,9 +116,7 @@ _ROWS = 16
 def check_document(check: RunCheck) -> Document:
     """Lay out a checked run."""
     return Document(
-        kind="check",
         title="Check of a run",
-        verdict=check.verdict,
         numbers=[
             KeyFigure(value="passed" if check.passed else "failed", label="check"),
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
@@ -132,8 +126,6 @@ def check_document(check: RunCheck) -> Document:
             *c.section("checks", "Checks", check_table(check.checks)),
             *c.section("unsharded", _WHOLE, _unsharded(check.unsharded)),
         ],
-        warnings=check.warnings,
-        result=check,
     )
 
 
@@ -164,10 +156,8 @@ def environment_check_document(check: EnvironmentCheck) -> Document:
     """Lay out an environment check."""
     gathers, *transports = _communication(check)
     return Document(
-        kind="environment_check",
         title="Check of an environment",
         subtitle=" ".join(check.command),
-        verdict=check.verdict,
         numbers=[
             KeyFigure(value="passed" if check.passed else "failed", label="check"),
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
@@ -178,8 +168,6 @@ def environment_check_document(check: EnvironmentCheck) -> Document:
             Section(anchor="communication", title="Communication", blocks=[gathers, *transports]),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(check)]),
         ],
-        warnings=check.warnings,
-        result=check,
     )
 
 

@@ -51,9 +51,7 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
     tables = comparison_tables(comparison)
     blocks: list[Block] = [*comparison_charts(comparison), *tables] if tables else []
     return Document(
-        kind="memory_comparison",
         title="Memory at the peak, before and after",
-        verdict=comparison.verdict,
         numbers=[
             KeyFigure(value=format_bytes(before.allocated_bytes), label="before"),
             KeyFigure(value=format_bytes(after.allocated_bytes), label="after"),
@@ -63,7 +61,6 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
             *(Section(anchor="compared", title=facts.title, blocks=[facts]) for facts in named),
             *([Section(anchor="change", title="What changed", blocks=blocks)] if blocks else []),
         ],
-        result=comparison,
         data=[_memory_changes(comparison)],
     )
 
@@ -155,9 +152,7 @@ def comparison_document(comparison: RunComparison) -> Document:
     """Lay out both sides and their settings, then time, communication and memory."""
     before, after = _names(comparison)
     return Document(
-        kind="compare",
         title="What changed",
-        verdict=comparison.verdict,
         numbers=_numbers(comparison),
         sections=[
             Section(
@@ -183,8 +178,6 @@ def comparison_document(comparison: RunComparison) -> Document:
                 blocks=[Sentences(title="Exactly equal", lines=comparison.equalities, style="list")],
             ),
         ],
-        warnings=comparison.warnings,
-        result=comparison,
         data=[_changes(comparison)],
     )
 
@@ -446,10 +439,8 @@ def baseline_document(baseline: Baseline) -> Document:
         facts["unrecorded step"] = f"{show_ns(baseline.unrecorded_step.median_ns)} (median)"
     title = "What is kept"
     return Document(
-        kind="baseline",
         title="Baseline",
         sections=c.section("baseline", title, Facts(title=title, pairs=facts), *_tables(baseline)),
-        result=baseline,
     )
 
 

@@ -60,15 +60,12 @@ def packing_estimate_document(estimate: PackingEstimate) -> Document:
     assumed = Sentences(title="Assumptions", lines=estimate.assumptions, style="list")
     methods = c.table("methods", "By method", columns, estimate.methods)
     return Document(
-        kind="packing_estimate",
         title="Packing",
         subtitle=f"sequences of {format_count(estimate.seq_len)} tokens, batches of {estimate.batch_size}",
-        verdict=estimate.verdict,
         sections=[
             Section(anchor="methods", title="Padding", blocks=[methods]),
             Section(anchor="given", title=what, blocks=[Facts(title=what, pairs=given), assumed]),
         ],
-        result=estimate,
     )
 
 
@@ -177,10 +174,8 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     remedies = remedy_table("What would lower it", estimate.remedies)
     layers = layer_memory_table(estimate.peak)
     return Document(
-        kind="memory_estimate",
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
-        verdict=estimate.verdict,
         numbers=_memory_numbers(estimate),
         sections=[
             Section(
@@ -210,7 +205,6 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
             ),
             _given(estimate),
         ],
-        result=estimate,
     )
 
 
@@ -341,10 +335,8 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
     total = estimate.total
     less = "Changes that send less"
     return Document(
-        kind="comm_estimate",
         title=f"Communication of one rank of {estimate.model.name} in one step",
         subtitle=_subtitle(estimate),
-        verdict=estimate.verdict,
         numbers=[
             KeyFigure(value=format_bytes(total.wire_bytes), label="sent by a rank in a step"),
             KeyFigure(value=format_bytes(total.payload_bytes), label="payload"),
@@ -363,7 +355,6 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             *config_section(estimate.config),
             _given(estimate),
         ],
-        result=estimate,
         data=[c.data("groups", "Collectives", CommRow, estimate.groups, leave="layers")],
     )
 
@@ -464,16 +455,13 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
         remarks=[f"Time at {show_gb_per_s(bandwidth)} GB/s for each rank that writes."] if bandwidth else [],
     )
     return Document(
-        kind="checkpoint_estimate",
         title=f"Checkpoint of {estimate.model.name}",
         subtitle=_subtitle(estimate),
-        verdict=estimate.verdict,
         sections=[
             Section(anchor="sizes", title="Sizes", blocks=[sizes]),
             *config_section(estimate.config),
             _given(estimate),
         ],
-        result=estimate,
     )
 
 
@@ -481,10 +469,8 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
 def step_estimate_document(estimate: StepEstimate) -> Document:
     """Lay out a step estimate."""
     return Document(
-        kind="estimate.step",
         title="Step time",
         subtitle=_what(estimate),
-        verdict=estimate.verdict,
         numbers=_numbers(estimate),
         sections=[
             Section(anchor="estimate", title="Estimate", blocks=[_kernels(estimate)]),
@@ -501,7 +487,6 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
                 detail=True,
             ),
         ],
-        result=estimate,
         data=trace_data(estimate.trace),
     )
 

@@ -38,9 +38,7 @@ def hang_document(hang: HangAnalysis) -> Document:
     stacks = sum(one.stack is not None for one in hang.ranks)
     with_stacks = [KeyFigure(value=f"{stacks} of {ranks}", label="ranks with stacks")] if stacks else []
     return Document(
-        kind="hang",
         title="Where the job is blocked",
-        verdict=hang.verdict,
         numbers=[
             KeyFigure(value=_CAUSES[hang.cause], label="cause"),
             KeyFigure(value=f"{dumps} of {ranks}", label="ranks with a dump"),
@@ -51,8 +49,6 @@ def hang_document(hang: HangAnalysis) -> Document:
             *c.section("places", "At which line", *_lines(hang)),
             Section(anchor="ranks", title="What each rank did last", blocks=[_ranks(hang)]),
         ],
-        warnings=hang.warnings,
-        result=hang,
     )
 
 

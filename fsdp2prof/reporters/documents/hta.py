@@ -40,13 +40,9 @@ def critical_path_document(found: CriticalPath) -> Document:
         limit=_ROWS,
     )
     return Document(
-        kind="critical_path",
         title=f"Critical path of {_rank(found.rank)}" + _of_step(found.step),
         subtitle=found.source,
-        verdict=found.verdict,
         sections=[_section(bounds), _section(segments)],
-        warnings=found.warnings,
-        result=found,
         data=[segments],
     )
 
@@ -89,13 +85,9 @@ def launch_document(found: LaunchStatistics) -> Document:
         noun="launch",
     )
     return Document(
-        kind="launch_statistics",
         title=f"Launches of {_rank(found.rank)}",
         subtitle=found.source,
-        verdict=found.verdict,
         sections=[_section(works), _section(launches)],
-        warnings=found.warnings,
-        result=found,
         data=[launches],
     )
 
@@ -133,13 +125,9 @@ def idle_document(found: IdleCauses) -> Document:
         limit=_ROWS,
     )
     return Document(
-        kind="idle_causes",
         title=f"Idle time of {_rank(found.rank)} by stream and cause",
         subtitle=found.source,
-        verdict=found.verdict,
         sections=[_section(streams), _section(causes)],
-        warnings=found.warnings,
-        result=found,
         data=[causes],
     )
 
@@ -170,15 +158,11 @@ def diff_document(found: TraceDiff) -> Document:
         noun="name",
     )
     return Document(
-        kind="trace_diff",
         title=f"What changed on {_rank(found.rank)}",
-        verdict=found.verdict,
         sections=[
             Section(anchor="sides", title="Compared", blocks=[Facts(title="Compared", pairs=sides)]),
             _section(changes),
         ],
-        warnings=found.warnings,
-        result=found,
     )
 
 

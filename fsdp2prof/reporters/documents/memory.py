@@ -33,15 +33,11 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
     findings = _findings(analysis)
     sections = in_order([*findings_section(findings, analysis.advice), *memory_sections(analysis)])
     return Document(
-        kind="memory",
         title=f"Memory of {plural(len({rank.rank for rank in analysis.ranks}), 'rank')}",
         subtitle=", ".join(sorted({rank.device for rank in analysis.ranks}))
         + (f"; only {analysis.focus}" if analysis.focus else ""),
-        verdict=analysis.verdict,
         numbers=memory_numbers(analysis),
         sections=sections,
-        warnings=analysis.warnings,
-        result=analysis,
         data=memory_data(analysis),
         places=memory_links(analysis, sections),
         brief=memory_brief(analysis, findings),

@@ -63,9 +63,7 @@ _ROWS = 16
 def mesh_document(mesh: MeshMap) -> Document:
     """Lay out a mesh."""
     return Document(
-        kind="mesh",
         title=f"Mesh {mesh.mesh}",
-        verdict=mesh.verdict,
         numbers=[
             KeyFigure(value=f"{mesh.world_size:,}", label="ranks"),
             KeyFigure(value=f"{mesh.nodes:,}", label="node" if mesh.nodes == 1 else "nodes"),
@@ -75,8 +73,6 @@ def mesh_document(mesh: MeshMap) -> Document:
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(mesh)]),
             Section(anchor="groups", title="Process groups", blocks=[_groups(mesh)]),
         ],
-        warnings=mesh.warnings,
-        result=mesh,
     )
 
 

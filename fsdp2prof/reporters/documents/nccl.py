@@ -17,9 +17,7 @@ _RANKS = 16
 def nccl_document(found: NcclAnalysis) -> Document:
     """Lay out what NCCL said of a job."""
     return Document(
-        kind="nccl",
         title="What NCCL says",
-        verdict=found.verdict,
         numbers=[
             KeyFigure(value=str(found.inspected), label="processes inspected"),
             KeyFigure(value=str(found.logged), label="processes with a log"),
@@ -30,8 +28,6 @@ def nccl_document(found: NcclAnalysis) -> Document:
             *c.section("collectives", "Collectives", _collectives(found)),
             *c.section("ranks", "Ranks", _ranks(found)),
         ],
-        warnings=found.warnings,
-        result=found,
     )
 
 

@@ -93,7 +93,6 @@ def plan_document(plan: Plan) -> Document:
     chart = pareto_chart(plan)
     answer = [] if plan.answer is None else [plan.answer.sentence]
     return Document(
-        kind="plan",
         title=f"Plan for {plan.model.name}",
         subtitle=_what(plan),
         verdict=[*answer, *plan.verdict][:3],
@@ -128,7 +127,6 @@ def plan_document(plan: Plan) -> Document:
             ),
         ],
         warnings=[] if plan.search.complete else ["interrupted: this is the best so far"],
-        result=plan,
         brief=_brief(plan),
     )
 

@@ -43,15 +43,12 @@ def run_document(analysis: RunAnalysis) -> Document:
         ]
     )
     return Document(
-        kind="run_analysis",
         title=f"Run {run.path}",
         subtitle=", ".join(part for part in (_state(run), _world(run)) if part),
-        verdict=analysis.verdict,
         changes=changes,
         numbers=[*(trace_numbers(trace) if trace else ()), *(memory_numbers(memory) if memory else ())],
         sections=sections,
         warnings=[*run.messages, *analysis.warnings, *(line for part in parts for line in part.warnings)],
-        result=analysis,
         data=[*(trace_data(trace) if trace else ()), *(memory_data(memory) if memory else ())],
         places={
             **(trace_links(trace, sections, analysis.verdict, changes, analysis.findings) if trace else {}),

@@ -28,10 +28,8 @@ _ROWS = 24
 def sharding_document(sharding: ShardingMap) -> Document:
     """Lay out who holds what."""
     return Document(
-        kind="sharding",
         title=f"Sharding of {sharding.source}",
         subtitle="; ".join(mesh.mesh for mesh in sharding.meshes),
-        verdict=sharding.verdict,
         numbers=[
             KeyFigure(value=show_bytes(sharding.bytes), label="parameters"),
             KeyFigure(value=show_bytes(sharding.padding_bytes), label="padding"),
@@ -47,8 +45,6 @@ def sharding_document(sharding: ShardingMap) -> Document:
                 detail=True,
             ),
         ],
-        warnings=sharding.warnings,
-        result=sharding,
     )
 
 
@@ -143,10 +139,8 @@ def checkpoint_document(checkpoint: CheckpointMap) -> Document:
     model = checkpoint.model
     compared = Section(anchor="model", title=_MODEL, blocks=[_differences(model)]) if model else None
     return Document(
-        kind="checkpoint",
         title="Distributed checkpoint",
         subtitle=checkpoint.path,
-        verdict=checkpoint.verdict,
         numbers=[
             KeyFigure(value=show_bytes(checkpoint.tensor_bytes), label="tensors"),
             KeyFigure(value=show_bytes(checkpoint.bytes), label="files"),
@@ -156,8 +150,6 @@ def checkpoint_document(checkpoint: CheckpointMap) -> Document:
             Section(anchor="entries", title="Entries", blocks=[_entries(checkpoint.entries)]),
             Section(anchor="files", title="Files", blocks=[_files(checkpoint.files)]),
         ],
-        warnings=checkpoint.warnings,
-        result=checkpoint,
     )
 
 

@@ -34,16 +34,6 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name
 
-__all__ = [
-    "arrivals_title",
-    "layers_title",
-    "step_title",
-    "trace_data",
-    "trace_document",
-    "trace_numbers",
-    "trace_sections",
-]
-
 _STATES_NAMED = 4
 _PARTS_NAMED = 3
 _SIZES = 5
@@ -66,15 +56,11 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         [*findings_section(analysis.findings, analysis.advice, analysis.verdict), *trace_sections(analysis)]
     )
     return Document(
-        kind="trace",
         title=f"Trace of {_who(analysis)}",
         subtitle=_what(analysis) + (f"; only {analysis.focus}" if analysis.focus else ""),
-        verdict=analysis.verdict,
         changes=changes,
         numbers=trace_numbers(analysis),
         sections=sections,
-        warnings=analysis.warnings,
-        result=analysis,
         data=trace_data(analysis),
         places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),

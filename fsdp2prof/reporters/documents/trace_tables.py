@@ -15,22 +15,6 @@ from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_flops, format_frac, format_ns, format_numbers, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, IDLE_CAUSES, LANES, LATE_CAUSES, Word
 
-__all__ = [
-    "bandwidth_table",
-    "breakdown_table",
-    "fit_table",
-    "group_table",
-    "host_sync_table",
-    "kernel_table",
-    "late_table",
-    "layer_table",
-    "layer_wait_table",
-    "operator_table",
-    "step_table",
-    "straggler_table",
-    "wait_table",
-]
-
 _LAYER_ROWS = 20
 _KERNEL_ROWS = 10
 _LATE_ROWS = 10

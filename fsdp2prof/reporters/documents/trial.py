@@ -23,14 +23,10 @@ def trial_document(result: TrialResult) -> Document:
     if result.peak_bytes is not None:
         figures.append(KeyFigure(value=format_bytes(result.peak_bytes), label="peak with them"))
     return Document(
-        kind="trial",
         title=f"Tried in {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.rounds, 'round')}, seed {result.seed}",
-        verdict=result.verdict,
         numbers=figures,
         sections=trial_section(result),
-        warnings=result.warnings,
-        result=result,
     )
 
 

@@ -40,14 +40,10 @@ def watch_document(run: WatchedRun) -> Document:
     if run.tokens_per_s is not None:
         numbers.append(KeyFigure(value=f"{run.tokens_per_s:,.0f}", label="tokens/s"))
     return Document(
-        kind="watch",
         title=f"Run {run.path}",
         subtitle=f"{run.state}, {plural(len(run.ranks), 'rank')}, step {run.last_step}",
-        verdict=run.verdict,
         numbers=numbers,
         sections=[Section(anchor="steps", title="The last steps", blocks=[_chart(run), _ranks(run)])],
-        warnings=run.warnings,
-        result=run,
     )
 
 

@@ -19,18 +19,14 @@ def what_if_document(result: WhatIf) -> Document:
     """Lay out what a change gains."""
     blocks: list[Block] = [*_tried(result.tried, _TITLE)]
     return Document(
-        kind="what_if",
         title=f"What if: {result.path}",
         subtitle=f"{plural(len(result.ranks), 'rank')}, {plural(result.steps, 'step')}",
-        verdict=result.verdict,
         numbers=_numbers(result),
         sections=[
             Section(anchor="what_if", title=_TITLE, blocks=blocks),
             *_shown(result),
             Section(anchor="assumptions", title="What this rests on", blocks=[_grounds(result)], detail=True),
         ],
-        warnings=result.warnings,
-        result=result,
     )
 
 

@@ -18,9 +18,10 @@ from fsdp2prof.files import replacing
 from fsdp2prof.reporters.perfetto.rank_events import rank_events
 from fsdp2prof.reporters.perfetto.tracks import collective_flows, finding_events, memory_events, rank_clocks
 from fsdp2prof.results.memory import RankMemory
-from fsdp2prof.workflows.analyze import TraceOptions, analyze_memory, analyze_ranks, read_tables
+from fsdp2prof.workflows.analyze import analyze_memory, analyze_ranks, read_tables
 from fsdp2prof.workflows.job.job_files import JobFiles
 from fsdp2prof.workflows.job.urls import shown
+from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

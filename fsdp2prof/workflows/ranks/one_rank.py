@@ -213,7 +213,7 @@ def _reduce_trace(work: RankWork, file: RankFile) -> tuple[ReducedTrace, RankTab
         told.append(f"{trace.source}: is a trace of rank {whose}, read as that of rank {file.rank}")
     program: RankProgram | None = None
     if work.options.get("what_if"):
-        from fsdp2prof.analyzers.whatif.what_if import program_of
+        from fsdp2prof.analyzers.whatif.recorded import program_of
 
         program = program_of(tables, analysis.summary)
     reduced = ReducedTrace(
