@@ -452,7 +452,7 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
         "checkpoint": _CLUSTER | (options.keys() - _CHECKPOINTED),
     }[verb]
     named = [f"--{name.replace('_', '-')}" for name in sorted(given & idle)]
-    return [f"no part in this estimate: {', '.join(named)}"] if named else []
+    return [f"without effect on this estimate: {', '.join(named)}"] if named else []
 
 
 def _noted(estimate: _Estimate, spec: EstimateSpec, described: Described, verb: str) -> _Estimate:
