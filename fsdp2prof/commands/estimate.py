@@ -126,7 +126,8 @@ _INPUT_OPTIONS = (
     ),
     *(_policy_option(name, declared) for name, declared in options_of(PolicySpec).items()),
     place_options(
-        "Accelerator (h100-sxm), a memory size (80GiB), or a YAML or JSON file that describes one."
+        "Accelerator (h100-sxm), a memory size (80GiB), a YAML or JSON file that describes one, or what "
+        "nccl-tests printed, a file or a folder."
     ),
 )
 
