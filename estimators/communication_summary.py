@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -133,7 +133,7 @@ def _advice(rows: Sequence[CommRow], policy: EstimatedPolicy) -> list[str]:
     reduced = sum(row.wire_bytes for row in own if row.op in ("reduce_scatter", "all_reduce"))
     options = [
         _reduce_once(reduced, policy),
-        _keep_gathered([row for row in own if row.op == "all_gather"]),
+        _keep_gathered(own),
         _reduce_narrow(reduced, policy),
     ]
     return [text for saved, text in sorted(options, key=lambda option: -option[0]) if saved > 0]
@@ -149,9 +149,26 @@ def _reduce_once(reduced: int, policy: EstimatedPolicy) -> tuple[int, str]:
     )
 
 
-def _keep_gathered(gathers: Sequence[CommRow]) -> tuple[int, str]:
-    saved = sum(row.wire_bytes for row in gathers if row.phase == "backward")
-    kept = sum(row.payload_bytes // row.count for row in gathers if row.phase == "forward")
+def _keep_gathered(own: Sequence[CommRow]) -> tuple[int, str]:
+    """Return what is saved by gathering a group once per backward, behind which FSDP2 reshards it.
+
+    A root without a backward (a frozen model) is resharded by nothing: its groups stay gathered for good.
+    """
+    passes: Counter[object] = Counter()
+    for row in own:
+        if row.phase == "backward":
+            passes[row.root] = max(passes[row.root], row.count)
+            if row.op == "all_gather":
+                passes[row.root, row.fqn] = max(passes[row.root, row.fqn], row.count)
+    saved = kept = 0
+    for row in own:
+        if row.op != "all_gather":
+            continue
+        saved += row.wire_bytes
+        if row.phase == "forward":
+            needed = min(row.count, passes[row.root, row.fqn] or passes[row.root])
+            saved -= needed * row.wire_bytes // row.count
+            kept += row.payload_bytes // row.count
     return saved, (
         f"Keeping parameters gathered from forward to backward (reshard=never) saves {format_bytes(saved)}, "
         f"and holds {format_bytes(kept)} of them."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from importlib import import_module
@@ -90,6 +91,8 @@ def cli() -> None:
 def main() -> None:
     """Entry point: run the command and turn every known error into one line and its exit code."""
     open_streams()
+    # A trace becomes millions of objects that all stay: the collector would walk them again and again.
+    gc.set_threshold(50_000, 20, 20)
     try:
         code = cli.main(prog_name="fsdp2prof", standalone_mode=False)
     except click.exceptions.Exit as error:

@@ -210,6 +210,7 @@ LEDGER_CAUSES = {
     "data_loader": Word("waiting for the data loader", colour="#eeca3b"),
     "host": Word("Python and dispatch", colour="#bab0ac"),
     "host_pause": Word("pauses of the host", colour="#79706e"),
+    "script": Word("the script's own work", colour="#86bcb6"),
     "starved": Word("waiting for a processor", colour="#b07aa1"),
     "compilation": Word("compiling", colour="#8cd17d"),
     "garbage_collection": Word("garbage collection", colour="#499894"),

@@ -57,6 +57,13 @@ def _step(comparison: RunComparison) -> Iterator[str]:
     if before.measured_on == "layers":
         sense = "longer" if change.delta_ns > 0 else "shorter"
     machine = f"; {comparison.machine_changed}" if comparison.machine_changed else ""
+    if comparison.beyond_spread is False:
+        yield (
+            f"No change beyond the spread of the steps: {which[0].lower()}{which[1:]} is "
+            f"{format_ns(change.after_ns)} after {format_ns(change.before_ns)} "
+            f"({100 * change.delta_frac:+.1f}%; {_range(before)} before, {_range(after)} after){machine}."
+        )
+        return
     yield (
         f"{which} is {100 * abs(change.delta_frac):.1f}% {sense}: {format_ns(change.after_ns)} after "
         f"{format_ns(change.before_ns)}, {_beyond(comparison, before, after)}{machine}."
@@ -66,8 +73,7 @@ def _step(comparison: RunComparison) -> Iterator[str]:
 def _beyond(comparison: RunComparison, before: StepSpread, after: StepSpread) -> str:
     if comparison.beyond_spread is None:
         return f"too few steps to tell it from chance ({before.steps} and {after.steps})"
-    ranges = f"({_range(before)} before, {_range(after)} after)"
-    return f"{'beyond' if comparison.beyond_spread else 'within'} the spread of the steps {ranges}"
+    return f"beyond the spread of the steps ({_range(before)} before, {_range(after)} after)"
 
 
 def _range(spread: StepSpread) -> str:
@@ -80,7 +86,8 @@ def _place(comparison: RunComparison) -> Iterator[str]:
         yield f"Communication is equal: counts, payload and wire bytes of all {rows}."
         return
     step = 0.0 if comparison.step is None else comparison.step.before_ns
-    parts = [row for row in comparison.breakdown if abs(row.delta_ns) > _SAME * step]
+    shown = comparison.beyond_spread is not False
+    parts = [row for row in comparison.breakdown if shown and abs(row.delta_ns) > _SAME * step]
     timed = [row for row in comparison.communication_folded if row.delta.exposed_ns]
     if parts:
         part = max(parts, key=lambda row: abs(row.delta_ns))

@@ -26,7 +26,7 @@ class GroupCalls:
     name: str
     ranks: Sequence[int]
     ranks_known: bool
-    """Whether a dump or a manifest names them, or it is the default group."""
+    """Whether a dump or a manifest names them, or it is the default group, of which a log shows a part."""
     calls: Mapping[int, Mapping[int, Sequence[Issued]]]
     """By rank and sequence number; several calls of one number are a coalesced one."""
     from_log: bool = False
@@ -63,7 +63,8 @@ def group_calls(dumps: Sequence[FlightDump], manifests: Mapping[int, RankManifes
         for one in dump.issued:
             named = _members(dump, one, manifests, world)
             members = tuple(used[one.group]) if named is None else named
-            found[one.group, members] = found.get((one.group, members), False) or named is not None
+            known = named is not None and (one.group in dump.groups or not dump.from_log)
+            found[one.group, members] = found.get((one.group, members), False) or known
     by_rank = {dump.rank: dump for dump in dumps}
     return [
         GroupCalls(

@@ -48,7 +48,10 @@ _ADVICE = {
 }
 
 
-_UNKNOWN_GROUP = "Set `TORCH_FR_BUFFER_SIZE`: dumps list the ranks of every group, and who is missing."
+_UNKNOWN_GROUP = (
+    "If these are all its ranks, check the network and the devices; with `TORCH_FR_BUFFER_SIZE` set, dumps "
+    "list the ranks of every group."
+)
 
 _BY_PLACE = ("not_come", "no_dump", "stacks", "none")
 """Causes that the culprits' own lines explain."""

@@ -13,6 +13,7 @@ from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_tracing
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
+from fsdp2prof.analyzers.ledger.script_rules import enter_script
 from fsdp2prof.analyzers.ledger.starved_rules import enter_starved
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, cost_frac
 from fsdp2prof.analyzers.ledger.words import bound, not_judged
@@ -56,6 +57,7 @@ def with_ledger(
         return replace(analysis, ledger=None, findings=[])
     for rule in (
         enter_saving,
+        enter_script,
         enter_starved,
         enter_tracing,
         enter_waits,

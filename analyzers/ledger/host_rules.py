@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
 from fsdp2prof.analyzers.unrecorded import added_ns
 from fsdp2prof.analyzers.wording import in_phase, named_layer, times
 from fsdp2prof.results.finding import EvidenceValue
@@ -163,34 +164,36 @@ def _garbage(book: Book) -> None:
 
 def _pauses(book: Book) -> None:
     """Long gaps in which the host launched nothing, by where it was."""
-    steady = _steady_pauses(book)
-    chance = book.take("host_pause", lambda one: (one.site, one.fqn, one.phase) not in steady)
+    steady = steady_pauses(book)
+    chance = book.take(
+        "host_pause", lambda one: one.late_rank is None and (one.site, one.fqn, one.phase) not in steady
+    )
     book.put_back(replace(one, cause="host") for one in chance)
     mine = book.take("host_pause")
-    if not mine:
+    own = [one for one in mine if one.late_rank is None]
+    if not own:
+        book.put_back(replace(one, cause="host") for one in mine)
         return
     cost = sum(one.ns for one in mine)
     places: dict[tuple[str | None, str | None, str], int] = defaultdict(int)
-    for one in mine:
+    for one in own:
         places[one.site, one.fqn, one.phase] += one.ns
     (site, fqn, phase), _ = max(places.items(), key=lambda item: item[1])
     count = sum(one.count for one in mine) / book.rank_steps
     where = _where(fqn, phase)
     ranks: Counter[int] = Counter()
-    for one in mine:
+    for one in own:
         ranks[one.rank] += one.ns
     rank, longest = ranks.most_common(1)[0]
-    alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * cost
-    steps = max(1, next(len(one.steps) for one in book.analysis.ranks if one.rank == rank))
+    alone = len(book.analysis.ranks) > 1 and longest >= _NEARLY_ALL * ranks.total()
     whose = f"The host of rank {rank}" if alone else "The host"
-    long = format_ns(longest / steps) + " a step" if alone else book.per_step(cost)
-    others = "; the other ranks wait for it" if alone else ""
+    others = "; with the other ranks' waiting for it" if len(own) < len(mine) else ""
     place = f"{where}: Python code, or input and output"
     if site:
         place = f"at {site}" if phase == "other" else f"at {site}, {where}"
     work = f"at {site}" if site else where
     see = "" if site else " Record with --stacks to see the function."
-    problem = f"{whose} runs no operator for {long}, most of it {place}{others}."
+    problem = f"{whose} runs no operator for {book.per_step(cost)}{others}, most of it {place}."
     book.enter(
         mine,
         id="straggler" if alone else "host_pause",
@@ -200,8 +203,7 @@ def _pauses(book: Book) -> None:
         remedy=Remedy(
             change=f"Move the work that the script does {work} out of the step, or into another "
             f"process.{see}",
-            gain_ns=longest * len(book.analysis.ranks) if alone else cost,
-            reason="all of these pauses",
+            reason="all of these pauses" + (" and the waiting for them" if others else ""),
         ),
         rank=rank if alone else None,
         fqn=fqn,
@@ -211,7 +213,7 @@ def _pauses(book: Book) -> None:
     )
 
 
-def _steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
+def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     """Return the places at which a rank pauses in most of its steps, or for long in one.
 
     A busy host interrupts a rank here and there; the script pauses at the same place.
@@ -220,7 +222,7 @@ def _steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     pauses: dict[tuple[str | None, str | None, str], dict[tuple[int, int], int]] = defaultdict(
         lambda: defaultdict(int)
     )
-    for one in book.left("host_pause"):
+    for one in (one for one in book.left("host_pause") if one.late_rank is None):
         pauses[one.site, one.fqn, one.phase][one.rank, one.step] += one.ns
     mean_step = book.total_ns / max(1, book.rank_steps)
     found = set()
@@ -262,6 +264,7 @@ def _syncs(book: Book) -> None:
         "refilling the device after a blocking copy",
     )
     evidence: dict[str, EvidenceValue] = {}
+    checked = any(one.why == "anomaly" for one in book.left("compute"))
     if worst is not None:
         count = sum(row.count for row in calls) / book.rank_steps
         where = "" if worst.phase == "other" else f" {in_phase(worst.phase)}"
@@ -276,6 +279,12 @@ def _syncs(book: Book) -> None:
             f"Move {worst.site or '.item(), .cpu(), full_tensor() and synchronize()'} out of the step, or do "
         )
         change += "this every few steps: each stops the host for the device."
+        if checked:
+            problem = (
+                f"Anomaly detection of autograd is on: it stops the host {_often(count)} a step to check "
+                f"gradients for NaN, and the device waits {book.per_step(cost)} until work arrives again."
+            )
+            change = REMOVE_ANOMALY
         evidence = {
             "calls_per_step": count,
             "operator": worst.operator,

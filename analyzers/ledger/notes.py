@@ -26,7 +26,27 @@ _KINDS = 3
 
 def notes(book: Book) -> list[Finding]:
     """Return what is known without a cost."""
-    return [*_padding(book), *_root_kept(book), *_unlike_steps(book)]
+    return [*_anomaly(book), *_padding(book), *_root_kept(book), *_unlike_steps(book)]
+
+
+REMOVE_ANOMALY = (
+    "Remove torch.autograd.set_detect_anomaly(True), or detect_anomaly(): they are for debugging."
+)
+_CHECKED = 8
+"""Checked gradients a step from which on autograd checks them, not the script."""
+
+
+def _anomaly(book: Book) -> list[Finding]:
+    checks = sum(one.count for _, one in book.booked if one.why == "anomaly") / book.rank_steps
+    if checks < _CHECKED:
+        return []
+    problem = (
+        f"Anomaly detection of autograd is on: backward checks {checks:,.0f} gradients a step for NaN "
+        "and stops for each, and forward stores a Python stack with each operator."
+    )
+    return [
+        finding("anomaly_detection", "medium", None, problem, REMOVE_ANOMALY, {"checks_per_step": checks})
+    ]
 
 
 _SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")

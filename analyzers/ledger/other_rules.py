@@ -175,7 +175,7 @@ _CALLS = {
 }
 """What to change, by the function that the script calls."""
 _CHANGES = {
-    "all_gather": "These are usually full_tensor(), a state dict, or all_gather_object(): "
+    "all_gather": "These are usually metrics, full_tensor(), a state dict, or all_gather_object(): "
     "do them every few hundred steps, or on the sharded tensors.",
     "all_reduce": "These are usually metrics, or norms taken parameter by parameter: log less often, put the "
     "values into one tensor and reduce that once.",
@@ -232,6 +232,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"
     problem = f"{count:.3g} {noun} a step are issued outside FSDP{by} and take {book.per_step(cost)}."
+    size = sum(one.bytes for one in mine) / max(1, sum(one.count for one in mine))
     change = _CHANGES.get(kind, "These are another parallelism, or code of the script: do them less often.")
     if site:
         change = _at(site, change)
@@ -242,8 +243,7 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         problem += " The optimizer issues them: it needs more than a shard of each parameter."
-    size = sum(one.bytes for one in mine) / max(1, sum(one.count for one in mine))
-    few = not book.on_device and count < _own_count(book) and book.frac(cost) < book.thresholds.high_cost_frac
+    few = not book.on_device and count < _own_count(book)
     usual = (few or count <= _USUAL_COUNT) and size <= _USUAL_BYTES
     remedy = None
     if not by_optimizer and not usual:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
 from fsdp2prof.analyzers.ledger.machine import lagged_ns, oversubscribed, starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
@@ -49,6 +50,7 @@ def enter_waits(book: Book) -> None:
         for one in late.ranks:
             _straggler(book, late, one)
     _for_loaders(book)
+    _for_pauses(book)
     if not _more_work(book):
         _uneven_inputs(book)
     _take_turns(book, late)
@@ -100,8 +102,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     at = "" if fqn is None or (kind == "host" and site) else f", at {named_layer(fqn)}"
     reason = f"{text or 'unknown'}{at}"
     problem = (
-        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}, "
-        f"{format_frac(share)} of their time.{beside} Rank {rank} is late mostly because {reason}."
+        f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}: "
+        f"{{cost}}, with what keeps it.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
     lagged = lagged_ns(book.manifests, rank)
@@ -132,6 +134,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
         mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
+    mine += _own_excess(book, mine, rank, net / len(book.analysis.ranks))
     book.enter(
         mine,
         id=named,
@@ -141,7 +144,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         calm=calm,
         remedy=Remedy(
             change=remedy,
-            gain_ns=net,
+            gain_ns=min(net, sum(one.ns for one in mine)),
             reason="the others' waiting for it less its own",
             what_if="without data_loader" if kind == "data_loader" else f"without straggler:{rank}",
         ),
@@ -179,6 +182,23 @@ def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
     return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
 
 
+def _own_excess(book: Book, taken: Sequence[Charge], rank: int, wanted: float) -> list[Charge]:
+    """Take what a late rank spends beyond the others, up to the time by which it is late."""
+    left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
+    others = max(1, len(book.analysis.ranks) - 1)
+    found: list[Charge] = []
+    for cause in ("compute", "host", "host_pause", "fsdp_copy"):
+        spent: Counter[int] = Counter()
+        for one in book.left(cause):
+            spent[one.rank] += one.ns
+        more = min(left, spent[rank] - (spent.total() - spent[rank]) // others)
+        if more > 0:
+            mine = book.take(cause, lambda one: one.rank == rank, part=(more, spent[rank]))
+            found += mine
+            left -= sum(one.ns for one in mine)
+    return found
+
+
 def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
     """Return the line that made a rank late most, if most of its lateness of that kind has one."""
     sums: Counter[str | None] = Counter()
@@ -208,6 +228,18 @@ def _for_loaders(book: Book) -> None:
     book.put_back(replace(one, cause="data_loader") for one in mine)
 
 
+def _for_pauses(book: Book) -> None:
+    """Waiting for a rank that pauses at the same place in most steps joins its pauses."""
+    steady = steady_pauses(book)
+    pausing = {
+        (one.rank, one.site)
+        for one in book.left("host_pause")
+        if one.site and (one.site, one.fqn, one.phase) in steady
+    }
+    mine = book.take("uneven_ranks", lambda one: one.why == "host" and (one.late_rank, one.site) in pausing)
+    book.put_back(replace(one, cause="host_pause") for one in mine)
+
+
 def _operations(book: Book) -> dict[int, dict[int, int]]:
     """Return step -> rank -> operations, of the steps in which all ranks count theirs."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
@@ -235,11 +267,11 @@ def _more_work(book: Book) -> bool:
     mine = book.take("uneven_ranks", lambda one: one.late_rank == rank)
     if not mine:
         return False
-    cost = sum(one.ns for one in mine)
-    others = max(1, len(book.analysis.ranks) - 1)
+    waited = sum(one.ns for one in mine) / max(1, len(book.analysis.ranks) - 1)
+    mine += _own_excess(book, mine, rank, waited)
     problem = (
         f"Rank {rank} computes {least:.3g} times as many operations as any other rank in every step, and the "
-        f"others wait for it: {book.per_step(cost)}."
+        "others wait for it: {cost}, with its own time for them."
     )
     book.enter(
         mine,
@@ -249,8 +281,7 @@ def _more_work(book: Book) -> bool:
         problem=problem,
         remedy=Remedy(
             change=f"Give rank {rank} the same batch and the same work as the others.",
-            gain_ns=cost / others * len(book.analysis.ranks),
-            reason="what the others wait for it",
+            reason="what the others wait for it, and its own time for that work",
         ),
         rank=rank,
         why_sure="operations are counted from recorded shapes",

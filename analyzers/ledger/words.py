@@ -76,17 +76,13 @@ def of_step(ledger: Ledger) -> str:
 
 def bound(ledger: Ledger) -> str:
     """Say which cause takes most of the step."""
-    if not ledger.causes_ns or not ledger.step_ns:
+    if not ledger.entries or not ledger.step_ns:
         return ""
-    (cause, most), *others = ledger.causes_ns.items()
-    share = f"{format_ns(most)} ({format_frac(most / ledger.step_ns)})"
-    share += " of the traced step" if is_longer_traced(ledger.step_ns, ledger.unrecorded_step_ns) else ""
-    name = LEDGER_CAUSES[cause].label
-    name = name[0].upper() + name[1:]
-    if most >= _MOST * ledger.step_ns:
-        return f"{name} bounds the step: {share}."
-    then = f", then {LEDGER_CAUSES[others[0][0]].label} ({format_ns(others[0][1])})" if others else ""
-    return f"{name} takes the largest part of the step: {share}{then}."
+    first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)
+    of = "traced step" if is_longer_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "step"
+    part = "Most" if first.frac >= _MOST else "The largest part"
+    then = f", then {others[0].title} ({format_ns(others[0].ns)})" if others and first.frac < _MOST else ""
+    return f"{part} of the {of} is {first.title}: {format_ns(first.ns)} ({format_frac(first.frac)}){then}."
 
 
 def not_judged(book: Book) -> list[str]:

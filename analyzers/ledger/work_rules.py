@@ -6,7 +6,7 @@ from collections import Counter
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
 from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.units import format_bytes
+from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
 
@@ -25,15 +25,15 @@ def _evaluation(book: Book) -> None:
     if not cost:
         return
     forwards = sum(one.count for one in mine if one.op is None)
-    steps = {(one.rank, one.step) for one in mine if one.op is None and one.count}
+    windows = {(one.rank, one.step) for one in mine if one.op is None and one.count}
+    steps = {step for _, step in windows}
+    traced = {one.step for rank in book.analysis.ranks for one in rank.steps}
     lines: Counter[str] = Counter()
     for one in mine:
         lines[one.site or ""] += one.count if one.op is None else 0
     site = max(filter(None, lines), key=lambda line: lines[line], default=None)
-    each = forwards / max(1, len(steps))
-    often = (
-        "every step" if len(steps) >= book.rank_steps else f"{len(steps)} of {book.rank_steps} traced steps"
-    )
+    each = forwards / max(1, len(windows))
+    often = "every step" if steps == traced else f"{len(steps)} of {plural(len(traced), 'traced step')}"
     called = f", called at {site}" if site else " (evaluation, generation, or an output that is not used)"
     problem = (
         f"{each:.3g} {'forward runs' if round(each, 2) == 1 else 'forwards run'} without a backward in "
@@ -47,9 +47,10 @@ def _evaluation(book: Book) -> None:
         title="forwards without backward",
         problem=problem,
         remedy=Remedy(
-            change=f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps instead "
-            "of in the training step, or remove it if its output is not used; keep the model gathered over "
-            "several generating forwards (set_reshard_after_forward(False)).",
+            change=f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps if it "
+            "only measures (evaluation, metrics), or remove it if its output is not used. If the training "
+            "needs it (rollouts, scores), keep the model gathered over several such forwards "
+            "(set_reshard_after_forward(False)).",
             reason="all of their time",
         ),
         why_sure="forwards and backwards are counted by their labels",

@@ -101,7 +101,7 @@ def logged_warnings(processes: Sequence[LoggedProcess]) -> list[Finding]:
     if not counted:
         return []
     most = sorted(counted, key=lambda text: (-counted[text], text))[:_SHOWN]
-    quoted = "; ".join(f"“{printable(text)}” ({counted[text]} times)" for text in most)
+    quoted = "; ".join(f"“{printable(text)}” ({plural(counted[text], 'time')})" for text in most)
     return [
         Finding(
             id="nccl-warnings",

@@ -19,6 +19,7 @@ from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.kernel_names import kernel_name
 from fsdp2prof.labels import RECOMPUTED, parse_label
@@ -43,8 +44,6 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
-_LOOK_NS = 5_000_000
-"""The recorder's time between two looks."""
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -94,6 +93,9 @@ class _Charging:
         evaluated = evaluation(tables)
         self._evaluating = _on_the_device(tables, evaluated.host)
         self._recomputing = _recomputed(tables)
+        self._script = Script(tables)
+        for step, checks in self._script.gradient_checks():
+            self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
         analysed = set(tables.windows.step.tolist())
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
@@ -106,7 +108,7 @@ class _Charging:
         return [
             _with(key, ns, count, size)
             for key, (ns, count, size) in self._sums.items()
-            if ns or (count and key.cause == "evaluation")
+            if ns or (count and (key.cause == "evaluation" or key.why == ANOMALY))
         ]
 
     def _add(
@@ -119,11 +121,20 @@ class _Charging:
         phase: str | None = None,
         op: str | None = None,
         site: str | None = None,
+        why: str | None = None,
         count: int = 0,
         size: int = 0,
     ) -> None:
         key = Charge(
-            rank=self._rank, step=step, cause=cause, ns=0, fqn=fqn, phase=phase or "other", op=op, site=site
+            rank=self._rank,
+            step=step,
+            cause=cause,
+            ns=0,
+            fqn=fqn,
+            phase=phase or "other",
+            op=op,
+            site=site,
+            why=why,
         )
         entry = self._sums[key]
         entry[0] += ns
@@ -158,13 +169,17 @@ class _Charging:
         )
         sizes = np.maximum(tables.trace.events.bytes[work.event].astype(np.int64), 0)
         host_copy = _between_host_and_device(tables, mask)
-        outside = ~phase.matches(lambda name: name in ("forward", "backward", "optimizer"))
+        outside = is_outside(phase)
+        issued = work.launch_ns[row] if len(tables.device) else start
+        why, site, sites = self._script.at(issued, outside[row], looped=not len(tables.device))
         columns = (
             window,
             phase.codes[row],
             fqn.codes[row] if kind != "compute" else np.full(len(row), -1),
             np.where(outside[row] | (kind == "memcpy"), names.codes[row], -1),
             host_copy[row],
+            why,
+            site,
         )
         opens, group = _groups(*columns)
         first = np.zeros(len(row), dtype=np.bool_)
@@ -187,13 +202,15 @@ class _Charging:
             summed(np.where(first, sizes[row], 0)),
             strict=True,
         )
-        for (at, when, layer, name, copies), own, evaluated, recomputed, count, size in spans:
+        for (at, when, layer, name, copies, reason, line), own, evaluated, recomputed, count, size in spans:
             step = int(tables.windows.step[at])
             where = phase.values[when] if when >= 0 else None
             module = fqn.values[layer] if layer >= 0 else None
             called = kernel_name(names.values[name]) if name >= 0 else None
             cause = kind if kind != "memcpy" else "offload" if copies else "compute"
-            self._add(step, cause, own, fqn=module, phase=where, op=called, count=count, size=size)
+            place: dict[str, Any] = {"fqn": module, "phase": where, "op": called}
+            place |= {"site": sites[line] if line >= 0 else None, "why": WHY[reason]}
+            self._add(step, cause, own, count=count, size=size, **place)
             self._add(step, "evaluation", evaluated, fqn=module, phase=where)
             self._add(step, "recompute", recomputed, phase=where)
 
@@ -217,19 +234,22 @@ class _Charging:
                 long = end - start >= _PAUSE_FRAC * duration
                 long &= np.bincount(window[long], minlength=len(windows))[window] <= _PAUSES
             if cause == "garbage_collection":  # the sampler cannot run while Python collects
-                sites = self._sites(start, end + _LOOK_NS, ~long)
+                sites = self._sites(start, end + LOOK_NS, ~long)
             else:
                 sites = self._sites(start, end, long)
-            names = tuple(dict.fromkeys(sites.values()))
+            names: tuple[str | None, ...] = tuple(dict.fromkeys(sites.values()))
             named = np.full(len(start), -1, dtype=np.int64)
             named[list(sites)] = [names.index(name) for name in sites.values()]
             piece, start, end = _cut_at_phases(self._tables, start, end)
             window, long, site = window[piece], long[piece], named[piece]
             fqn, phase = _host_place(self._tables, start)
+            why = np.zeros(len(start), dtype=np.int64)
             if cause == "host_bound":
-                names, site = self._outside(names, site, (start + end) // 2, phase)
+                why, line, lines = self._script.at((start + end) // 2, is_outside(phase), looped=True)
+                site = np.where((site < 0) & (line >= 0), len(names) + line, site)
+                names = (*names, *lines)
             evaluating = intervals.covered(self._evaluating, start, end)
-            first, group = _groups(window, fqn.codes, phase.codes, site, long)
+            first, group = _groups(window, fqn.codes, phase.codes, site, long, why)
             sums = [np.zeros(len(first), dtype=np.int64) for _ in range(2)]
             for total, values in zip(sums, (end - start - evaluating, evaluating), strict=True):
                 np.add.at(total, group, values)
@@ -240,20 +260,12 @@ class _Charging:
                 name = "host_pause" if long[at] else _IDLE[cause]
                 where = names[site[at]] if site[at] >= 0 else None
                 layer, when = fqn[at], phase[at]
-                self._add(step, name, own[one], fqn=layer, phase=when, site=where, count=count[one])
+                reason = WHY[why[at]]
+                self._add(
+                    step, name, own[one], fqn=layer, phase=when, site=where, why=reason, count=count[one]
+                )
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
         return parts.get("communication", intervals.EMPTY)
-
-    def _outside(
-        self, names: tuple[str, ...], site: IntArray, time: IntArray, phase: Strings
-    ) -> tuple[tuple[str, ...], IntArray]:
-        """Name short gaps outside forward, backward and optimizer by the line that the thread was on, too."""
-        lines = self._tables.sighted.lines
-        at = intervals.containing(lines.start_ns, lines.end_ns, time)
-        found = (at >= 0) & (site < 0) & phase.equals("other")
-        return (*names, *lines.line.values), np.where(
-            found, len(names) + np.append(lines.line.codes, -1)[at], site
-        )
 
     @cached_property
     def _pause_names(self) -> IntArray:
@@ -340,6 +352,7 @@ def _with(key: Charge, ns: int, count: int, size: int) -> Charge:
         phase=key.phase,
         op=key.op,
         site=key.site,
+        why=key.why,
         count=count,
         bytes=size,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,16 +41,19 @@ def evaluation(tables: RankTables) -> Evaluation:
 
     A backward belongs to the latest forwards before it that ran the same modules, as many as its modules have
     ``pre_backward`` labels. A model of which no forward has a backward (a frozen teacher) is not evaluated:
-    it is part of the training. Neither is a forward that the recording cuts off from its backward.
+    it is part of the training, and left out even where its modules have the names of a trained model's.
+    Neither is a forward that the recording cuts off from its backward.
     """
     labels = tables.trace.labels
+    groups = [] if tables.manifest is None else tables.manifest.param_groups
+    frozen = {one.root for one in groups} - {one.root for one in groups if one.requires_grad}
     trained: set[str] = set()
     open_ones: list[_Pass] = []
     current: _Pass | None = None
     in_backward = False
     backward: Counter[str] = Counter()
     finished = -1  # labels inside the final callback belong to the backward that it ends
-    for start, end, kind, fqn in _ordered(labels):
+    for start, end, kind, fqn in _ordered(labels, frozen):
         if start < finished:
             continue
         if kind == "root_post_backward_callback":
@@ -111,15 +115,20 @@ def _match(open_ones: list[_Pass], backward: Counter[str]) -> None:
             wanted -= 1
 
 
-def _ordered(labels: LabelTable) -> list[tuple[int, int, str, str | None]]:
-    """Return FSDP's labels in time order: start, end, kind, module."""
+def _ordered(labels: LabelTable, frozen: Collection[int]) -> list[tuple[int, int, str, str | None]]:
+    """Return FSDP's labels in time order, without those of frozen roots: start, end, kind, module."""
     parsed = [parse_label(name) for name in labels.name.values]
     known = np.array([label is not None for label in parsed] + [False], dtype=np.bool_)
     rows = np.flatnonzero(known[labels.name.codes])
     rows = rows[np.argsort(labels.start_ns[rows], kind="stable")]
     found = []
+    left_out = -1
     for row in rows.tolist():
         label = parsed[int(labels.name.codes[row])]
         assert label is not None
-        found.append((int(labels.start_ns[row]), int(labels.end_ns[row]), label.kind, label.fqn))
+        start, end = int(labels.start_ns[row]), int(labels.end_ns[row])
+        if label.kind == "root" and label.root in frozen:
+            left_out = max(left_out, end)
+        if start >= left_out:
+            found.append((start, end, label.kind, label.fqn))
     return found

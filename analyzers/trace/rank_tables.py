@@ -132,6 +132,16 @@ class Lines:
             for low, high, begin, until in zip(first, last, start, end, strict=True)
         ]
 
+    def nearest(self, time: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the row of the line seen nearest to each time, and how far away that was; -1 without any."""
+        if not len(self.start_ns):
+            return np.full(len(time), -1), np.full(len(time), np.iinfo(np.int64).max)
+        after = np.searchsorted(self.start_ns, time, side="right")
+        before, after = np.maximum(after - 1, 0), np.minimum(after, len(self.start_ns) - 1)
+        passed = np.maximum(np.maximum(time - self.end_ns[before], self.start_ns[before] - time), 0)
+        coming = np.abs(self.start_ns[after] - time)
+        return np.where(passed <= coming, before, after), np.minimum(passed, coming)
+
     def _most(self, low: int, high: int, start: int, end: int) -> str | None:
         spent: Counter[str | None] = Counter()
         for row in range(low, high):

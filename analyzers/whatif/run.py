@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
@@ -51,6 +52,8 @@ class RankRun:
     started: dict[int, int] = field(default_factory=dict)
     """Activity -> its start."""
     ended: dict[int, int] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    """Nanoseconds of each analysed step, once they were asked for."""
 
 
 @dataclass(slots=True)
@@ -61,11 +64,16 @@ class Ran:
     unmet: set[int] = field(default_factory=set)
     """Meetings that ranks reached in different orders, so that some did not wait for the others."""
 
+    @property
+    def job(self) -> Job:
+        """The programs that ran."""
+        return [one.program for one in self.ranks]
 
-def prepare(job: Job) -> None:
+
+def prepare(job: Job) -> Ran:
     """Learn from the recorded times what each activity waited for beyond the rules, and how long.
 
-    Afterwards :func:`run` gives back every recorded time exactly.
+    Afterwards :func:`run` gives back every recorded time exactly; return such a run.
     """
     for program in job:
         state = _Streams(program, Pace())
@@ -91,11 +99,12 @@ def prepare(job: Job) -> None:
             state.launch(one)
             before.append(one)
         _set_boundary(program)
-    while unmet := run(job).unmet:
+    while (recorded := run(job)).unmet:
         for program in job:
             for one in program.activities.values():
-                if one.meeting in unmet:  # its launch is not known well enough to wait for it
+                if one.meeting in recorded.unmet:  # its launch is not known well enough to wait for it
                     one.meeting, one.transfer_ns = -1, one.duration
+    return recorded
 
 
 def _set_boundary(program: RankProgram) -> None:
@@ -209,7 +218,8 @@ def _steps(
             for rule, other in state.waits_of(one):
                 if rule in one.rules and rule != "stream":
                     continue
-                while (end := over(other)) is None:
+                end = result.ended.get(other.index)
+                while end is None and (end := over(other)) is None:
                     yield None
                 if rule in one.rules:  # it ran beside the one before it, and does so no longer than that
                     end = max(end - one.overlap, result.started.get(other.index, _LONG_OVER))
@@ -235,7 +245,7 @@ class _Streams:
     """What was launched so far, and so what the next activity waits for."""
 
     def __init__(self, program: RankProgram, pace: Pace) -> None:
-        self._program = program
+        self._on_device, self._compute_stream = program.on_device, program.compute_stream
         self._one_communicator = pace.one_communicator
         self._tails: dict[int, list[Activity]] = {}
         """Stream -> what runs last on it: several where activities overlapped in the recording."""
@@ -253,17 +263,20 @@ class _Streams:
         if point.needs is not None:
             self._told.append(point.needs)
         if point.joins:
-            self._joined = self._last(self._program.compute_stream)
-        ends = point.label.startswith("FSDP::root_post_backward_callback") and not point.opens
-        if ends and self._aside is not None:
+            self._joined = self._last(self._compute_stream)
+        if (
+            self._aside is not None
+            and not point.opens
+            and point.label.startswith("FSDP::root_post_backward_callback")
+        ):
             self._told.append(self._aside)
 
     def waits_of(self, one: Activity) -> list[tuple[str, Activity]]:
         """Return what an activity waits for, each with the name of its rule."""
-        ahead = self._tails.get(one.stream, []) if self._program.on_device else []
+        ahead = self._tails.get(one.stream, ()) if self._on_device else ()
         found = [("stream", other) for other in ahead]
-        computed = self._last(self._program.compute_stream)
         if one.kind == "collective":
+            computed = self._last(self._compute_stream)
             last = self._communicator.get(self._key(one))
             found += [("communicator", last)] if last is not None else []
             copied = self._copied_in if one.op == "all_gather" else self._aside
@@ -271,7 +284,7 @@ class _Streams:
                 found.append(("reduced", self._reduced))
             given = computed if copied is None or one.fqn is None else copied
             found += [("input", given)] if given is not None else []
-        elif one.stream == self._program.compute_stream:
+        elif one.stream == self._compute_stream:
             found += [(f"told {other.index}", other) for other in self._told]
         elif one.role == "copy_in":
             if self._joined is not None:
@@ -280,28 +293,31 @@ class _Streams:
             if len(self._copied_out) >= back:
                 found.append(("copied out", self._copied_out[-back]))
         elif one.role == "reduce":
-            if computed is not None and self._reduced is None:
-                found.append(("gradients", computed))
-            elif self._reduced is not None:
+            computed = self._last(self._compute_stream)
+            if self._reduced is not None:
                 found.append(("reduced", self._reduced))
+            elif computed is not None:
+                found.append(("gradients", computed))
         return found
 
     def launch(self, one: Activity) -> None:
         """Note that an activity was launched."""
-        beside = self._tails.get(one.stream, []) if "stream" in one.rules else []
-        self._tails[one.stream] = [*(other for other in beside if other.end > one.start), one]
+        beside: list[Activity] = []
+        if "stream" in one.rules:
+            beside = [other for other in self._tails.get(one.stream, ()) if other.end > one.start]
+        self._tails[one.stream] = [*beside, one]
         if one.kind == "collective":
             self._communicator[self._key(one)] = one
             if one.op in ("reduce_scatter", "all_reduce"):
                 self._reduced = one
-        elif one.role == "copy_in" and one.stream != self._program.compute_stream:
+        elif one.role == "copy_in" and one.stream != self._compute_stream:
             self._copied_in = one
         elif one.role == "copy_out":
             self._copied_out.append(one)
             self._reduced = None
         elif one.role == "reduce":
             self._aside = one
-        if one.stream == self._program.compute_stream:
+        if one.stream == self._compute_stream:
             self._told = []
             if one.kind == "compute":
                 self._reduced = None
@@ -342,18 +358,20 @@ def _steps_ns(ran: RankRun) -> int:
 
 def _each_step_ns(ran: RankRun) -> list[int]:
     """Each analysed step of a rank; a border between two that follow each other moves neither's sum."""
+    if ran.lengths:
+        return ran.lengths
     program = ran.program
-    lengths: list[int] = []
+    moved = _Moved(ran)
     first = before = 0
     for at, (step, (begin, end)) in enumerate(zip(program.steps, program.windows, strict=True)):
         if at == 0 or not _follows(program, at):
-            first = before = _moved_begin(ran, step)
-        later = _moved_end(ran, step)
-        lengths.append(end - begin + later - before)
+            first = before = moved.begin(step)
+        later = moved.end(step)
+        ran.lengths.append(end - begin + later - before)
         before = later
         if at + 1 == len(program.steps) or not _follows(program, at + 1):
-            lengths[-1] -= max(0, later - first) if later <= 0 else 0
-    return lengths
+            ran.lengths[-1] -= max(0, later - first) if later <= 0 else 0
+    return ran.lengths
 
 
 def _follows(program: RankProgram, at: int) -> bool:
@@ -362,36 +380,50 @@ def _follows(program: RankProgram, at: int) -> bool:
     return touches or program.steps[at] == program.steps[at - 1] + 1
 
 
-def _of_step(activities: Iterable[Activity], step: int) -> list[Activity]:
+class _Moved:
+    """How much later the steps of a rank begin and end than they were recorded."""
+
+    def __init__(self, ran: RankRun) -> None:
+        self._ran = ran
+        self._activities = _by_step(ran.program.activities.values())
+        self._recorded = _by_step(ran.program.recorded.values())
+
+    def begin(self, step: int) -> int:
+        """Nanoseconds that a step begins later."""
+        if not self._ran.program.on_device:
+            return self._label(step, opens=True)
+        now = min(self._ran.started[one.index] for one in _of_step(self._activities, step))
+        return now - min(one.start for one in _of_step(self._recorded, step))
+
+    def end(self, step: int) -> int:
+        """Nanoseconds that a step ends later.
+
+        On a device it ends where the next begins, the last one with the last activity launched in it.
+        """
+        if not self._ran.program.on_device:
+            return self._label(step, opens=False)
+        later = [other for other in self._recorded if other > step]
+        if later and step in self._recorded:
+            return self.begin(min(later))
+        now = max(self._ran.ended[one.index] for one in _of_step(self._activities, step))
+        return now - max(one.end for one in _of_step(self._recorded, step))
+
+    def _label(self, step: int, *, opens: bool) -> int:
+        """How much later the label of a step opens or closes; without one, the last stretch ends."""
+        ran, name = self._ran, f"{STEP_LABEL}{step}"
+        for point, end in zip(ran.program.points, ran.end, strict=True):
+            if point.label == name and point.opens == opens:
+                return end - point.end
+        return ran.end[-1] - ran.program.points[-1].end if ran.end and not opens else 0
+
+
+def _by_step(activities: Iterable[Activity]) -> dict[int, list[Activity]]:
+    found: dict[int, list[Activity]] = defaultdict(list)
+    for one in activities:
+        found[one.step].append(one)
+    return found
+
+
+def _of_step(activities: dict[int, list[Activity]], step: int) -> list[Activity]:
     """Activities launched in a step; all where the whole trace is taken as one."""
-    every = list(activities)
-    return [one for one in every if one.step == step] or every
-
-
-def _moved_begin(ran: RankRun, step: int) -> int:
-    program = ran.program
-    if not program.on_device:
-        return _moved_label(ran, step, opens=True)
-    now = min(ran.started[one.index] for one in _of_step(program.activities.values(), step))
-    return now - min(one.start for one in _of_step(program.recorded.values(), step))
-
-
-def _moved_end(ran: RankRun, step: int) -> int:
-    """A step on a device ends where the next begins; the last one with the last activity launched in it."""
-    program = ran.program
-    if not program.on_device:
-        return _moved_label(ran, step, opens=False)
-    later = {one.step for one in program.recorded.values() if one.step > step}
-    if later and any(one.step == step for one in program.recorded.values()):
-        return _moved_begin(ran, min(later))
-    now = max(ran.ended[one.index] for one in _of_step(program.activities.values(), step))
-    return now - max(one.end for one in _of_step(program.recorded.values(), step))
-
-
-def _moved_label(ran: RankRun, step: int, *, opens: bool) -> int:
-    """How much later the label of a step opens or closes; without one, the last stretch ends."""
-    name = f"{STEP_LABEL}{step}"
-    for point, end in zip(ran.program.points, ran.end, strict=True):
-        if point.label == name and point.opens == opens:
-            return end - point.end
-    return ran.end[-1] - ran.program.points[-1].end if ran.end and not opens else 0
+    return activities[step] if step in activities else [*chain.from_iterable(activities.values())]

@@ -24,7 +24,7 @@ from fsdp2prof.analyzers.whatif.changes import (
     parse_without,
     single_changes,
 )
-from fsdp2prof.analyzers.whatif.program import Job, RankProgram
+from fsdp2prof.analyzers.whatif.program import RankProgram
 from fsdp2prof.analyzers.whatif.recorded import job_of
 from fsdp2prof.analyzers.whatif.run import Pace, Ran, mean_step_ns, mean_steps_ns, prepare, run
 from fsdp2prof.analyzers.whatif.warp import replayed_trace
@@ -59,11 +59,9 @@ class RecordedRank:
     analysis: RankAnalysis
 
 
-def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Job:
-    """Return ranks ready to be run again, any number of times."""
-    job = job_of([program for program, _ in ranks], [summary for _, summary in ranks])
-    prepare(job)
-    return job
+def replay_job(ranks: Sequence[tuple[RankProgram, RankSummary]]) -> Ran:
+    """Return the recorded run, whose job is ready to be run again, any number of times."""
+    return prepare(job_of([program for program, _ in ranks], [summary for _, summary in ranks]))
 
 
 def what_if(
@@ -79,21 +77,20 @@ def what_if(
     """
     manifests = [one.tables.manifest for one in ranks if one.tables.manifest is not None]
     before = merge([one.analysis for one in ranks], manifests=manifests)
-    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
-    replayed = run(job)
+    replayed = replay_job([(one.program, one.analysis.summary) for one in ranks])
     best: WhatIfChange | None
     if changes:
         change = _together(changes)
-        changed, tried = _try(job, change, replayed)
+        changed, tried = _try(replayed, change)
         if changed is None:
             raise InputError(f"{path}: {change.text}: {tried.reason}")
         rows, best = [tried], tried
     else:
-        rows = try_single_changes(job, _stragglers(before))
+        rows = try_single_changes(replayed, _stragglers(before))
         best = _best(rows)
         changed = None
         if best is not None:
-            changed, _ = _try(job, _parsed(best.change), replayed)
+            changed, _ = _try(replayed, _parsed(best.change))
     after = None if changed is None else _after(ranks, changed)
     kept = None if changed is None else changed[0].pace.waits_for
     if kept is not None:  # what a change is compared with: the same ranks
@@ -103,7 +100,7 @@ def what_if(
     result = WhatIf(
         verdict=[],
         path=path,
-        ranks=[program.rank for program in job if kept is None or program.rank in kept],
+        ranks=[program.rank for program in replayed.job if kept is None or program.rank in kept],
         steps=totals.windows,
         step_ns=totals.step_ns or 0.0,
         replayed_ns=(replayed_ns := mean_step_ns(replayed, kept)),
@@ -126,13 +123,12 @@ def _best(rows: Sequence[WhatIfChange]) -> WhatIfChange | None:
     return next(iter(own or applied), None)
 
 
-def try_single_changes(job: Job, stragglers: Sequence[int] = ()) -> list[WhatIfChange]:
-    """Try every single change on a job; the most gained first, then those that do not apply.
+def try_single_changes(recorded: Ran, stragglers: Sequence[int] = ()) -> list[WhatIfChange]:
+    """Try every single change on a recorded run; the most gained first, then those that do not apply.
 
     Late ranks together are listed where they gain more than the latest of them alone.
     """
-    before = run(job)
-    rows = [_try(job, change, before)[1] for change in single_changes(job, stragglers)]
+    rows = [_try(recorded, change)[1] for change in single_changes(recorded.job, stragglers)]
     alone = max((row.gained_ns or 0.0 for row in rows if _late_ranks(row) == 1), default=0.0)
     rows = [row for row in rows if _late_ranks(row) < 2 or (row.gained_ns or 0.0) > alone * _CLEARLY_MORE]
     return sorted(rows, key=lambda row: -row.gained_ns if row.gained_ns is not None else float("inf"))
@@ -145,10 +141,10 @@ def _late_ranks(row: WhatIfChange) -> int:
 
 
 def with_what_ifs(
-    analysis: TraceAnalysis, job: Job, thresholds: FindingThresholds | None = None
+    analysis: TraceAnalysis, recorded: Ran, thresholds: FindingThresholds | None = None
 ) -> TraceAnalysis:
     """Return an analysis with every single change tried, and the ledger's remedies with what they gain."""
-    return with_replays(analysis, try_single_changes(job, _stragglers(analysis)), thresholds)
+    return with_replays(analysis, try_single_changes(recorded, _stragglers(analysis)), thresholds)
 
 
 def sentence(row: WhatIfChange) -> str:
@@ -182,10 +178,10 @@ def _together(changes: Sequence[Change]) -> Change:
     )
 
 
-def _try(job: Job, change: Change, before: Ran) -> tuple[tuple[Changed, Ran] | None, WhatIfChange]:
-    """Make a change in a job that takes ``before`` as it is."""
+def _try(before: Ran, change: Change) -> tuple[tuple[Changed, Ran] | None, WhatIfChange]:
+    """Make a change in a run."""
     try:
-        changed = change.apply(Changed(job=job, pace=Pace(), memory_bytes=0))
+        changed = change.apply(Changed(job=before.job, pace=Pace(), memory_bytes=0))
     except NotApplicableError as reason:
         return None, _row(change, reason=str(reason))
     ran = run(changed.job, changed.pace)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # up to torch 2.10 it says what c10d's operators return
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -16,6 +15,9 @@ from torch.utils import checkpoint
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.mesh import MeshSpec
+
+if tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 10):  # later versions know it by themselves
+    import torch.distributed._tools.fake_collectives  # what c10d's operators return; imports the compiler
 
 
 @contextmanager

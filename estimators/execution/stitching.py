@@ -3,8 +3,9 @@
 Two executions of a few blocks are made, one a period of blocks deeper than the other (the period is that of
 the model's layers, times K under ``every:K`` checkpointing). The shallow one is extended to the depth of the
 other and compared with it, event by event. Only if they agree is it extended to the depth asked for;
-otherwise the model is executed in full. Sizes outside of the blocks that grow with the depth (a stack of all
-norms) are extended linearly.
+otherwise a third execution, a period deeper, is compared with the second, and if these differ as well, the
+model is executed in full. Sizes outside of the blocks that grow with the depth (a stack of all norms) are
+extended linearly.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings
 
 _TICK_NS = 1000
-_EDGE_BLOCKS = 4
-"""Blocks at both ends together that may differ from those in the middle."""
+_EDGE_BLOCKS = 3
+"""Blocks at both ends together that differ from those in the middle: the first and the last two."""
+ATTEMPTS = 2
+"""Comparisons, each of an execution with one a period deeper, before a model is executed in full."""
 _FEWEST_RUNGS = 3
 """Fewest runs of a ladder through the blocks of one kind."""
 
@@ -66,18 +69,20 @@ def execute_stitched(
     if depths is None:
         return execute(spec, mesh, policy, graphs=graphs), f"all {len(blocks)} blocks executed"
     shallow, period = depths
-    first = execute(spec.with_layers(shallow), mesh, policy, graphs=graphs)
-    second = execute(spec.with_layers(shallow + period), mesh, policy, graphs=graphs)
-    growth = growth_between(first, second, period)
-    if growth is None:
-        whole = execute(spec, mesh, policy, graphs=graphs)
-        return whole, f"all {len(blocks)} blocks executed: the middle ones differ"
-    parameters = full.parameters
-    stitched = replace(extend(first, blocks, period, growth), parameters=parameters)
-    return stitched, (
-        f"{shallow} and {shallow + period} blocks executed, found to repeat exactly, "
-        f"and repeated to {len(blocks)}"
+    executions = (
+        execute(spec.with_layers(shallow + attempt * period), mesh, policy, graphs=graphs)
+        for attempt in range(ATTEMPTS + 1)
     )
+    for first, second in pairwise(executions):
+        growth = growth_between(first, second, period)
+        if growth is not None:
+            stitched = replace(extend(first, blocks, period, growth), parameters=full.parameters)
+            return stitched, (
+                f"{len(first.blocks)} and {len(second.blocks)} blocks executed, found to repeat exactly, "
+                f"and repeated to {len(blocks)}"
+            )
+    whole = execute(spec, mesh, policy, graphs=graphs)
+    return whole, f"all {len(blocks)} blocks executed: the middle ones differ"
 
 
 def depths_to_execute(
@@ -91,6 +96,7 @@ def depths_to_execute(
     prefetches = [*values_of(policy.forward_prefetch), *values_of(policy.backward_prefetch)]
     edge = _EDGE_BLOCKS + 2 * full.pattern.start
     edge += 2 * max(depth for depth in prefetches if isinstance(depth, int))
+    edge += 4 * (policy.reduce_scatter_buffers - 1)  # each is held across two more blocks
     shallow = edge + period + (len(blocks) - edge) % period
     repeats = prefix_of(blocks) is not None and spec.kind != "factory" and not policy.other_models
     repeats = repeats and mesh.pp == 1 and not names_a_block(policy, blocks)

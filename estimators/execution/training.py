@@ -6,8 +6,8 @@ Nothing here knows that its tensors are fake: it is the loop a careful user writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -24,12 +24,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.compiler.graphs import Graphs
 from fsdp2prof.estimators.compiler.recompute import Recompute, Selective
+from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.expert_parallel import by_mesh, clip_gradients, expert_placement
 from fsdp2prof.estimators.execution.host_offload import HostMemory
@@ -283,9 +285,51 @@ class TrainingLoop:
         with self.host():
             if self.policy.clip_grad:
                 clip_gradients(self.model)
-            self.optimizer.step()
+            own_code = isinstance(self.policy.optimizer_kind, OptimizerFactory)
+            with nullcontext() if own_code else _on_local_shards(self.optimizer):
+                self.optimizer.step()
             if self.policy.fp8_all_gather:
                 compute_scales(self.model.module.parameters())
+
+
+@contextmanager
+def _on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let an optimizer that works element by element go over this rank's shards instead of DTensors.
+
+    What runs on the shards, and what is kept of them, is the same; finding out how a DTensor's operators
+    shard their results, for every operator anew, takes longer than the rest of the update.
+    """
+    local_of: dict[Tensor, Tensor] = {}
+    sharded_of: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local = _local(parameter)
+            local_of[parameter], sharded_of[local] = local, parameter
+            if local is not parameter and parameter.grad is not None:
+                local.grad = _local(parameter.grad)
+    _rename(optimizer, local_of)
+    try:
+        yield
+    finally:
+        _rename(optimizer, sharded_of)
+        for parameter, local in local_of.items():
+            if local is not parameter:
+                local.grad = None
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _rename(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [names[parameter] for parameter in group["params"]]
+    states = {
+        names[parameter]: {key: _local(value) for key, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+    optimizer.state.clear()
+    optimizer.state.update(states)
 
 
 def _mixed_precision(unit: WrapUnit) -> MixedPrecisionPolicy:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_
 from fsdp2prof.estimators.execution.host_offload import HostMemory, host_memory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
-from fsdp2prof.estimators.execution.stitching import depths_to_execute
+from fsdp2prof.estimators.execution.stitching import ATTEMPTS, depths_to_execute
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize
 from fsdp2prof.estimators.models.model import Model, elements_of
 from fsdp2prof.estimators.sharding.wrapping import fold_blocks
@@ -304,11 +305,12 @@ def capture_stitched(
     depths = depths_to_execute(spec, mesh, policy, full)
     if depths is not None:
         shallow, period = depths
-        first = capture_step(spec.with_layers(shallow), mesh, policy, graphs=graphs)
-        second = capture_step(spec.with_layers(shallow + period), mesh, policy, graphs=graphs)
-        program = deepened(first, second, full.blocks, shallow, period)
-        if program is not None:
-            return program
+        depth = range(shallow, shallow + ATTEMPTS * period + 1, period)
+        captures = (capture_step(spec.with_layers(blocks), mesh, policy, graphs=graphs) for blocks in depth)
+        for blocks, (first, second) in zip(depth, pairwise(captures), strict=False):
+            program = deepened(first, second, full.blocks, blocks, period)
+            if program is not None:
+                return program
     return capture_step(spec, mesh, policy, graphs=graphs)
 
 

@@ -165,7 +165,7 @@ def analyze() -> None:
 @view_options
 @view_part_options()
 @fail_on_option("trace", "exposed_frac>0.2")
-@output_options(brief=True)
+@output_options()
 def trace(
     path: Path,
     *,
@@ -206,7 +206,7 @@ def trace(
 @view_part_options(steps=False)
 @cluster_option
 @fail_on_option("memory", "peak_allocated_gib>70")
-@output_options(brief=True)
+@output_options()
 def memory(
     path: Path,
     *,
@@ -251,7 +251,7 @@ def memory(
 @view_part_options()
 @cluster_options
 @fail_on_option("run", "exposed_frac>0.2")
-@output_options(brief=True)
+@output_options()
 def run(
     run: Path,
     *,

@@ -188,14 +188,14 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 def output_options(
-    *formats: str, beside: bool = False, brief: bool = False
+    *formats: str, beside: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add where and how the result is written (``-o``, ``--format``, ``-v``, ...) as one ``output``.
 
     Without ``formats`` it is every one there is. The first is the default unless ``--format`` or the
     extension of ``-o`` says otherwise. An existing file is refused before any work is done, unless ``-f`` is
-    given. ``beside``: without ``-o`` the command finds a place beside its input. ``brief``: text is short
-    unless ``--full`` or ``--section`` is given.
+    given. ``beside``: without ``-o`` the command finds a place beside its input. Text and Markdown are short
+    unless ``--full``, ``-v``, ``--sort``, ``--top`` or ``--section`` is given.
     """
     formats = formats or tuple(RENDERERS)
 
@@ -236,7 +236,7 @@ def output_options(
                 force=force,
                 quiet=quiet,
                 verbose=output_verbose,
-                brief=brief and not (output_full or output_verbose or output_sort or output_top),
+                brief=not (output_full or output_verbose or output_sort or output_top),
                 section=output_section,
                 table=output_table,
                 sort=output_sort,
@@ -244,7 +244,7 @@ def output_options(
             )
             command(*args, output=output, **rest)
 
-        return with_options(_options(formats, beside=beside, brief=brief), with_output)
+        return with_options(_options(formats, beside=beside), with_output)
 
     return decorate
 
@@ -275,7 +275,7 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
     return decorate
 
 
-def _options(formats: Sequence[str], *, beside: bool, brief: bool) -> list[Callable[[Any], Any]]:
+def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:
     """Return the options of a command that writes these formats, in the order its help shows them."""
     path = OutputPath()
     where = "Write to this file" + ("; by default one beside RUN." if beside else " instead of stdout.")
@@ -286,10 +286,8 @@ def _options(formats: Sequence[str], *, beside: bool, brief: bool) -> list[Calla
     if "text" in formats:
         text = "Show every rank, step, layer and setting; fold nothing."
         options.append(OUTPUT("-v", "--verbose", "output_verbose", is_flag=True, help=text))
-    if brief:
         text = "Text or Markdown with every section, instead of one screen."
         options.append(OUTPUT("--full", "output_full", is_flag=True, help=text))
-    if "text" in formats:
         text = "One section of the text or Markdown; a wrong name lists them."
         options.append(OUTPUT("--section", "output_section", metavar="NAME", help=text))
     if "text" in formats or "csv" in formats:

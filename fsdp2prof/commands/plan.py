@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     "--refine", is_flag=True, help="Try prefetching, precision and compilation on the winner, by the engine."
 )
 @SEARCH("--no-cache", is_flag=True, help="Execute again what an earlier plan executed.")
-@output_options(brief=True)
+@output_options()
 def plan(
     model: str | None,
     trainer_files: tuple[Path, ...],

@@ -161,6 +161,8 @@ class Sentences:
     lines: Sequence[str]
     style: Literal["plain", "list", "warning", "code"] = "plain"
     """``code``: lines to paste, as they are."""
+    more: int = 0
+    """How many are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -230,9 +232,20 @@ class Document:
     places: Mapping[str, Sequence[Link]] = field(default_factory=dict)
     """Sentence of the verdict, the changes or a finding -> where a page shows its numbers."""
     brief: Sequence[Section] = ()
-    """The sections of the short form, in the order of their worth; empty where the whole is short."""
-    brief_lines: int = 60
+    """The sections of the short form, in the order of their worth, where they are not those of the whole."""
+    brief_lines: int = 40
     """Lines of text that the short form has at most, 100 columns wide."""
+
+    def short(self) -> Sequence[Section]:
+        """Return the sections of the short form: ``brief``, else all but details, without charts."""
+        if self.brief:
+            return self.brief
+        shown = [section for section in self.sections if not section.detail] or self.sections
+        worded = [
+            replace(section, blocks=[block for block in section.blocks if not isinstance(block, Chart)])
+            for section in shown
+        ]
+        return [section for section in worded if section.blocks]
 
     def part(self, anchor: str) -> Document:
         """Return the document with one of its sections alone. Raises ``UsageError`` for another name."""

@@ -478,7 +478,7 @@ def _calibrated(spec: EstimateSpec, run: Path, cluster: Cluster | None) -> tuple
     from fsdp2prof.workflows.whatif import recorded_ranks
 
     ranks, _ = recorded_ranks(open_job(run))
-    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
+    job = replay_job([(one.program, one.analysis.summary) for one in ranks]).job
     if cluster is None:
         if job[0].on_device:
             raise UsageError(f"--calibrate {run}: recorded on accelerators; name them with --hardware")

@@ -19,8 +19,7 @@ from fsdp2prof.tables.flight_recorder import FlightDump, RankStacks
 from fsdp2prof.workflows.job.file_names import read_name
 from fsdp2prof.workflows.job.folders import files_below
 
-_LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.(?:json|pickle|pkl|bin|txt|log|stacks))?$")
-_STACKS = ("stack", "py-spy", "pyspy", "py_spy", "faulthandler", "traceback")
+_LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.[a-z]{1,9})?$")
 
 
 def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnalysis:
@@ -36,6 +35,8 @@ def analyze_hang(path: str | Path, *, run: str | Path | None = None) -> HangAnal
         raise InputError(f"{root}: no such file or folder")
     files = [root] if root.is_file() else list(files_below(root))
     stacks, left_out = _read_stacks(files)
+    if left_out and not stacks and root.is_file() and not looks_like_watchdog(root):
+        raise InputError(left_out[0].removeprefix("left out: "))
     dumps, warnings = _read_dumps(root, files, needed=not stacks)
     manifests = _manifests(root if run is None else Path(run), asked=run is not None)
     return analyze(dumps, manifests, [*warnings, *left_out], stacks=stacks)
@@ -46,19 +47,24 @@ def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
     found: dict[int, Path] = {}
     warnings: list[str] = []
     for file in files:
-        named = file.suffix == ".txt" or any(word in file.name.lower() for word in _STACKS)
-        if not (named and looks_like_stacks(file)):
+        if not looks_like_stacks(file):
             continue
         rank = _named_rank(file)
         if rank is None:
-            warnings.append(f"left out: {file}: stacks, whose rank its name does not say")
+            warnings.append(
+                f"left out: {file}: stacks of a rank that its name does not say; rename it to "
+                "end in the rank, like stacks_3"
+            )
         elif rank not in found or found[rank].stat().st_mtime_ns < file.stat().st_mtime_ns:
             found[rank] = file
     return [read_stacks(file, rank) for rank, file in sorted(found.items())], warnings
 
 
 def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[list[FlightDump], list[str]]:
-    if root.is_file() and (not needed or not looks_like_watchdog(root)):
+    nothing = f"{root}: no Flight Recorder dump, no log of NCCL's watchdog and no stacks of a rank in it"
+    if root.is_file() and not looks_like_watchdog(root):
+        if needed and not looks_like_dump(root):
+            raise FlightRecorderError(nothing)
         return [read_dump(root, _rank(root))] if needed else [], []
     found: dict[int, Path] = {}
     for file in _of_one_moment(root, list(filter(looks_like_dump, files))):
@@ -80,12 +86,7 @@ def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[lis
         logs = [file for file in files if file not in found.values() and looks_like_watchdog(file)]
         dumps = read_watchdog_logs({file: read_name(Path(file.name)).rank for file in logs})
     if not dumps and needed:
-        said = (
-            warnings[0].removeprefix("left out: ")
-            if warnings
-            else f"{root}: no Flight Recorder dump, no log of NCCL's watchdog and no stacks of a rank in it"
-        )
-        raise FlightRecorderError(said)
+        raise FlightRecorderError(warnings[0].removeprefix("left out: ") if warnings else nothing)
     return dumps, warnings
 
 

@@ -8,10 +8,13 @@ import pytest
 from support.large_run import large_run
 from support.plans import small_plan
 from support.results import memory_analysis, run_analysis, trace_analysis
+from support.samples import SAMPLES
 
 from fsdp2prof.errors import UsageError
+from fsdp2prof.reporters.document import Column, Document, Section, Table
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions
+from fsdp2prof.vocabulary import printable
 
 
 def rendered(result: object, form: str = "text", **options: object) -> str:
@@ -43,6 +46,48 @@ def test_a_plan_is_one_screen_that_names_the_configurations() -> None:
         best = plan.families[0].best.name
         assert all(part in text for part in best.replace(",", "").split())
         assert "not shown at this width" not in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_result_is_one_screen_by_default(name: str, width: int) -> None:
+    made = build(SAMPLES[name][2]())
+    text = RENDERERS["text"].render(made, RenderOptions(width=width, brief=True))
+    assert isinstance(text, str)
+    assert len(text.splitlines()) <= made.brief_lines <= (60 if name == "run_analysis" else 40)
+    flat = " ".join(text.split())
+    assert all(printable(" ".join(line.split())) in flat for line in made.verdict)
+
+
+def test_a_long_result_gives_rows_up_before_its_sections() -> None:
+    rows = [[f"layers.{i}.attention_norm.weight"] for i in range(50)]
+    column = Column(name="fqn", label="layer", kind="name")
+    table = Table(name="first", title="First", columns=[column], rows=rows)
+    blocks = [table, replace(table, name="second", title="Second")]
+    sections = [Section(anchor=block.name, title=block.title, blocks=[block]) for block in blocks]
+    hidden = replace(sections[0], anchor="hidden", title="Hidden", detail=True)
+    made = Document(title="Some", sections=[*sections, hidden], result=None)
+    text = str(RENDERERS["text"].render(made, RenderOptions(width=100, brief=True)))
+    assert 38 <= len(text.splitlines()) <= 40
+    assert "First" in text
+    assert "Second" in text
+    assert "one part: hidden" in text
+
+
+def test_a_long_name_breaks_after_a_dot() -> None:
+    columns = [
+        Column(name="fqn", label="layer", kind="name"),
+        *(Column(name=n * 9, label=n * 9) for n in "ab"),
+    ]
+    row = ["layers.0.attention_norm.weight", "1", "2"]
+    table = Table(name="one", title="One", columns=columns, rows=[row])
+    section = Section(anchor="one", title="One", blocks=[table])
+    made = Document(title="Some", sections=[section], result=None)
+    text = str(RENDERERS["text"].render(made, RenderOptions(width=40)))
+    assert [line.split()[0] for line in text.splitlines() if "layers.0" in line or "weight" in line] == [
+        "layers.0.",
+        "weight",
+    ]
 
 
 def test_the_short_form_names_what_the_long_one_has() -> None:

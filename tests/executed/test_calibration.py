@@ -38,7 +38,7 @@ def calibration() -> Calibration:
     recorded = simulate_program(program, MODEL, MESH, SMALL, RECORDED)
     tables = rank_tables(recorded.trace)
     summary = analyze_tables(tables).summary
-    job = replay_job([(recorded_program(tables, summary), summary)])
+    job = replay_job([(recorded_program(tables, summary), summary)]).job
     return calibration_of([tables], job, program, BELIEVED, "an A100")
 
 

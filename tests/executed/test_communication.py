@@ -11,18 +11,21 @@ from support.present import present
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication import estimate_built, estimate_comm
+from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.config.choices import Every
 from fsdp2prof.estimators.config.extra_models import ExtraModel, ExtraModels
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
+from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import TransformerConfig
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.estimators.traffic.ledger import Ledger
 from fsdp2prof.estimators.traffic.parts import stage_blocks
+from fsdp2prof.results.estimate import CommRow, EstimatedMesh, EstimatedModel
 from fsdp2prof.schedule import Axis, ScheduledGroup, steady_step
 
 CONFIG = TransformerConfig(
@@ -364,3 +367,42 @@ def test_weights_to_engines_by_hand():
 def test_bad_weight_syncs(text, message):
     with pytest.raises(ModelError, match=message):
         WeightSyncSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "reduced", "saved"),
+    [
+        (1, 1, 1, 1),
+        (4, 1, 1, 4),  # three rollouts, a forward, a backward
+        (2, 2, 1, 2),  # a module shared by two forwards of one loss: each backward reshards it
+        (3, 0, 0, 3),  # a frozen model: nothing reshards it
+    ],
+)
+def test_keeping_parameters_gathered_saves(forward: int, backward: int, reduced: int, saved: int) -> None:
+    """Gathers counted in two-rank gloo trainings with reshard_after_forward True, and then False."""
+    counts = (("forward", "all_gather", forward), ("backward", "all_gather", backward))
+    rows = [
+        CommRow(
+            root=0,
+            fqn="layers.0",
+            phase=phase,
+            op=op,
+            process_group="0",
+            mesh_dim="dp_shard",
+            dtype="float32",
+            group_size=2,
+            count=count,
+            payload_bytes=2048 * count,
+            wire_bytes=1024 * count,
+        )
+        for phase, op, count in (*counts, ("backward", "reduce_scatter", reduced))
+        if count
+    ]
+    estimate = summarise(
+        rows,
+        model=EstimatedModel(name="", parameters=512, groups=1),
+        mesh=EstimatedMesh(dp_replicate=1, dp_shard=2, world_size=2),
+        policy=policy_as_recorded(grad_accum=1, sync="last", param_dtype="float32", reduce_dtype="float32"),
+        assumptions=[],
+    )
+    assert f"saves {saved}.00 KiB, and holds 2.00 KiB" in estimate.advice[0]

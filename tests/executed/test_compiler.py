@@ -156,7 +156,7 @@ POLICY = PolicySpec(seq_len=128, compile=True, allocator="expandable")
 
 def test_a_compiled_estimate_says_how_and_repeats_its_blocks() -> None:
     estimate = predict_memory(GPT, MeshSpec(dp_shard=4), POLICY).estimate
-    assert estimate.assumptions[0] == "5 and 6 blocks executed, found to repeat exactly, and repeated to 12"
+    assert estimate.assumptions[0] == "4 and 5 blocks executed, found to repeat exactly, and repeated to 12"
     assert estimate.assumptions[1].startswith("compile: each block's graph traced whole")
     assert [unknown.name for unknown in estimate.unknowns] == ["prediction"]
 

@@ -50,6 +50,22 @@ def test_what_a_real_optimizer_keeps(name, implementation):
     )
 
 
+def foreach_adamw(parameters):
+    """torch's own, as a user's, which gets the DTensors."""
+    return OPTIMIZERS["adamw"].build(parameters, "foreach")
+
+
+def test_an_update_of_plain_shards_holds_what_one_of_dtensors_does():
+    own = execute(SPEC, MESH, PolicySpec(seq_len=64, optimizer=f"{__name__}:foreach_adamw"))
+    known = execute(SPEC, MESH, PolicySpec(seq_len=64))
+    ours, theirs = known.recording.allocations, own.recording.allocations
+    assert ours.op.to_list() == theirs.op.to_list()
+    for column in ("size", "address", "stream", "alloc_order", "free_order"):
+        assert getattr(ours, column).tolist() == getattr(theirs, column).tolist()
+    assert known.tensors == own.tensors
+    assert known.host == own.host
+
+
 @pytest.mark.parametrize(("name", "implementation"), NOT_ON_SHARDS)
 def test_what_is_said_not_to_run_on_shards_does_not(name, implementation):
     module = torch.nn.Linear(8, 8)

@@ -31,7 +31,7 @@ def positions(allocations) -> np.ndarray:
 @pytest.mark.parametrize(
     ("layers", "mesh", "policy", "how"),
     [
-        (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "5 and 6 blocks"),
+        (12, MeshSpec(dp_shard=4), replace(POLICY, ac="op", reshard="torchtitan"), "4 and 5 blocks"),
         pytest.param(
             16,
             MeshSpec(dp_shard=3),
@@ -43,20 +43,27 @@ def positions(allocations) -> np.ndarray:
             12,
             MeshSpec(dp_replicate=2, dp_shard=4),
             replace(POLICY, ac="full", grad_accum=2, reduce_dtype="bfloat16", offload=True),
-            "5 and 6 blocks",
+            "4 and 5 blocks",
+        ),
+        pytest.param(
+            18,
+            MeshSpec(dp_shard=2),
+            replace(POLICY, reduce_scatter_buffers=2),
+            "8 and 9 blocks",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             12,
             MeshSpec(dp_shard=2),
             replace(POLICY, optimizer_impl="for-loop"),
-            "5 and 6 blocks",
+            "4 and 5 blocks",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             12,
             MeshSpec(dp_shard=2),
             replace(POLICY, optimizer="adagrad"),
-            "5 and 6 blocks",
+            "4 and 5 blocks",
             marks=pytest.mark.slow,
         ),
     ],

@@ -47,7 +47,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def calibrated(run: Path) -> tuple[Calibration, tuple[RecordedRank, ...]]:
     ranks, _ = recorded_ranks(open_job(run))
-    job = replay_job([(one.program, one.analysis.summary) for one in ranks])
+    job = replay_job([(one.program, one.analysis.summary) for one in ranks]).job
     model, mesh, policy = recorded_configuration(ranks[0].tables, MODEL, PolicySpec(clip_grad=False))
     program = program_of(model, mesh, policy)
     tables = [one.tables for one in ranks]

@@ -333,7 +333,9 @@ def test_an_isolated_interpreter_is_named_with_the_remedy(tmp_path):
     command = [*TORCHRUN, "--nproc-per-node", 1, "--no-python", sys.executable, "-I", TINY, "--steps", 1]
     done = record(run, *command)
     assert done.returncode == 0, done.stderr
-    expected = "rank 0: no sign of life: it runs `python -I`, which ignores PYTHONPATH; start it without -I"
+    expected = (
+        "rank 0: no sign of life: it runs `python -I`, which leaves the recorder out; start it without -I"
+    )
     assert f"fsdp2prof: {expected}" in done.stderr.splitlines()
     assert open_run(run).info.state == "partial"
     assert expected in open_run(run).info.messages

@@ -174,6 +174,21 @@ def test_of_a_reset_pythonpath(tmp_path: Path) -> None:
     assert "PYTHONPATH" in " ".join(open_run(run).info.messages)
 
 
+def test_of_an_interpreter_that_cannot_import_the_recorder(tmp_path: Path) -> None:
+    """One line names it, whatever the number of processes."""
+    hiding = "import runpy, sys; sys.modules['fsdp2prof.recorder'] = None; sys.argv.pop(0); "
+    hiding += f"sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", hiding, UNUSUAL]
+    run = compare(tmp_path, command, state={"partial"})
+    (message,) = open_run(run).info.messages
+    assert message.startswith(f"not recorded: {sys.executable} cannot load the recorder (ModuleNotFoundError")
+
+
+def test_of_an_environment_of_which_a_part_is_handed_on(tmp_path: Path) -> None:
+    command = ["env", "-u", "FSDP2PROF_ALIVE", sys.executable, UNUSUAL]
+    compare(tmp_path, command, state={"complete"})
+
+
 def test_of_every_rank_raising(tmp_path: Path) -> None:
     command = torchrun(script_path("endings"), 2, "--how", "all_raise")
     run = compare(tmp_path, command, state={"crashed"}, env=training_environment())

@@ -78,6 +78,8 @@ class Schedule:
     """Whether collectives carry names, sizes, Seq and Comms Id."""
     graph: bool = False
     """The whole step is one replayed CUDA graph: one launch, no hooks, no labels, no metadata."""
+    frozen_roots: frozenset[int] = frozenset()
+    """Roots that run no backward: teachers of a distillation."""
     mark_roots: bool = False
     """Each root's forward and backward inside a range of its own, as the recorder does with several roots."""
     user_ranges: bool = False

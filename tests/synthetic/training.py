@@ -74,6 +74,8 @@ class Trainer(Launcher):
                 with self._root_range(i), self.user_range("## forward ##"):
                     yield from model.forward()
             for i, model in reversed([*enumerate(models)]):
+                if i in self.s.frozen_roots:
+                    continue
                 with self.user_range("## backward ##"), self.on(AUTOGRAD), self._root_range(i):
                     yield from model.backward(reduce=reduce, first=micro == 0)
         self.phase = "optimizer"

@@ -73,7 +73,10 @@ def test_a_change_beyond_the_spread_of_unrecorded_steps() -> None:
 def test_a_change_within_the_spread() -> None:
     comparison = compare(side("a", run=run_of(10, 11, 12, 13, 14)), side("b", run=run_of(9, 10, 11, 12, 13)))
     assert comparison.beyond_spread is False
-    assert "8.3% faster: 11.0 ms after 12.0 ms, within the spread" in comparison.verdict[0]
+    assert comparison.verdict == [
+        "No change beyond the spread of the steps: the unrecorded step is 11.0 ms after 12.0 ms (-8.3%; "
+        "11.0 ms to 13.0 ms before, 10.0 ms to 12.0 ms after)."
+    ]
 
 
 def test_two_steps_are_too_few_to_tell() -> None:

@@ -105,7 +105,7 @@ def test_nothing_is_told_of_a_healthy_training(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path / "run", healthy(), healthy(), what_if=True)
     assert_exact(ledger)
     assert told(ledger) == []
-    assert ledger.bound.startswith("Compute bounds the step")
+    assert ledger.bound.startswith("Most of the step is compute")
 
 
 def test_waiting_for_a_slow_rank_is_charged_to_it_and_not_to_a_layers_collective(tmp_path: Path) -> None:

@@ -211,3 +211,63 @@ def test_waiting_longer_for_a_processor_is_told_from_more_work() -> None:
     assert lagged_ns(busy((40, 20), (40, 60)), 1) == (40 * MS, 0)
     assert lagged_ns(busy((20, 20), (60, 60)), 1) == (0, 80 * MS)
     assert lagged_ns([], 1) is None
+
+
+EMA = "train.py:12 (ema)"
+
+
+def at(site: str | None, ms: int, why: str, cause: str = "compute", phase: str = "other") -> dict[str, Any]:
+    return {"cause": cause, "ns": ms * MS, "site": site, "why": why, "phase": phase}
+
+
+def test_neighbouring_lines_of_a_function_are_one_place() -> None:
+    """6 + 2 ms in lines 12 and 13 of one function; line 40 of it and another function are apart."""
+    found = [
+        at(EMA, 6, "outside_loop"),
+        at("lerp_() in train.py:13 (ema)", 2, "outside_loop", "host"),
+        at("train.py:40 (ema)", 1, "outside"),
+        at("train.py:12 (main)", 1, "outside"),
+    ]
+    (first,) = told(ledger_of(found))
+    assert (first.id, first.ns, first.evidence["site"]) == ("work_outside_training", 8 * MS, EMA)
+    assert "torch._foreach" in (first.remedy.change if first.remedy else "")
+
+
+@pytest.mark.parametrize(
+    ("site", "cause", "is_told"),
+    [
+        ("deepcopy() in train.py:9 (main)", "compute", True),
+        ("clip_grad_norm_() in train.py:9 (main)", "compute", False),
+        ("train.py:9 (main)", "host_pause", False),
+    ],
+)
+def test_what_training_needs_and_what_pauses_is_no_work_outside_training(
+    site: str, cause: str, is_told: bool
+) -> None:
+    ledger = ledger_of([at(site, 10, "outside", cause)])
+    assert ("work_outside_training" in [one.id for one in ledger.entries]) is is_told
+
+
+def test_a_loop_takes_its_backward_along() -> None:
+    found = [
+        at("loss.py:5 (loss)", 3, "loop"),
+        at("loss.py:5 (loss)", 4, "loop", phase="backward"),
+        at("loss.py:5 (loss)", 1, "loop", "host"),
+    ]
+    (first,) = told(ledger_of(found))
+    assert (first.id, first.ns) == ("python_loop", 8 * MS)
+    assert first.said.startswith("A Python loop at loss.py:5 (loss) runs small operators one by one, 8.00 ms")
+    assert "with its backward" in first.said
+
+
+@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (2, False)])
+def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) -> None:
+    analysis = trace_analysis()
+    charges = [
+        Charge(rank=rank.rank, step=step.step, cause="compute", ns=ns, phase="backward", why=why, count=count)
+        for rank in analysis.ranks
+        for step in rank.steps
+        for ns, why, count in ((step.duration_ns, None, 0), (0, "anomaly", checks))
+    ]
+    found = with_ledger(analysis, charges).findings
+    assert any(one.id == "anomaly_detection" for one in found) is is_told

@@ -214,7 +214,7 @@ def test_a_real_run_replayed_unchanged_gives_back_its_steps(real_data: Path, nam
         tables = rank_tables(read_trace(path(real_data, one)))
         summary = analyze_tables(tables, default_rank=len(ranks)).summary
         ranks.append((program_of(tables, summary), summary))
-    job = replay_job(ranks)
+    job = replay_job(ranks).job
     for ran in run(job).ranks:
         for index, recorded in ran.program.activities.items():
             assert (ran.started[index], ran.ended[index]) == (recorded.start, recorded.end)

@@ -61,7 +61,7 @@ def job_of(ranks: list[Schedule], lost: float, folder: Path) -> tuple[Job, float
         analysis = analyze_tables(tables, default_rank=recording.rank)
         programs.append((program_of(tables, analysis.summary), analysis.summary))
         analyses.append(analysis)
-    return replay_job(programs), merge(analyses).totals.step_ns or 0.0
+    return replay_job(programs).job, merge(analyses).totals.step_ns or 0.0
 
 
 def changed(job: Job, change: Change) -> tuple[Changed, Ran] | None:

@@ -116,6 +116,20 @@ def test_what_holds_no_stack_is_refused(tmp_path: Path) -> None:
         analyze_hang(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["rank{}.log", "pyspy_{}.out", "dump-{}.err"])
+def test_stacks_are_known_by_what_is_in_them(name: str, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / name.format(rank)).write_text(PY_SPY)
+    assert [one.ranks for one in analyze_hang(tmp_path).places] == [[0, 1]]
+
+
+def test_stacks_of_several_processes_are_not_one_ranks(tmp_path: Path) -> None:
+    for file, said in ((tmp_path / "all.txt", "end in the rank"), (tmp_path / "all_0.txt", "of 3 processes")):
+        file.write_text(3 * PY_SPY)
+        with pytest.raises(InputError, match=said):
+            analyze_hang(file)
+
+
 def test_stacks_alone_say_who_is_outside(tmp_path: Path) -> None:
     for rank, frame in enumerate((GATHER, LOADER, GATHER)):
         thread = f"Thread 0x{rank:x} [MainThread] (most recent call first):"
@@ -138,7 +152,7 @@ def test_the_newest_stacks_of_a_rank_stand_beside_its_dump(tmp_path: Path) -> No
     found = analyze_hang(tmp_path)
     assert (found.cause, found.culprits) == ("not_come", [1])
     assert "Rank 1 is in `hold` (data.py:6), inside `clock_nanosleep`." in found.verdict
-    assert any("rank its name does not say" in one for one in found.warnings)
+    assert any("rank that its name does not say" in one for one in found.warnings)
     assert found.ranks[0].stack is None
 
 

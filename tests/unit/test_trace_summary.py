@@ -201,26 +201,30 @@ def test_one_rank_waits_for_nobody() -> None:
 
 def test_the_verdict_says_what_bounds_a_step_that_needs_no_change() -> None:
     analysis = on_a_gpu(trace_analysis())
-    assert analysis.verdict[0] == "A traced step takes 50.0 ms. Compute bounds the step: 30.0 ms (60.0%)."
+    assert analysis.verdict[0] == "A traced step takes 50.0 ms. Most of the step is compute: 30.0 ms (60.0%)."
 
 
 @pytest.mark.parametrize(
     ("causes", "device", "said"),
     [
         ({"host_bound": 8}, "cuda", "A traced step takes 50.0 ms. The device is idle"),
-        ({"host_bound": 8}, "cpu", "A traced step takes 50.0 ms. Python and dispatch takes the largest part"),
+        ({"host_bound": 8}, "cpu", "A traced step takes 50.0 ms. The largest part of the step is Python"),
         ({"device_sync": 5, "memcpy": 3}, "cuda", "A traced step takes 50.0 ms. The device idles 20.0 ms"),
         (
             {"queued": 8},
             "cuda",
-            "A traced step takes 50.0 ms. Launched, not yet started takes the largest part",
+            "A traced step takes 50.0 ms. The largest part of the step is launched, not yet started",
         ),
-        ({"unknown": 8}, "cuda", "A traced step takes 50.0 ms. Unknown takes the largest part"),
-        ({}, "cuda", "A traced step takes 50.0 ms. Unknown takes the largest part"),
+        (
+            {"unknown": 8},
+            "cuda",
+            "A traced step takes 50.0 ms. The largest part of the step is idle, cause unknown",
+        ),
+        ({}, "cuda", "A traced step takes 50.0 ms. The largest part of the step is idle, cause unknown"),
         (
             {"communication": 8},
             "cpu",
-            "A traced step takes 50.0 ms. Exposed FSDP communication bounds the step",
+            "A traced step takes 50.0 ms. Most of the step is FSDP's collectives",
         ),
     ],
 )

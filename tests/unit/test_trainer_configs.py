@@ -287,6 +287,73 @@ def test_a_registry_is_read_and_not_run(tmp_path: Path) -> None:
         read_trainer_files([folder / "config_registry.py"], world_size=8)
 
 
+AXOLOTL = """
+base_model: Qwen/Qwen3-8B
+dp_shard_size: 8
+fsdp_version: 2
+fsdp_config: {reshard_after_forward: true}
+"""
+TUNE = """
+model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
+optimizer: {_component_: torch.optim.AdamW, foreach: false}
+"""
+TRAINER = """
+model_name_or_path: Qwen/Qwen3-8B
+per_device_train_batch_size: 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "value"),
+    [
+        (
+            AXOLOTL + "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]",
+            "loss",
+            "fused",
+        ),
+        (AXOLOTL + "plugins: [a.CutCrossEntropyPlugin]\ncut_cross_entropy: false", "loss", None),
+        (AXOLOTL + "plugins: [axolotl.integrations.liger.LigerPlugin]", "loss", None),
+        (AXOLOTL + "attn_implementation: eager", "attention", "math"),
+        (AXOLOTL + "attn_implementation: sdpa", "attention", "flash"),
+        (TUNE + "loss: {_component_: torch.nn.CrossEntropyLoss}", "loss", "full"),
+        (TUNE + "loss: {_component_: torch.nn.CrossEntropyLoss}\ncompile: true", "loss", "compiled"),
+        (TUNE, "optimizer_impl", "for-loop"),
+        (TRAINER + "fsdp_config: {fsdp_version: 2}\nattn_implementation: eager", "attention", "math"),
+    ],
+)
+def test_kernels_and_losses_follow_the_file(
+    text: str, option: str, value: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    run = read_trainer_files([tmp_path / "c.yaml"], world_size=8)
+    assert run.values["policy"].get(option) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (AXOLOTL + "adapter: lora\nload_in_8bit: true", "load_in_8bit = True: weights in 8 bits"),
+        (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", r"loss\._component_ = .*DPOLoss"),
+    ],
+)
+def test_what_a_file_asks_for_and_is_not_modelled_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ModelError, match=said):
+        read_trainer_files([tmp_path / "c.yaml"], world_size=8)
+
+
+def test_contradictions_and_plugins_are_said(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(AXOLOTL + "plugins: [my.Plugin]\nunfrozen_parameters: [lm_head]")
+    read = read_trainer_files([tmp_path / "a.yaml"]).read
+    assert read.notes == ["plugins: my.Plugin is not known; what it changes is not in the estimate"]
+    assert read.not_known == ["unfrozen_parameters"]
+    (tmp_path / "t.yaml").write_text(TRAINER + "activation_offloading: true")
+    (tmp_path / "acc.yaml").write_text(ACCELERATE)
+    notes = read_trainer_files([tmp_path / "t.yaml", tmp_path / "acc.yaml"], world_size=16).read.notes
+    assert "accelerate.num_processes = 8 makes a world of 8: --world-size 16 is taken" in notes
+    assert any("activation_offloading is not modelled" in note for note in notes)
+
+
 def test_what_a_file_does_not_say_is_asked_or_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="--world-size"):
         read(tmp_path, ("titan.toml", TITAN))

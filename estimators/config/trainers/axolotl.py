@@ -5,12 +5,18 @@ from __future__ import annotations
 from fsdp2prof.estimators.config.trainers.hugging_face import (
     is_on,
     read_accelerate_fsdp,
+    read_attention,
     read_checkpointing,
     read_lora,
+    read_offloading,
     read_optimizer,
     read_precision,
+    refuse_eight_bits,
 )
 from fsdp2prof.estimators.config.trainers.reading import Reading, Value
+
+_KNOWN_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin")
+"""Plugins whose keys decide what they do."""
 
 
 def read_axolotl(run: Reading) -> None:
@@ -42,8 +48,8 @@ def read_axolotl(run: Reading) -> None:
     read_precision(run, Value(mixed.key, word, mixed.source, mixed.given))
     run.set("orig_dtype", "bf16" if word == "bf16" else "fp32", mixed)
     read_optimizer(run, "optimizer")
-    if is_on(offloaded := run.get("activation_offloading")):
-        run.notes.append(f"{offloaded.key} is not modelled: activations count on the device, an upper bound")
+    read_offloading(run, "activation_offloading")
+    refuse_eight_bits(run)
     norm = run.get("max_grad_norm")
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
     compiled = run.get("torch_compile")
@@ -63,19 +69,17 @@ def read_axolotl(run: Reading) -> None:
 
 
 def _attention_and_loss(run: Reading) -> None:
-    for key, kernel in (
-        ("flash_attention", "flash"),
-        ("sdp_attention", "flash"),
-        ("attn_implementation", None),
-    ):
-        found = run.get(key)
-        if is_on(found) or (kernel is None and "flash" in found.word()):
+    for key in ("flash_attention", "sdp_attention"):
+        if is_on(found := run.get(key)):
             run.set("attention", "flash", found)
-    liger, cut = run.get("liger_fused_linear_cross_entropy"), run.get("cut_cross_entropy")
+    if is_on(eager := run.get("eager_attention")):
+        run.set("attention", "math", eager)
+    read_attention(run, run.get("attn_implementation"))
+    liger, cut = run.get("liger_fused_linear_cross_entropy"), _cut_cross_entropy(run)
     chunked = run.get("chunked_cross_entropy")
     if is_on(liger):
         run.set("loss", "fused", liger)
-    elif is_on(cut):
+    elif is_on(cut) or cut.key == "plugins":
         run.set("loss", "fused", cut)
         run.notes.append(
             "cut cross-entropy is estimated as Liger's fused one, which holds pieces of the logits"
@@ -92,3 +96,14 @@ def _attention_and_loss(run: Reading) -> None:
         gather = run.get("fp8_enable_fsdp_float8_all_gather")
         if is_on(gather):
             run.set("fp8_all_gather", True, gather)
+
+
+def _cut_cross_entropy(run: Reading) -> Value:
+    """The key that its plugin switches on by itself; other plugins are named."""
+    plugins, said = run.get("plugins"), run.get("cut_cross_entropy")
+    for name in plugins.value if isinstance(plugins.value, list) else ():
+        if str(name).endswith("CutCrossEntropyPlugin") and not said.given:
+            said = Value(plugins.key, name, plugins.source)  # integrations/cut_cross_entropy/args.py: on
+        elif not str(name).endswith(_KNOWN_PLUGINS):
+            run.notes.append(f"plugins: {name} is not known; what it changes is not in the estimate")
+    return said

@@ -73,6 +73,31 @@ def read_checkpointing(run: Reading, *keys: str) -> None:
         run.set("ac", "full" if is_on(found) or found.word() in ("offload", "unsloth") else "none", found)
 
 
+def read_attention(run: Reading, found: Value) -> None:
+    """The attention by transformers' name for it; what is not given is as the stack has it."""
+    word = found.word()
+    if "flash" in word or word in ("sdpa", "fa2"):
+        run.set("attention", "flash", found)
+    elif word in ("eager", "disabled"):
+        run.set("attention", "math", found)
+    elif found.given and word not in ("", "auto", "none"):
+        run.notes.append(f"{found.key} = {found.value} is not modelled: flash attention is estimated")
+
+
+def read_offloading(run: Reading, *keys: str) -> None:
+    """Activations on the host, which an estimate counts on the device."""
+    found = run.get(*keys)
+    if is_on(found):
+        run.notes.append(f"{found.key} is not modelled: activations count on the device, an upper bound")
+
+
+def refuse_eight_bits(run: Reading) -> None:
+    """Raises ``ModelError`` for base weights in 8 bits."""
+    found = run.get("load_in_8bit")
+    if is_on(found):
+        run.refuse(found, "weights in 8 bits are not modelled; load_in_4bit is")
+
+
 def read_precision(run: Reading, mixed: Value) -> None:
     """accelerate's mixed precision: one dtype for parameters, reduction and outputs."""
     word = {"bf16": "bf16", "fp16": "fp16"}.get(mixed.word())
@@ -141,10 +166,7 @@ def read_hugging_face(run: Reading) -> None:
     """Read TrainingArguments, TRL's configurations and accelerate's. Raises ``ModelError``."""
     trl = run.has("max_length", "max_seq_length", "packing", "dataset_name", "use_peft", "loss_type")
     _model(run)
-    processes = run.get("accelerate.num_processes")
-    if run.world_size is None and processes.value is not None:
-        run.world_size = processes.number(1)
-        run.says("world size", run.world_size, processes)
+    run.set_world(run.get("accelerate.num_processes"))
     shard = run.get("accelerate.parallelism_config.parallelism_config_dp_shard_size")
     run.set_mesh(
         {
@@ -186,7 +208,9 @@ def read_hugging_face(run: Reading) -> None:
     dynamo = run.get("accelerate.dynamo_config.dynamo_backend")
     if is_on(compiled) or dynamo.word() not in ("", "no"):
         run.set("compile", True, compiled if is_on(compiled) else dynamo)
+    read_offloading(run, "activation_offloading")
     _loss(run, trl)
+    refuse_eight_bits(run)
     if is_on(run.get("use_peft")):
         bits = run.get("load_in_4bit")
         read_lora(
@@ -203,9 +227,7 @@ def _model(run: Reading) -> None:
     name = run.get("model_name_or_path", "model_name", "model")
     if isinstance(name.value, str):
         run.set_model(name.value, name)
-    attention = run.get("attn_implementation")
-    if "flash" in attention.word():
-        run.set("attention", "flash", attention)
+    read_attention(run, run.get("attn_implementation"))
     dtype = run.get("dtype", "torch_dtype")
     if dtype.given and dtype.word() not in ("auto", "none"):
         run.notes.append(
@@ -228,11 +250,10 @@ def _length(run: Reading, trl: bool) -> None:
 
 
 def _loss(run: Reading, trl: bool) -> None:
-    liger = run.get("use_liger_kernel", "use_liger")
+    liger, kind = run.get("use_liger_kernel", "use_liger"), run.get("loss_type")
     if is_on(liger):
         run.set("loss", "fused", liger)
         return
-    kind = run.get("loss_type")
     if trl and kind.word() in ("", "chunked_nll"):
         said = (
             kind

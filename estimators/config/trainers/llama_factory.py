@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp2prof.estimators.config.trainers.hugging_face import (
     is_on,
     read_accelerate_fsdp,
+    read_attention,
     read_lora,
     read_optimizer,
     read_precision,
@@ -19,11 +20,8 @@ def read_llama_factory(run: Reading) -> None:
     deepspeed = run.get("deepspeed")
     if deepspeed.value:
         run.refuse(deepspeed, "DeepSpeed is not FSDP2; an estimate is of accelerate with fsdp_version: 2")
-    processes = run.get("accelerate.num_processes")
-    if run.world_size is None and processes.value is not None:
-        run.world_size = processes.number(1)
-        run.says("world size", run.world_size, processes)
-    run.set_mesh({"dp_shard": Value("num_processes", -1, "accelerate", given=False)})
+    run.set_world(run.get("accelerate.num_processes"))
+    run.set_mesh({"dp_shard": Value("world size", -1, "accelerate", given=False)})
     read_accelerate_fsdp(run, "accelerate.fsdp_config", "fsdp_config")
     mixed = run.get("accelerate.mixed_precision")
     for one in ("bf16", "fp16"):
@@ -44,8 +42,7 @@ def read_llama_factory(run: Reading) -> None:
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
     if is_on(run.get("enable_liger_kernel")):
         run.set("loss", "fused", run.get("enable_liger_kernel"))
-    if run.get("flash_attn").word() in ("fa2", "auto", "sdpa"):
-        run.set("attention", "flash", run.get("flash_attn"))
+    read_attention(run, run.get("flash_attn"))
     kind = run.get("finetuning_type")
     if kind.word() == "lora":
         bits = run.get("quantization_bit")

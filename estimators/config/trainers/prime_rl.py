@@ -63,14 +63,10 @@ def read_prime_rl(run: Reading) -> None:
 
 def _world(run: Reading) -> None:
     nodes, gpus = run.get("deployment.num_train_nodes"), run.get("deployment.num_train_gpus")
-    if run.world_size is not None:
-        return
     if nodes.value is not None:
-        run.world_size = nodes.number(1) * _GPUS_PER_NODE
-        run.says("world size", run.world_size, nodes)
-    elif gpus.value is not None:
-        run.world_size = gpus.number(1)
-        run.says("world size", run.world_size, gpus)
+        run.set_world(nodes, _GPUS_PER_NODE)
+    else:
+        run.set_world(gpus)
 
 
 def _batch(run: Reading, is_sft: bool) -> None:

@@ -187,6 +187,19 @@ class Reading:
         if self.world_size is not None and total != self.world_size:
             self.notes.append(f"the mesh has {total} ranks, and --world-size is {self.world_size}")
 
+    def set_world(self, read: Value, ranks_of_one: int = 1) -> None:
+        """Take the world size from a file; ``--world-size`` goes first, and a difference is said."""
+        if read.value is None:
+            return
+        size = read.number(1) * ranks_of_one
+        if self.world_size is None:
+            self.world_size = size
+            self.says("world size", size, read)
+        elif size != self.world_size:
+            self.notes.append(
+                f"{read.key} = {read.value} makes a world of {size}: --world-size {self.world_size} is taken"
+            )
+
     def set_schedule(self, read: Value) -> None:
         """The schedule of a pipeline by torch's name for it. Raises ``ModelError`` for another."""
         word = _SCHEDULES.get(read.word().replace("_", ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fsdp2prof.estimators.config.trainers.hugging_face import is_on
+from fsdp2prof.estimators.config.trainers.hugging_face import is_on, read_offloading
 from fsdp2prof.estimators.config.trainers.reading import Reading
 
 _MODEL = re.compile(
@@ -44,10 +44,7 @@ def read_torchtune(run: Reading) -> None:
     if mode.word() not in ("", "none", "full"):
         run.refuse(mode, "enable_activation_checkpointing is modelled")
     run.set("ac", "full" if is_on(checkpointing) or mode.word() == "full" else "none", checkpointing)
-    if is_on(run.get("enable_activation_offloading")):
-        run.notes.append(
-            "enable_activation_offloading is not modelled: activations count on the device, an upper bound"
-        )
+    read_offloading(run, "enable_activation_offloading")
     layers = run.get("custom_sharded_layers")
     if layers.value:
         run.set("wrap", ("block", *layers.value), layers)
@@ -64,6 +61,12 @@ def read_torchtune(run: Reading) -> None:
         pieces = run.get("loss.num_output_chunks")
         count = pieces.number(1) if pieces.value else 8  # torchtune/modules/loss/cross_entropy_loss.py:36
         run.set("loss", "compiled" if is_on(compiled) else f"chunked-kept:{count}", loss, pieces)
+    elif loss.word().endswith("nn.crossentropyloss"):
+        run.set("loss", "compiled" if is_on(compiled) else "full", loss)
+    elif loss.value is not None:
+        run.refuse(
+            loss, "torch.nn.CrossEntropyLoss, CEWithChunkedOutputLoss and LinearCrossEntropyLoss are modelled"
+        )
 
 
 def _model(run: Reading) -> None:
@@ -93,6 +96,7 @@ def _optimizer(run: Reading) -> None:
     if is_on(backward):
         run.refuse(backward, "an optimizer that steps in backward is not modelled")
     component, fused = run.get("optimizer._component_"), run.get("optimizer.fused")
+    foreach = run.get("optimizer.foreach")
     name = component.word().rpartition(".")[2].removeprefix("paged")
     known = ("adamw8bit", "adamw", "adam", "sgd")
     if component.value is None:
@@ -103,5 +107,7 @@ def _optimizer(run: Reading) -> None:
         run.set("optimizer", name, component)
     if is_on(fused):
         run.set("optimizer_impl", "fused", fused)
+    elif foreach.word() == "false":
+        run.set("optimizer_impl", "for-loop", foreach)
     norm = run.get("clip_grad_norm")
     run.set("clip_grad", norm.value is not None, norm)

@@ -28,6 +28,7 @@ _FAULTHANDLER_THREAD = re.compile(
     r"\(most recent call first\):$"
 )
 _FAULTHANDLER_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
+_PYSPY_PROCESS = re.compile(r"^Process \d{1,10}: ", re.M)
 _PYSPY_THREAD = re.compile(r'Thread (?:0x)?[0-9A-Fa-f]+ \([a-z+]+\)(?:: "(.*)")?$')
 _PYSPY_FRAME = re.compile(r"    (.+) \((.+?)(?::(\d{1,9}))?\)$")
 _NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|h|hpp|inc|rs|S)$|\.so(?:\.|$)")
@@ -67,6 +68,8 @@ def read_stacks(path: Path, rank: int) -> RankStacks:
         text = path.read_text(errors="replace")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+    if (processes := len(_PYSPY_PROCESS.findall(text))) > 1:
+        raise InputError(f"{path}: stacks of {processes} processes; write those of each rank to its own file")
     threads = _threads(text.splitlines())
     if not threads:
         raise InputError(f"{path}: no stack of a thread in it, neither of faulthandler nor of `py-spy dump`")

@@ -32,7 +32,9 @@ _GROUP = re.compile(r"\[PG (?:ID (\d+) PG GUID )?(\w{1,100})(?:\(([^)]{1,200})\)
 _PROGRESS = re.compile(
     r"last enqueued (?:NCCL )?work: (-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})", re.I
 )
-_AT_WORK = re.compile(r"(?:at work: |at work sequence id: )(\d{1,18})")
+_AT_WORK = re.compile(r"at (?:NCCL )?work(?: sequence id)?: (\d{1,18})")
+_SPEAKER = re.compile(rb"(?=\[rank\d{1,7}\]:)|(?<!\]:)(?=\[E )")
+"""Where a message begins: ranks that share a pipe write several into one line."""
 
 _OPS = {
     "ALLREDUCE": "all_reduce",
@@ -66,7 +68,8 @@ class _Log:
     """What some logs say, by rank."""
 
     ranks: set[int] = field(default_factory=set)
-    timeouts: dict[int, list[Issued]] = field(default_factory=lambda: defaultdict(list))
+    timeouts: dict[int, dict[Issued, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Of each rank, with its rank in the process group."""
     works: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
     """(rank, sequence number) of a work that timed out -> name and description of its group."""
     progress: dict[int, dict[str, _Progress]] = field(default_factory=lambda: defaultdict(dict))
@@ -88,21 +91,17 @@ def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
     log = _Log()
     for path, rank in files.items():
         for raw in _lines(path):
-            if b"[rank" in raw or b"[Rank" in raw or b"[PG " in raw:
-                _add(log, raw.decode(errors="replace"), rank)
+            for message in _SPEAKER.split(raw):
+                if b"[rank" in message or b"[Rank" in message or b"[PG " in message:
+                    _add(log, message.decode(errors="replace"), rank)
     _place(log)
-    everyone = sorted(log.ranks)
     members = _members(log)
     source = ", ".join(str(path) for path in files)
     return [
         FlightDump(
             rank=rank,
             source=source,
-            groups={
-                name: everyone if one.description == "default_pg" else members[name]
-                for name, one in groups.items()
-                if one.description == "default_pg" or name in members
-            },
+            groups={name: members[name] for name in groups if name in members},
             issued=[issued for name, one in groups.items() for issued in _issued(name, one)],
             whole=False,
             from_log=True,
@@ -136,18 +135,33 @@ def _add(log: _Log, line: str, of_file: int | None) -> None:
         return
     log.ranks.add(rank)
     if timeout is not None:
-        one = _timed_out(timeout)
-        if one not in log.timeouts[rank]:
-            log.timeouts[rank].append(one)
+        log.timeouts[rank].setdefault(_timed_out(timeout), int(timeout[1]))
     if group is None:
         return
     name, description = group[2], group[3] or ""
-    if (work := _AT_WORK.search(line)) is not None:
+    work, progress = _AT_WORK.search(line), _PROGRESS.search(line)
+    if progress is not None and _is_behind(log.progress[rank].get(name), int(progress[2])):
+        _forget(log, rank)
+    if work is not None:
         log.works[rank, int(work[1])] = (name, description)
-    if (progress := _PROGRESS.search(line)) is not None:
+    if progress is not None:
         one_group = log.progress[rank].setdefault(name, _Progress(description, int(group[4])))
         if one_group.enqueued is None:
             one_group.enqueued, one_group.completed = int(progress[1]), int(progress[2])
+
+
+def _is_behind(before: _Progress | None, completed: int) -> bool:
+    """Whether a rank has completed less than it once had: the job was started again, into the same log."""
+    return before is not None and before.completed is not None and completed < before.completed
+
+
+def _forget(log: _Log, rank: int) -> None:
+    """Drop what an earlier start of the job left; the rank's latest timeout is of this one."""
+    latest = list(log.timeouts[rank].items())[-1:]
+    log.timeouts.clear()
+    log.works.clear()
+    log.progress.clear()
+    log.timeouts[rank].update(latest)
 
 
 def _timed_out(said: re.Match[str]) -> Issued:
@@ -170,14 +184,22 @@ def _timed_out(said: re.Match[str]) -> Issued:
 
 
 def _place(log: _Log) -> None:
-    """Give each rank's first timeout its process group; without one, the number that most ranks share."""
+    """Give each rank's first timeout its process group; without one, the number that most ranks share.
+
+    A rank whose log ends before it names the group waits in the one that all others name for the same call.
+    """
     often = Counter(one.seq for ones in log.timeouts.values() for one in ones)
+    named: dict[Issued, set[tuple[str, str]]] = defaultdict(set)
+    for rank, ones in log.timeouts.items():
+        for one in ones:
+            named[one] |= {log.works[rank, one.seq]} if (rank, one.seq) in log.works else set()
     for rank, ones in log.timeouts.items():
         for one in sorted(ones, key=lambda one: -often[one.seq]):
-            name, description = log.works.get((rank, one.seq), (None, ""))
-            if name is None:  # numbers of unnamed groups are not comparable
-                name = f"{_NO_GROUP}, work {one.seq}"
-            known = log.progress[rank].setdefault(name, _Progress(description))
+            # numbers of unnamed groups are not comparable
+            unnamed = (f"{_NO_GROUP}, work {one.seq}", "")
+            others = next(iter(named[one])) if len(named[one]) == 1 else unnamed
+            name, description = log.works.get((rank, one.seq), others)
+            known = log.progress[rank].setdefault(name, _Progress(description, ones[one]))
             if known.timed_out is None or one.seq < known.timed_out.seq:
                 known.timed_out = one
 
@@ -186,21 +208,31 @@ def _members(log: _Log) -> dict[str, list[int]]:
     """Ranks of each group whose ranks are evenly spaced, as those of a mesh are, silent ones included.
 
     The spacing follows from two ranks that say their place, the size from what an all-gather or a
-    reduce-scatter of the group brings and gives, else from the highest place said.
+    reduce-scatter of the group brings and gives. Without either the last place said counts only where one
+    before it is silent: ranks behind it may be, too.
     """
-    seen: dict[str, dict[int, int]] = defaultdict(dict)
+    seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     sizes: Counter[str] = Counter()
+    last_of: dict[str, int] = {}
     for rank, groups in log.progress.items():
         for name, one in groups.items():
             if one.group_rank >= 0:
-                seen[name][one.group_rank] = rank
-                sizes[name] = max(sizes[name], one.group_rank + 1, _size(one.timed_out))
+                seen[name][one.group_rank].add(rank)
+                if one.description == "default_pg":
+                    last_of[name] = max(log.ranks)
+                sizes[name] = max(sizes[name], _size(one.timed_out))
     found = {}
-    for name, places in seen.items():
+    for name, ranks in seen.items():
+        if any(len(ones) > 1 for ones in ranks.values()):  # several groups of one name
+            continue
+        places = {place: min(ones) for place, ones in ranks.items()}
         (first, start), (last, end) = min(places.items()), max(places.items())
         step, rest = divmod(end - start, max(1, last - first))
-        even = [start + step * (place - first) for place in range(min(sizes[name], MOST_RANKS))]
-        if step > 0 and not rest and even[0] >= 0 and all(even[at] == rank for at, rank in places.items()):
+        size = max(sizes[name], last_of.get(name, last) + 1)
+        even = [start + step * (place - first) for place in range(min(size, MOST_RANKS))]
+        told = sizes[name] or len(even) > len(places)
+        fits = step > 0 and not rest and all(even[at] == rank for at, rank in places.items())
+        if told and fits and even[0] >= 0:
             found[name] = even
     return found
 

@@ -41,28 +41,16 @@ class _AfterImport(MetaPathFinder):
             try:
                 receive(module)
             except Exception as error:
-                _say(f"not recording this process: {type(error).__name__}: {error}")
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                _leave_sign_of_life(f"!{sys.executable} cannot load the recorder ({reason})\n")
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _say(line: str) -> None:
-    with suppress(
-        Exception
-    ):  # stderr may be closed, or full, which ends an interpreter that has buffered text
-        os.write(sys.stderr.fileno(), f"fsdp2prof: {line}\n".encode())
-
-
 def _attach(module: object) -> None:
-    try:
-        from fsdp2prof.recorder.attach import install
-    except ImportError as error:
-        _say(
-            f"not recording this process: {sys.executable} cannot import fsdp2prof ({error}); "
-            "install fsdp2prof in the environment that trains"
-        )
-        return
+    from fsdp2prof.recorder.attach import install
+
     install(module)  # type: ignore[arg-type]
 
 
@@ -91,8 +79,7 @@ def _note_use(module: object, kind: str, name: str) -> None:
     @wraps(initialize)
     def noting(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         owner.__init__ = initialize
-        with suppress(Exception):
-            _leave_sign_of_life(name + "\n")
+        _leave_sign_of_life(name + "\n")
         return initialize(self, *args, **kwargs)
 
     owner.__init__ = noting
@@ -110,15 +97,15 @@ def _run_hidden_sitecustomize() -> None:
 
 
 def _leave_sign_of_life(note: str = "") -> None:
-    alive = os.environ.get("FSDP2PROF_ALIVE", "")
-    path = os.path.join(alive, str(os.getpid()))  # noqa: PTH118
-    # The launcher may have ended, or this host not share its disk.
-    with suppress(OSError), open(path, "a") as file:  # noqa: PTH123
-        file.write(note)
+    """Tell the launcher that this process lives; a note names a wrapper, or after ``!`` what failed."""
+    # The launcher may have ended, this host not share its disk, or the variable not have been handed on.
+    with suppress(Exception):
+        path = os.path.join(os.environ["FSDP2PROF_ALIVE"], str(os.getpid()))  # noqa: PTH118
+        with open(path, "a", encoding="utf-8", errors="replace") as file:  # noqa: PTH123
+            file.write(note)
 
 
 if "FSDP2PROF_RECORD" in os.environ:
-    with suppress(Exception):
-        _leave_sign_of_life()
+    _leave_sign_of_life()
     sys.meta_path.insert(0, _AfterImport())
 _run_hidden_sitecustomize()

@@ -31,14 +31,14 @@ class RankProcess:
         """Say why the recorder never came to life in it, and what to do."""
         flag = _isolating_flag(self.arguments)
         if flag is not None:
-            return f"it runs `python {flag}`, which ignores PYTHONPATH; start it without {flag}"
+            return f"it runs `python {flag}`, which leaves the recorder out; start it without {flag}"
         entries = self.python_path.split(os.pathsep)
         if bootstrap not in entries:
             return "its PYTHONPATH was reset; add to PYTHONPATH instead of replacing it"
         for entry in entries[: entries.index(bootstrap)]:
             if (file := Path(entry, "sitecustomize.py")).is_file():
                 return f"{file} precedes the recorder's own; move {entry} behind it in PYTHONPATH"
-        return "python -I or -E, a foreign sitecustomize or a reset PYTHONPATH kept the recorder out"
+        return "python -I, -E or -S, a foreign sitecustomize or a reset PYTHONPATH kept the recorder out"
 
 
 class RankProcesses:
@@ -132,11 +132,11 @@ def _read(file: Path) -> str:
 
 
 def _isolating_flag(arguments: tuple[str, ...]) -> str | None:
-    """Return ``-I`` or ``-E`` if the interpreter was given it, alone or among other letters."""
+    """Return ``-I``, ``-E`` or ``-S`` if the interpreter was given it, alone or among other letters."""
     for argument in arguments[1:]:
         if not argument.startswith("-") or argument in ("-m", "-c", "-"):
             return None
-        for letter in "IE":
+        for letter in "IES":
             if not argument.startswith("--") and letter in argument.partition("W")[0].partition("X")[0]:
                 return f"-{letter}"
     return None

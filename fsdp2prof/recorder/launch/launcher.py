@@ -39,7 +39,7 @@ _FORWARDED = {
 }
 _FROM_KERNEL = 0x80
 """``si_code`` of a signal that a terminal sent: to the whole process group, so the command has it already."""
-_NO_RECORDER = "python -I or -E, a sitecustomize earlier on PYTHONPATH, or a command that resets PYTHONPATH"
+_NO_RECORDER = "python -I, -E or -S, a sitecustomize earlier on PYTHONPATH, or a reset PYTHONPATH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,9 @@ def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ende
     killed = end_orphans(_manifests(records_of_node(path, node_rank)), ended.settings)
     _mark_dead_ranks(records_of_node(path, node_rank), killed)
     alive_pids = {int(file.name) for file in alive.iterdir()}
-    wrappers = {name for file in alive.iterdir() for name in file.read_text().splitlines()}
+    notes = {line for file in alive.iterdir() for line in file.read_text("utf-8").splitlines()}
+    failures = {note for note in notes if note.startswith("!")}
+    wrappers = notes - failures
     records = records_of_node(path, node_rank)
     manifests = _manifests(records)
     info.hosts = sorted({manifest.host for manifest in manifests}) or info.hosts
@@ -133,7 +135,7 @@ def _sum_up(info: RunInfo, path: Path, node_rank: int, alive: Path, ended: _Ende
         expected = {rehearsal.rank}
     info.state = _state(ended.code, manifests, expected, ended.interrupted)
     info.wrappers = sorted(wrappers)
-    info.messages = _messages(records, ended.code, expected, ended.processes, alive_pids, wrappers)
+    info.messages = _messages(records, ended.code, expected, ended.processes, alive_pids, wrappers, failures)
     write_json(path / node_file(node_rank), info)
 
 
@@ -269,8 +271,12 @@ def _messages(
     processes: RankProcesses,
     alive: set[int],
     wrappers: set[str],
+    failures: set[str],
 ) -> list[str]:
-    messages = []
+    messages = [
+        f"not recorded: {failure[1:]}; install fsdp2prof in the environment that trains"
+        for failure in sorted(failures)
+    ]
     if code:
         messages.append(f"the command ended with exit code {code}")
         if any((record.path / STACKS_FILE).is_file() for record in records):
@@ -283,9 +289,9 @@ def _messages(
         if wrappers:
             names = " and ".join(sorted(wrappers))
             messages.append(f"this training wraps with {names}, not fully_shard: nothing was recorded")
-        elif alive:
+        elif alive and not failures:
             messages.append("no process ever called fully_shard: nothing was recorded")
-        else:
+        elif not alive:
             messages.append(
                 f"no process showed a sign of life; what can keep the recorder out: {_NO_RECORDER}"
             )

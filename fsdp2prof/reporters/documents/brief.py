@@ -100,7 +100,11 @@ def _causes(analysis: TraceAnalysis) -> list[Section]:
         c.word("basis", "gain\nis", GAIN_BASES, of=lambda one: one.remedy and one.remedy.basis),
         c.word("confidence", "cause\nis", CONFIDENCES),
     ]
-    entries = [entry for entry in ledger.entries if entry.frac >= _WORTH_A_ROW]
+    entries = [
+        entry if entry.told else replace(entry, remedy=None)  # a gain is promised where a change is proposed
+        for entry in ledger.entries
+        if entry.frac >= _WORTH_A_ROW
+    ]
     table = c.table(
         "causes",
         "Where the step goes",

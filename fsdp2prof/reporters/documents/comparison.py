@@ -167,11 +167,11 @@ def comparison_document(comparison: RunComparison) -> Document:
                 ],
             ),
             *c.section("step", "Step time", _step_table(comparison)),
-            *timelines_section({before: comparison.before_timeline, after: comparison.after_timeline}),
             *c.section(
                 "communication", "Communication", _exposed_table(comparison), _bytes_table(comparison)
             ),
             *c.section("memory", "Memory", *_memory_blocks(comparison)),
+            *timelines_section({before: comparison.before_timeline, after: comparison.after_timeline}),
             Section(
                 anchor="equal",
                 title="Exactly equal",
@@ -241,6 +241,7 @@ def _step_table(comparison: RunComparison) -> Table | None:
     whole = [row for row in known if row is not None]
     if not comparison.breakdown and not whole:
         return None
+    parts = [row for row in comparison.breakdown if row.before_ns or row.after_ns]
     columns = [
         c.text("part", show=_part),
         c.ms("before_ns", "before"),
@@ -252,7 +253,7 @@ def _step_table(comparison: RunComparison) -> Table | None:
         "step",
         "Step time",
         columns,
-        [row for row in comparison.breakdown if row.before_ns or row.after_ns],
+        sorted(parts, key=lambda row: -abs(row.delta_ns)),
         scale=whole,
         note="ms, mean over ranks and steps; communication holds only what no compute hides",
         totals=[{one.name: one.value(row) for one in columns} for row in whole],

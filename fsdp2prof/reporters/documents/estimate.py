@@ -97,7 +97,9 @@ def _given(estimate: MemoryEstimate | CommEstimate | CheckpointEstimate) -> Sect
         **_by_group(estimate.policy),
     }
     assumed = Sentences(title="Assumptions", lines=estimate.assumptions, style="list")
-    return Section(anchor="given", title=_GIVEN, blocks=[Facts(title=_GIVEN, pairs=pairs), assumed])
+    return Section(
+        anchor="given", title=_GIVEN, blocks=[Facts(title=_GIVEN, pairs=pairs), assumed], detail=True
+    )
 
 
 def _named(model: EstimatedModel) -> str:
@@ -153,7 +155,14 @@ def config_section(config: ConfigRead | None) -> list[Section]:
         "Not used": [f"{why}: {', '.join(keys)}" for why, keys in unused.items() if keys],
     }
     said = [Sentences(title=title, lines=some, style="list") for title, some in lines.items() if some]
-    return [Section(anchor="config", title="The trainer's configuration", blocks=[table, *said])]
+    return [
+        Section(
+            anchor="config",
+            title="The trainer's configuration",
+            blocks=[*said, table],
+            detail=not (config.open or config.not_known),
+        )
+    ]
 
 
 # Memory.
@@ -163,12 +172,12 @@ def config_section(config: ConfigRead | None) -> list[Section]:
 def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     """Lay out a memory estimate: the peak, whether it fits, its contents, and changes that would lower it."""
     remedies = remedy_table("What would lower it", estimate.remedies)
+    layers = layer_memory_table(estimate.peak)
     return Document(
         title=f"Memory of one rank of {estimate.model.name}",
         subtitle=_subtitle(estimate, estimate.device),
         numbers=_memory_numbers(estimate),
         sections=[
-            *config_section(estimate.config),
             Section(
                 anchor="peak",
                 title="What fills the peak",
@@ -176,17 +185,25 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
                 blocks=[
                     _category_table(estimate),
                     *_peak_charts(estimate),
-                    layer_memory_table(estimate.peak),
-                    _stream_table(estimate),
                 ],
             ),
-            Section(
-                anchor="steps", title="Step by step", blocks=[_step_table(estimate), _layer_table(estimate)]
-            ),
-            Section(anchor="remedies", title=remedies.title, blocks=[remedies]),
-            Section(anchor="range", title="Unknowns", blocks=_range_blocks(estimate)),
-            _given(estimate),
             *_tried(estimate),
+            Section(anchor="remedies", title=remedies.title, blocks=[remedies]),
+            *c.section("layers", layers.title, layers),
+            *config_section(estimate.config),
+            Section(
+                anchor="range",
+                title="Unknowns",
+                blocks=_range_blocks(estimate),
+                detail=not estimate.depends_on,
+            ),
+            Section(
+                anchor="steps",
+                title="Step by step",
+                blocks=[_step_table(estimate), _stream_table(estimate), _layer_table(estimate)],
+                detail=True,
+            ),
+            _given(estimate),
         ],
     )
 
@@ -326,7 +343,6 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             KeyFigure(value=format_count(total.count), label="collectives"),
         ],
         sections=[
-            *config_section(estimate.config),
             Section(
                 anchor="communication",
                 title="Communication",
@@ -336,6 +352,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             ),
             *_sync_sections(estimate),
             *c.section("advice", less, Sentences(title=less, lines=estimate.advice, style="list")),
+            *config_section(estimate.config),
             _given(estimate),
         ],
         data=[c.data("groups", "Collectives", CommRow, estimate.groups, leave="layers")],
@@ -441,8 +458,8 @@ def checkpoint_estimate_document(estimate: CheckpointEstimate) -> Document:
         title=f"Checkpoint of {estimate.model.name}",
         subtitle=_subtitle(estimate),
         sections=[
-            *config_section(estimate.config),
             Section(anchor="sizes", title="Sizes", blocks=[sizes]),
+            *config_section(estimate.config),
             _given(estimate),
         ],
     )
@@ -456,16 +473,18 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         subtitle=_what(estimate),
         numbers=_numbers(estimate),
         sections=[
-            *config_section(estimate.config),
-            Section(anchor="estimate", title="Estimate", blocks=[_facts(estimate), _kernels(estimate)]),
+            Section(anchor="estimate", title="Estimate", blocks=[_kernels(estimate)]),
             *trace_sections(estimate.trace, predicted=True),
+            *config_section(estimate.config),
             Section(
                 anchor="assumptions",
                 title="Assumptions",
                 blocks=[
+                    _facts(estimate),
                     Sentences(title="Not known, and varied", lines=estimate.range.unknown, style="list"),
                     Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
                 ],
+                detail=True,
             ),
         ],
         data=trace_data(estimate.trace),

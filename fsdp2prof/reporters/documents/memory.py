@@ -41,7 +41,6 @@ def memory_document(analysis: MemoryAnalysis) -> Document:
         data=memory_data(analysis),
         places=memory_links(analysis, sections),
         brief=memory_brief(analysis, findings),
-        brief_lines=40,
     )
 
 

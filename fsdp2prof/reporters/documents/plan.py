@@ -128,7 +128,6 @@ def plan_document(plan: Plan) -> Document:
         ],
         warnings=[] if plan.search.complete else ["interrupted: this is the best so far"],
         brief=_brief(plan),
-        brief_lines=40,
     )
 
 

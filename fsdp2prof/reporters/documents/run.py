@@ -55,6 +55,7 @@ def run_document(analysis: RunAnalysis) -> Document:
             **(memory_links(memory, sections) if memory else {}),
         },
         brief=run_brief(analysis),
+        brief_lines=60,
     )
 
 

@@ -36,9 +36,14 @@ def sharding_document(sharding: ShardingMap) -> Document:
         ],
         sections=[
             Section(anchor="parameters", title="Parameters", blocks=[_parameters(sharding)]),
-            Section(anchor="rows", title="Rows", blocks=rows_blocks(sharding)),
+            Section(anchor="rows", title="Rows", blocks=rows_blocks(sharding), detail=True),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(sharding)]),
-            Section(anchor="redistribution", title="Redistribution", blocks=[_redistributions(sharding)]),
+            Section(
+                anchor="redistribution",
+                title="Redistribution",
+                blocks=[_redistributions(sharding)],
+                detail=True,
+            ),
         ],
     )
 

@@ -64,7 +64,6 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         data=trace_data(analysis),
         places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),
-        brief_lines=40,
     )
 
 

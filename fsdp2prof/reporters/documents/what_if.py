@@ -25,7 +25,7 @@ def what_if_document(result: WhatIf) -> Document:
         sections=[
             Section(anchor="what_if", title=_TITLE, blocks=blocks),
             *_shown(result),
-            Section(anchor="assumptions", title="What this rests on", blocks=[_grounds(result)]),
+            Section(anchor="assumptions", title="What this rests on", blocks=[_grounds(result)], detail=True),
         ],
     )
 

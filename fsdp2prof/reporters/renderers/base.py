@@ -17,7 +17,7 @@ class RenderOptions:
     verbose: bool = False
     """Text: every row of every table, nothing folded."""
     brief: bool = False
-    """Text and Markdown: the short form, where the document has one."""
+    """Text and Markdown: the short form."""
     section: str | None = None
     """Text and Markdown: one section alone, by its anchor."""
     table: str | None = None

@@ -25,13 +25,13 @@ from fsdp2prof.vocabulary import layer_name, printable
 
 
 class MarkdownRenderer:
-    """The short form where the document has one, else every section with its shown rows."""
+    """The short form, or every section with its shown rows."""
 
     def render(self, document: Document, options: RenderOptions) -> str:
         """Write headings, sentences and tables."""
         if options.section is not None:
             document = document.part(options.section)
-        sections = document.brief if options.brief and document.brief else document.sections
+        sections = document.short() if options.brief else document.sections
         return "\n\n".join(_paragraphs(document, sections)) + "\n"
 
 

@@ -107,6 +107,9 @@ _LEAST_ROWS = 3
 _FINDING_LINES = 2
 """Lines of a finding beside those of a row, when the longest block is looked for."""
 
+_PARTS_NAMED = 4
+"""Sections that the last line of the short form names."""
+
 _WARNING = 180
 """Characters of a warning in the short form."""
 
@@ -122,14 +125,14 @@ class TextRenderer:
         """Return the document as text, ``options.width`` wide; ``options.verbose`` shows every row."""
         if options.section is not None:
             return _printed(_parts(document.part(options.section), options), options)
-        if not (options.brief and document.brief):
-            return _printed(_parts(document, options), options)
-        made = document
-        for made in _shorter(document):
-            text = _printed(_brief(made, options), options)
-            if text.count("\n") <= document.brief_lines:
-                break
-        return text
+        whole = _printed(_parts(document, options), options)
+        if not options.brief or (not document.brief and _fits(whole, document)):
+            return whole
+        return _shortened(replace(document, brief=document.short()), options)
+
+
+def _fits(text: str, document: Document) -> bool:
+    return text.count("\n") <= document.brief_lines
 
 
 def _printed(parts: Iterable[RenderableType], options: RenderOptions) -> str:
@@ -183,30 +186,43 @@ def _brief(document: Document, options: RenderOptions) -> Iterator[RenderableTyp
 def _next(document: Document, options: RenderOptions) -> list[str]:
     """Return the commands that show more."""
     report = [f"{_command('report', options)}  shows the timeline and charts"] if document.charts() else []
-    more = f"--full prints everything; --section NAME one part, such as {document.sections[0].anchor}"
-    return [*(report if options.source else ()), more]
+    shown = {section.anchor for section in document.brief}
+    others = [section.anchor for section in document.sections if section.anchor not in shown]
+    more = ", ..." if len(others) > _PARTS_NAMED else ""
+    parts = f"; --section NAME one part: {', '.join(others[:_PARTS_NAMED])}{more}" if others else ""
+    return [*(report if options.source else ()), f"--full prints everything{parts}"]
 
 
 def _command(verb: str, options: RenderOptions) -> str:
     return f"fsdp2prof {verb} {shlex.quote(options.source)}"
 
 
-def _shorter(document: Document) -> Iterator[Document]:
-    """Return the document, then ever shorter ones: fewer rows, fewer remedies, without the last sections.
+def _shortened(document: Document, options: RenderOptions) -> str:
+    """Return the short form: as many sections as there is room for, then as many rows of each.
 
     The verdict and the first section stay.
     """
+    least = replace(document, numbers=(), changes=document.changes[:1], warnings=_few(document.warnings, 1))
+    for many in range(len(document.brief), 0, -1):
+        *_, shortest = _shorter(replace(least, brief=document.brief[:many]))
+        if _fits(_printed(_brief(shortest, options), options), document):
+            break
+    for made in (document, replace(document, warnings=_few(document.warnings, 2)), least):
+        for one in _shorter(replace(made, brief=document.brief[:many])):
+            text = _printed(_brief(one, options), options)
+            if _fits(text, document):
+                return text
+    return _printed(
+        _brief(replace(shortest, changes=(), warnings=_few(document.warnings, 0)), options), options
+    )
+
+
+def _shorter(document: Document) -> Iterator[Document]:
+    """Return the document, then ever shorter ones: fewer rows, findings and sentences."""
     yield document
-    cut = replace(document, warnings=_few(document.warnings, 2))
-    while (brief := _with_one_less(cut.brief)) is not None:
-        yield cut
-        cut = replace(cut, brief=brief)
-    cut = replace(cut, numbers=(), changes=document.changes[:1], warnings=_few(document.warnings, 1))
-    yield cut
-    while len(cut.brief) > 1:
-        cut = replace(cut, brief=cut.brief[:-1])
-        yield cut
-    yield replace(cut, changes=(), warnings=_few(document.warnings, 0))
+    while (brief := _with_one_less(document.brief)) is not None:
+        document = replace(document, brief=brief)
+        yield document
 
 
 def _few(lines: Sequence[str], most: int) -> list[str]:
@@ -230,17 +246,23 @@ def _spare(block: Block) -> int:
     """Return the lines that a block has of what may go, 0 where nothing may."""
     if isinstance(block, Table):
         rows = len(block.rows[: block.limit])
-        return rows if rows > _LEAST_ROWS else 0
+        return rows if rows > _LEAST_ROWS + (rows == len(block.rows)) else 0
     if isinstance(block, Findings) and len(block.findings) > 1:
         return _FINDING_LINES * len(block.findings)
+    if isinstance(block, Sentences) and block.style != "code" and len(block.lines) > 1:
+        return _FINDING_LINES * len(block.lines)
     return 0
 
 
 def _less(block: Block) -> Block:
     if isinstance(block, Table):
-        return replace(block, limit=len(block.rows[: block.limit]) - 1)
+        shown = len(block.rows[: block.limit])
+        said = shown < len(block.rows)  # else the line that counts what is left out takes a row's place
+        return replace(block, limit=shown - (1 if said else 2))
     if isinstance(block, Findings):
         return replace(block, findings=block.findings[:-1], more=block.more + 1)
+    if isinstance(block, Sentences):
+        return replace(block, lines=block.lines[:-1], more=block.more + 1)
     return block
 
 
@@ -318,9 +340,10 @@ def _findings(block: Findings) -> RenderableType:
 
 
 def _sentences(block: Sentences) -> RenderableType:
+    lines = [*block.lines, *([f"{block.more} more with --full"] if block.more else [])]
     if block.style in ("plain", "code"):
-        return Group(*map(_text, block.lines))
-    return _list(block.lines, "yellow" if block.style == "warning" else "")
+        return Group(*map(_text, lines))
+    return _list(lines, "yellow" if block.style == "warning" else "")
 
 
 def _list(lines: Sequence[str], style: str = "") -> RenderableType:
@@ -432,7 +455,20 @@ def _styled(column: Column, cell: str | float, width: int, whole: bool) -> Text:
         return Text("█" * round(width * min(1.0, cell)), style="blue")
     if column.kind == "state":
         return Text(cell, style=_STATE_STYLES.get(cell, "bold red"))
-    return Text(cell if whole or column.kind == "prose" else shorten(cell, _NAME_LINES * width))
+    if column.kind == "prose":
+        return Text(cell)
+    return Text("\n".join(_broken(cell if whole else shorten(cell, _NAME_LINES * width), width)))
+
+
+def _broken(name: str, width: int) -> Iterator[str]:
+    """Break a long name after a dot, slash or underscore where there is one, not inside a word."""
+    while cell_len(name) > width and " " not in name:
+        at = max(name.rfind(end, 0, width) for end in "._/") + 1
+        if not at:
+            break
+        yield name[:at]
+        name = name[at:]
+    yield name
 
 
 def _text(text: str, style: str = "") -> Text:

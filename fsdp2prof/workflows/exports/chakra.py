@@ -100,7 +100,7 @@ def export_chakra(job: JobFiles, folder: Path) -> ChakraExport:
     ranks, _ = recorded_ranks(job)
     _require_all(job, ranks)
     names, groups = _groups(job, ranks)
-    replayed: Job = replay_job([(one.program, one.analysis.summary) for one in ranks])
+    replayed: Job = replay_job([(one.program, one.analysis.summary) for one in ranks]).job
     folder.mkdir(parents=True, exist_ok=True)
     count = as_time = 0
     for program in replayed:

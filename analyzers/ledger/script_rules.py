@@ -1,0 +1,132 @@
+"""What the script does in Python in the ledger: loops of small operators, and work outside of training."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.wording import in_phase
+
+_RUNNING = ("compute", "host", "host_pause")
+_SITE = re.compile(r"(?:(?P<call>\S+)\(\) in )?(?P<file>.+):(?P<line>\d+) \((?P<function>.+)\)")
+_NEAR = 3
+"""Lines of a function that lie as close are one place."""
+_OF_TRAINING = frozenset(
+    {"backward", "clip_grad_norm_", "clip_grad_value_", "step", "unscale_", "update", "zero_grad"}
+)
+"""Calls between backward and the optimizer that a training needs."""
+_COPIES = frozenset({"clone", "deepcopy", "state_dict", "copy_", "get_model_state_dict", "get_state_dict"})
+_OFTEN = 0.75
+"""Part of the steps in which a place takes time, from which on it is the step's."""
+_HALF = 0.5
+
+
+def enter_script(book: Book) -> None:
+    """Enter what the script's own lines take: outside of training by place, then loops by place."""
+    _by_place(book, lambda one: one.why in ("outside", "outside_loop"), _enter_outside)
+    _by_place(book, lambda one: one.why in ("loop", "outside_loop"), _enter_loop)
+
+
+def _by_place(
+    book: Book, wanted: Callable[[Charge], bool], enter: Callable[[Book, list[Charge], str | None], bool]
+) -> None:
+    """Enter charges place by place; those that are not worth it go back."""
+    mine = [one for cause in _RUNNING for one in book.take(cause, wanted)]
+    places = _places(mine)
+    by_place: dict[str | None, list[Charge]] = {}
+    for one in mine:
+        by_place.setdefault(places.get(one.site), []).append(one)
+    for place, charges in by_place.items():
+        steps = {(one.rank, one.step) for one in charges if one.ns}
+        cost = book.frac(sum(one.ns for one in charges))
+        often = len(steps) >= _OFTEN * book.rank_steps
+        if cost < book.thresholds.min_cost_frac or not often or not enter(book, charges, place):
+            book.put_back(charges)
+
+
+def _places(charges: Sequence[Charge]) -> dict[str | None, str]:
+    """Return site -> the costliest of the neighbouring lines of its function."""
+    spent: Counter[str] = Counter()
+    for one in charges:
+        spent[one.site or ""] += one.ns
+    known = {site: found for site in spent if (found := _SITE.fullmatch(site)) is not None}
+    ordered = sorted(
+        known, key=lambda one: (known[one]["file"], known[one]["function"], int(known[one]["line"]))
+    )
+    place: dict[str | None, str] = {}
+    cluster: list[str] = []
+    for at, site in enumerate(ordered):
+        cluster.append(site)
+        if at + 1 == len(ordered) or not _close(known[site], known[ordered[at + 1]]):
+            most = max(cluster, key=lambda one: spent[one])
+            place |= dict.fromkeys(cluster, most)
+            cluster = []
+    return place
+
+
+def _close(one: re.Match[str], other: re.Match[str]) -> bool:
+    same = one["file"] == other["file"] and one["function"] == other["function"]
+    return same and int(other["line"]) - int(one["line"]) <= _NEAR
+
+
+def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
+    """Enter what one place outside forward, loss, backward and optimizer computes; False if it pauses."""
+    site = None if place is None else _SITE.fullmatch(place)
+    called = None if site is None else site["call"]
+    working = sum(one.ns for one in mine if one.cause == "compute")
+    whole = sum(one.ns for one in mine)
+    host = sum(one.ns for one in mine if one.cause == "host")
+    if place is None or called in _OF_TRAINING or working + host < _HALF * whole or not working:
+        return False
+    looped = sum(one.ns for one in mine if one.why == "outside_loop") >= _HALF * whole
+    if called in _COPIES:
+        change = f"Copy only when the copy is used, or every few hundred steps: {place}."
+    elif looped:
+        change = (
+            f"Replace the loop at {place} by torch._foreach operations on the local shards (to_local()), or "
+            "run it every few steps."
+        )
+    else:
+        change = f"Run {place} every few steps, or fewer and larger operations at once."
+    small = ", most of it in a loop of small operators" if looped else ""
+    book.enter(
+        mine,
+        id="work_outside_training",
+        cause="script",
+        title=f"the script's work at {place}",
+        problem=f"Between steps, the script computes at {place} for {{cost}}{small}.",
+        remedy=Remedy(change=change, reason="everything at this place"),
+        why_sure="the line is recorded",
+        evidence={"site": place, "loop": looped},
+    )
+    return True
+
+
+def _enter_loop(book: Book, mine: list[Charge], place: str | None) -> bool:
+    phases: Counter[str] = Counter()
+    for one in mine:
+        phases[one.phase] += one.ns
+    where = [in_phase(phase) if phase != "other" else "in the loss" for phase, _ in phases.most_common()]
+    at = f"at {place}" if place else f"{' and '.join(where)}"
+    fqn = next((one.fqn for one in sorted(mine, key=lambda one: -one.ns) if one.fqn), None)
+    book.enter(
+        mine,
+        id="python_loop",
+        cause="script",
+        title=f"a loop of small operators {at}",
+        problem=f"A Python loop {at} runs small operators one by one, {{cost}}"
+        + (", with its backward." if phases["backward"] and len(phases) > 1 else "."),
+        remedy=Remedy(
+            change=f"Replace the loop {at} by operations on whole tensors, or compile its function "
+            "(torch.compile).",
+            reason="everything in the loop",
+        ),
+        fqn=fqn,
+        confidence="high" if place else "medium",
+        why_sure="operators are recorded, and the line" if place else "no line is recorded",
+        evidence={"site": place},
+    )
+    return True

@@ -1,0 +1,39 @@
+"""Forwards without a backward, told from those of a model that is never trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.sharded_groups import sharded_group
+from synthetic import Schedule, record, transformer, write
+
+from fsdp2prof.analyzers.trace.evaluation import evaluation
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.manifest import RankManifest
+from fsdp2prof.readers.trace.chrome_trace import read_trace
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teacher_with_the_students_names_is_part_of_the_training(
+    frozen: bool, tmp_path: Path
+) -> None:
+    """A trained model whose output is not used has the same labels, and is a forward too many."""
+    schedule = Schedule(
+        roots=(transformer(2), transformer(2)), mark_roots=True, frozen_roots=frozenset({0}), shard=2
+    )
+    path = write(record(schedule, schedule)[0], tmp_path / "rank0.json")
+    groups = [
+        msgspec.structs.replace(
+            sharded_group(f"layers.{layer}", [64, 64], ranks=2, rows=32),
+            root=root,
+            requires_grad=not frozen or root == 1,
+        )
+        for root in (0, 1)
+        for layer in (0, 1)
+    ]
+    manifest = RankManifest(param_groups=groups)
+    assert len(evaluation(rank_tables(read_trace(path, workers=1), manifest)).passes) == (
+        0 if frozen else schedule.steps
+    )

@@ -1,0 +1,95 @@
+"""Loops of small operators: found by what repeats, whatever it is called, and told from layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.sharded_groups import sharded_group
+from support.traces import TraceBuilder
+
+from fsdp2prof.analyzers.trace.loops import find_loops
+from fsdp2prof.analyzers.trace.rank_tables import rank_tables
+from fsdp2prof.analyzers.trace.script import Script
+from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
+
+US = 1_000
+
+
+def trace_of(names: list[str], each_ns: int = 10 * US) -> tuple[TraceBuilder, int]:
+    """Operators one after another in one step's forward of ``blocks.0``; returns the end of the last."""
+    trace, at = TraceBuilder(), 100 * US
+    for name in names:
+        trace.host(name, at, at + each_ns - US)
+        at += each_ns
+    trace.label("FSDP::pre_forward (blocks.0)", 90 * US, 95 * US)
+    trace.label("FSDP::post_forward (blocks.0)", at + US, at + 2 * US)
+    trace.label("ProfilerStep#3", 0, at + 100 * US)
+    return trace, at
+
+
+def unit(modules: int) -> RankManifest:
+    group = sharded_group("blocks.0", [16, 64], ranks=2, rows=8)
+    parameters = [
+        msgspec.structs.replace(group.parameters[0], fqn=f"blocks.0.linear{i}.weight") for i in range(modules)
+    ]
+    return RankManifest(param_groups=[msgspec.structs.replace(group, parameters=parameters)])
+
+
+def loops(names: list[str], manifest: RankManifest | None = None, **options: Any) -> list[int]:
+    trace, _ = trace_of(names, **options)
+    return find_loops(rank_tables(trace.build(), manifest)).operators.tolist()
+
+
+BODY = ["aten::select", "aten::mul", "aten::add"]
+
+
+def test_a_repeated_sequence_is_one_loop_with_all_its_operators() -> None:
+    assert loops(["aten::linear", *BODY * 40, "aten::stack"], unit(4)) == [120]
+
+
+def test_fewer_passes_are_none() -> None:
+    assert loops(BODY * 15, unit(4)) == []
+
+
+def test_large_operators_are_work_and_not_a_loop() -> None:
+    assert loops(BODY * 40, unit(4), each_ns=300 * US) == []
+
+
+def test_layers_of_a_unit_are_no_loop() -> None:
+    """Forty layers in one unit repeat as a loop does; forty passes over four modules do not."""
+    layer = ["aten::linear", "aten::relu"]
+    assert loops(layer * 40, unit(40)) == []
+    assert loops(layer * 40, unit(4)) == [80]
+    assert loops(layer * 40) == [], "without a manifest"
+    assert loops(BODY * 40) == [120]
+
+
+def test_what_fsdp_issues_for_its_parameters_is_no_loop() -> None:
+    trace, _ = trace_of([])
+    for i in range(40):
+        trace.host("aten::as_strided", 91 * US + 50 * i, 91 * US + 50 * i + 40)
+    assert find_loops(rank_tables(trace.build(), unit(4))).operators.tolist() == []
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_line_is_that_seen_most(seen: bool) -> None:
+    trace, _ = trace_of(BODY * 40)
+    built = trace.build()
+    built = built.__class__(**{name: getattr(built, name) for name in built.__slots__} | {"base_time_ns": 1})
+    line = HostSpan(start_ns=150 * US, duration_ns=US, line="model.py:7 (forward)")
+    manifest = RankManifest(host_steps=[HostStep(step=3, lines=[line] if seen else [])])
+    (site,) = find_loops(rank_tables(built, manifest)).site.to_list()
+    assert site == ("model.py:7 (forward)" if seen else None)
+
+
+def test_checks_of_gradients_are_counted_in_backward_alone() -> None:
+    trace = TraceBuilder()
+    trace.label("ProfilerStep#3", 0, 1000 * US)
+    trace.label("FSDP::pre_backward (blocks.0)", 500 * US, 510 * US)
+    trace.label("FSDP::post_backward (blocks.0)", 900 * US, 910 * US)
+    trace.host("aten::isnan", 100 * US, 110 * US)
+    for i in range(12):
+        trace.host("aten::isnan", (520 + 10 * i) * US, (525 + 10 * i) * US)
+    assert Script(rank_tables(trace.build())).gradient_checks() == [(3, 12)]
