@@ -92,6 +92,8 @@ class LaunchTable(Table):
     start_ns: IntArray
     has_record: BoolArray
     """A record of the device carries its correlation id."""
+    in_collective: BoolArray
+    """Launched while the host issued a collective."""
 
 
 def launch_calls(trace: Trace) -> LaunchTable:
@@ -118,14 +120,21 @@ def launch_calls(trace: Trace) -> LaunchTable:
         last = events.start_ns[calls[has_record]].max(initial=-1)
         start = events.start_ns[calls]
         counts &= has_record | (start <= last) | (start > events.end_ns[records].max())
-    return LaunchTable(start_ns=events.start_ns[calls[counts]], has_record=has_record[counts])
+    start = events.start_ns[calls[counts]]
+    issuing = events.name.equals("record_param_comms")
+    issues = intervals.union(events.start_ns[issuing], events.end_ns[issuing])
+    return LaunchTable(
+        start_ns=start,
+        has_record=has_record[counts],
+        in_collective=intervals.containing(*issues, start) >= 0,
+    )
 
 
 def _leaves_records(names: Strings, has_record: BoolArray) -> BoolArray:
-    """Whether calls of each name leave records: all kernels do, copies and fills where one did."""
+    """Whether calls of each name leave records: all that are queued do, others where one did."""
     if not has_record.any():
         return np.ones(len(has_record), dtype=np.bool_)
-    leaves = np.array(["Launch" in name for name in names.values], dtype=np.bool_)
+    leaves = np.array(["Launch" in name or "Async" in name for name in names.values], dtype=np.bool_)
     leaves[np.unique(names.codes[has_record])] = True
     counts: BoolArray = leaves[names.codes]
     return counts
@@ -136,16 +145,19 @@ def incomplete_steps(calls: LaunchTable, steps: StepTable) -> list[IncompleteSte
 
     Means over the rank's steps are wrong by about the share that is missing of all launches. Where that is
     more than 1 %, every step with more than 1 % is incomplete, otherwise every step with more than 5 %.
+    The same holds for collectives alone: few launches are theirs, and all of the exposed communication.
     """
     row = intervals.containing(steps.start_ns, steps.end_ns, calls.start_ns)
-    launches = np.bincount(row[row >= 0], minlength=len(steps))
-    missing = np.bincount(row[(row >= 0) & ~calls.has_record], minlength=len(steps))
-    few = missing.sum() <= _MOST_MISSING * launches.sum()
-    most = (_MOST_MISSING_IN_STEP if few else _MOST_MISSING) * launches
-    return [
-        IncompleteStep(step=int(steps.step[i]), launches=int(launches[i]), missing=int(missing[i]))
-        for i in np.flatnonzero(missing > most).tolist()
-    ]
+    found: dict[int, IncompleteStep] = {}
+    for counted in (calls.in_collective & (row >= 0), row >= 0):
+        launches = np.bincount(row[counted], minlength=len(steps))
+        missing = np.bincount(row[counted & ~calls.has_record], minlength=len(steps))
+        few = missing.sum() <= _MOST_MISSING * launches.sum()
+        most = (_MOST_MISSING_IN_STEP if few else _MOST_MISSING) * launches
+        for i in np.flatnonzero(missing > most).tolist():
+            step, count, lost = int(steps.step[i]), int(launches[i]), int(missing[i])
+            found[i] = IncompleteStep(step=step, launches=count, missing=lost)
+    return [found[i] for i in sorted(found)]
 
 
 def overlapping_records(device: DeviceTable) -> int:

@@ -114,6 +114,7 @@ CATEGORIES = {
     "sharded_gradient": Word("sharded gradients", "sharded\ngrads", "#9ecae9"),
     "optimizer_state": Word("optimizer state", "optim.\nstate", "#54a24b"),
     "buffer": Word("buffers of the model", "buffers", "#72b7b2"),
+    "parameter_copy": Word("copies of the parameters", "copies of\nparams", "#86bcb6"),
     "unsharded_parameter": Word("unsharded parameters", "unshard.\nparams", "#e45756"),
     "unsharded_gradient": Word("unsharded gradients", "unshard.\ngrads", "#ff9d98"),
     "all_gather_buffer": Word("all-gather buffers", "all-gath.\nbuffers", "#f58518"),

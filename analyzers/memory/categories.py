@@ -16,7 +16,9 @@ in the optimizer                            optimizer_state if it outlives the s
 elsewhere in backward                       activation if recomputed; unsharded_gradient if reduced,
                                             accumulated or outliving the backward; else temporary
 in forward                                  activation if alive when the backward begins, else temporary
-outside of everything                       input if a forward begins in its life; activation if a backward
+outside of everything                       parameter_copy if it lasts, and with others of its time has the
+                                            sizes of all shards (an average of weights, a snapshot);
+                                            input if a forward begins in its life; activation if a backward
                                             does (no label tells its forward); else temporary. What a
                                             constructor made there lasts, and its purpose is unknown:
                                             unattributed
@@ -27,6 +29,9 @@ no time known, no address known             unattributed, unless sizes prove wha
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
+
 import numpy as np
 
 from fsdp2prof.analyzers.memory.attribution import Attributed
@@ -34,6 +39,7 @@ from fsdp2prof.analyzers.memory.shards import place_shards
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import GIVEN, NEVER, AllocationTable, BoolArray, IntArray, Strings
+from fsdp2prof.units import dtype_bytes
 from fsdp2prof.vocabulary import CATEGORIES
 
 _CATEGORIES = tuple(CATEGORIES)
@@ -53,6 +59,8 @@ def categorize(
     if manifest is not None:
         fqn = _known_storages(rules, allocations, manifest)
     _fsdp_rules(rules, attributed, ends)
+    if manifest is not None:
+        _copy_rules(rules, allocations, manifest)
     _lifetime_rules(rules, attributed)
     allocations = allocations.with_columns(category=rules.column(), fqn=fqn)
     return place_shards(allocations, attributed) if manifest is None else allocations
@@ -68,6 +76,11 @@ class _Rules:
         """Give a category to the rows that have none yet."""
         known = category if category in CATEGORIES else "unattributed"
         self._codes[rows & (self._codes < 0)] = _CATEGORIES.index(known)
+
+    @property
+    def open(self) -> BoolArray:
+        """Mask of the rows that have no category yet."""
+        return self._codes < 0
 
     def column(self) -> Strings:
         """Return the column; rows without a category are unattributed."""
@@ -143,6 +156,42 @@ def _fsdp_rules(rules: _Rules, attributed: Attributed, ends: IntArray | int) -> 
     rules.put("activation", backward & attributed.recomputed)
     reduced = attributed.freed_in(("reduce", "accumulate", "reshard"))
     rules.put("unsharded_gradient", backward & (reduced | (kept & ~cut_short)) & (attributed.alloc_row >= 0))
+
+
+_NEARLY_ALL, _SEVERAL = 0.9, 4
+"""Part of the shards' bytes, and number of shards, whose sizes make allocations a copy of the parameters."""
+
+
+def _copy_rules(rules: _Rules, allocations: AllocationTable, manifest: RankManifest) -> None:
+    """Find copies of the parameters that a script keeps: made outside of training, between two forwards."""
+    shards: Counter[int] = Counter()
+    same: dict[int, int] = {}
+    for one in (one for group in manifest.param_groups for one in group.parameters):
+        item = dtype_bytes(one.dtype) or 0
+        shards[prod(one.local_shape) * item] += 1
+        same[prod(one.padded_local_shape) * item] = prod(one.local_shape) * item
+    same |= {size: size for size in shards}
+    whole = sum(size * count for size, count in shards.items())
+    if shards.total() < _SEVERAL or not whole:
+        return
+    first, forward = allocations.alloc_order < 0, allocations.phase.equals("forward")
+    begins = ~first & forward
+    lasting = first | (_is_outside(allocations) & _outlives(allocations, begins))
+    rows = np.flatnonzero(rules.open & lasting & np.isin(allocations.size, list(same)))
+    stretch = np.searchsorted(np.sort(allocations.alloc_order[begins]), allocations.alloc_order[rows])
+    stretch[first[rows]] = -1
+    for one in np.unique(stretch):
+        mine = rows[stretch == one]
+        sizes = Counter(same[size] for size in allocations.size[mine].tolist())
+        copied = sum(size * min(count, shards[size]) for size, count in sizes.items())
+        if copied >= _NEARLY_ALL * whole:
+            mask = np.zeros(len(allocations), dtype=np.bool_)
+            mask[mine] = True
+            rules.put("parameter_copy", mask)
+
+
+def _is_outside(allocations: AllocationTable) -> BoolArray:
+    return ~allocations.phase.matches(lambda name: name in ("forward", "backward", "optimizer"))
 
 
 def _lifetime_rules(rules: _Rules, attributed: Attributed) -> None:

@@ -46,7 +46,7 @@ class IncompleteStep:
 
     step: int
     launches: int
-    """Calls that launched a kernel, a graph, a copy or a fill."""
+    """Calls that launched a kernel, graph, copy or fill; collectives only, if just those miss records."""
     missing: int
     """Those of them without a record of the device."""
 

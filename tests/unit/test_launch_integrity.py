@@ -43,6 +43,15 @@ def _random_20(events: list[Event]) -> list[Event]:
     return [event for event in events if chance.random() < 0.2]
 
 
+def _one_stream(events: list[Event]) -> list[Event]:
+    """Of the collectives: a few of all launches."""
+    return [event for event in events if "nccl" in event["name"]]
+
+
+def _copies(events: list[Event]) -> list[Event]:
+    return [event for event in events if event["cat"] == "gpu_memcpy"]
+
+
 def _nothing(_: list[Event]) -> list[Event]:
     return []
 
@@ -94,6 +103,19 @@ def test_steps_that_lost_records_are_named_first_and_left_out(
     assert "CPU" not in told
     if not analysed:
         assert (found.findings, found.advice, len(found.verdict)) == ([], [], 1)
+
+
+@pytest.mark.parametrize("lost", [_one_stream, _copies])
+def test_of_a_real_trace_a_kind_of_work_is_missed(
+    real_data: Path, tmp_path: Path, lost: Callable[[list[Event]], list[Event]]
+) -> None:
+    """21 of 3,777 launches of three steps are collectives, and 960 copies."""
+    (path,) = (real_data / "traces" / "ddp2-a100-rank0").glob("*.json.gz")
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    gone = set(map(id, lost([e for e in document["traceEvents"] if e.get("cat") in WORK])))
+    document["traceEvents"] = [event for event in document["traceEvents"] if id(event) not in gone]
+    (spoilt_path := tmp_path / "trace.json.gz").write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+    assert [one.step for one in analysis(spoilt_path).ranks[0].incomplete_steps] == [4, 5, 6]
 
 
 def test_a_whole_trace_gets_no_word(tmp_path: Path) -> None:

@@ -189,6 +189,28 @@ def test_known_addresses_name_parameters_and_states(tmp_path: Path):
     assert found == {"sharded_parameter", "optimizer_state"}  # an address reused by another size says nothing
 
 
+@pytest.mark.parametrize(("copied", "said"), [(4, "parameter_copy"), (2, "input")])
+def test_copies_of_all_shards_are_no_inputs(tmp_path: Path, copied: int, said: str):
+    """An average of weights: in each step new tensors of the four shards' sizes, alive in forward."""
+    shards = [400, 404, 408, 412]
+    parameters = [
+        sharded_group("a", [2 * size // 4], ranks=2, rows=size // 4).parameters[0] for size in shards
+    ]
+    group = msgspec.structs.replace(sharded_group("a", [200], ranks=2, rows=100), parameters=parameters)
+    t = Training()
+    for step in range(2):
+        t.label("START", f"ProfilerStep#{step}").get(f"batch {step}", 64)
+        for size in shards[:copied]:
+            t.get(f"copy {size} {step}", size)
+            if step:
+                t.drop(f"copy {size} {step - 1}")
+        t.within("FSDP::pre_forward (a)").get("activation", 1000).within("FSDP::post_forward (a)")
+        t.within("FSDP::pre_backward (a)").drop("activation").label("END", f"ProfilerStep#{step}")
+    found = categories(prepare(t.read(tmp_path), RankManifest(param_groups=[group])))
+    assert {found[size] for size in shards[:copied]} == {said}
+    assert found[64] == "input"
+
+
 def test_an_address_that_is_used_again_has_a_role_each_time(tmp_path: Path):
     """A gathered parameter of the beginning gives way to a gradient, which lives to the end."""
     t = Training()

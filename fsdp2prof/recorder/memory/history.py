@@ -200,8 +200,8 @@ class CudaMemoryCapture:
         """Leave the history to the training, which is about to turn it on or off."""
         if self._running:
             self.lost = (
-                f"the training turned its own history of the allocator {'on' if enabled else 'off'} in step "
-                f"{self._number}; torch keeps one history, which is the training's from there on"
+                f"the training turned its own allocator history {'on' if enabled else 'off'} in step "
+                f"{self._number}; torch has one history, which is the training's from there on"
             )
             self._leave()
 
