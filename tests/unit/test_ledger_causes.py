@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,23 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
     found = [{"cause": "sync", "ns": 6 * MS}, copy]
     (first,) = told(ledger_of(found, [sharded(offload=True, offload_pin_memory=True)], syncs=[sync]))
     assert (first.id, first.ns) == ("cpu_offload", 9 * MS)
+
+
+@pytest.mark.parametrize(
+    ("site", "change"),
+    [
+        ("generation/utils.py:3235 (_sample)", r"^Keep the model gathered while it generates"),
+        (
+            "train.py:80 (validate)",
+            r"^Run the forward at train\.py:80 \(validate\) every few hundred steps if it only",
+        ),
+    ],
+)
+def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
+    forwards = [{"cause": "evaluation", "ns": 9 * MS, "count": 4, "site": site, "phase": "forward"}]
+    (first,) = told(ledger_of(forwards, [sharded()]))
+    assert first.remedy is not None
+    assert re.match(change, first.remedy.change)
 
 
 def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:

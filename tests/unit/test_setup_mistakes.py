@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.sharded_groups import sharded_group
 
-from fsdp2prof.analyzers.sharding.check import check_run
+from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo, RunInfo, StepInfo, UnshardedInfo
@@ -176,6 +176,12 @@ def test_gradients_that_no_backward_reduces_are_named(syncs: int | None, reshard
     )
     told = find_mistakes(RunEvidence(RunInfo(world_size=1), {0: manifest}))
     assert ("gradients_never_reduced" in {one.id for one in told}) is named
+
+
+def test_a_run_that_crashed_in_its_first_forward_names_the_error() -> None:
+    evidence = RunEvidence(RunInfo(world_size=1), {0: RankManifest(error="AttributeError: no bias")})
+    (found,) = check_structure(evidence)[1]
+    assert found.message == "No rank described a parameter group: they ended with AttributeError: no bias."
 
 
 def test_a_run_without_any_rank_fails() -> None:
