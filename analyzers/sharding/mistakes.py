@@ -411,9 +411,11 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
+    """Trained roots with streams of their own; a frozen one (a teacher) runs before or after, not beside."""
+    trained = {group.root for group in evidence.first.param_groups if group.requires_grad}
     contexts: dict[int, set[int]] = defaultdict(set)
     for group in evidence.first.param_groups:
-        if group.shard_world_size > 1:
+        if group.shard_world_size > 1 and group.root in trained:
             contexts[group.comm_context].add(group.root)
     roots = {root for members in contexts.values() for root in members}
     if len(roots) < 2 or len(contexts) < 2:

@@ -63,6 +63,12 @@ def stray() -> UnshardedInfo:
     )
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teacher_need_not_share_the_students_streams(frozen: bool) -> None:
+    teacher = msgspec.structs.replace(alone(1), requires_grad=not frozen)
+    assert ("streams_not_shared" in found([alone(0), teacher])) is not frozen
+
+
 def test_blocks_without_a_root_are_not_models_wrapped_at_their_root_alone() -> None:
     """Three blocks wrapped and nothing around them: the optimizer holds what is left over."""
     blocks = found([alone(root) for root in range(3)], unsharded=[stray()])
