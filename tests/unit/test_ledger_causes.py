@@ -289,3 +289,18 @@ def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) ->
     ]
     found = with_ledger(analysis, charges).findings
     assert any(one.id == "anomaly_detection" for one in found) is is_told
+
+
+@pytest.mark.parametrize(("batches", "gathers", "is_told"), [(8, 16, True), (8, 1, False), (4, 8, False)])
+def test_parameters_gathered_anew_in_each_of_many_micro_batches(
+    batches: int, gathers: int, is_told: bool
+) -> None:
+    """Sixteen gathers of 1 ms: fifteen could be saved, for the 2 x 96 x 64 elements that others hold."""
+    manifest = sharded(gathers=gathers, evaluations=0)
+    manifest.roots[0].micro_batches = batches
+    found = {"cause": "communication", "fqn": "layers.0", "op": "all_gather", "phase": "forward"}
+    ledger = ledger_of([found | {"ns": 16 * MS, "count": 16}], [manifest])
+    named = [one for one in ledger.entries if one.id == "gathered_every_micro_batch"]
+    assert [(one.ns, one.remedy and one.remedy.memory_bytes) for one in named] == (
+        [(15 * MS, 4 * (8 + 16) * 64 * 4)] if is_told else []
+    )
