@@ -146,7 +146,8 @@ def _predicted(
     room = None if hardware is None else hardware.memory_bytes - outside_allocator_bytes(mesh, policy).low
     unknown = widest_first(unknowns(on_device, released, reserved, guessed, mesh, policy, room))
     if measured is not None:
-        unknown = [as_measured(reserved, measured)]
+        in_use = int(allocated_totals(recording.allocations, recording.events).max())
+        unknown = [as_measured(reserved, in_use, measured)]
     estimate = _estimate(execution, told, recording, manifest, mesh, policy, hardware, unknown, padding)
     return MemoryPrediction(estimate=estimate, recording=recording, manifest=manifest)
 

@@ -132,7 +132,8 @@ def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
     measured = f"median of {step.steps}, half of them {low} to {high}" if step.steps > 1 else "one such step"
     line = f"A step takes {format_ns(step.median_ns)} where nothing is recorded ({measured})."
     if step.traced_median_ns is not None and step.slowdown is not None and step.slowdown > 1:
-        line += f" Traced, it takes {format_ns(step.traced_median_ns)}: {times(step.slowdown)} as long."
+        traced = format_ns(step.traced_median_ns)
+        line += f" The median traced step takes {traced}, {times(step.slowdown)} as long."
     return [line]
 
 

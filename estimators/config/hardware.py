@@ -14,6 +14,7 @@ import msgspec
 from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.documents import packaged, parse_yaml, read_text
+from fsdp2prof.estimators.config.nccl_tests import tables_of
 from fsdp2prof.units import parse_bytes
 
 _MIB, _GIGA, _TERA = 1 << 20, 10**9, 10**12
@@ -111,8 +112,13 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def parse(cls, text: str) -> HardwareSpec:
         """Look up a name, take a memory size such as ``80GiB`` alone, or read a YAML or JSON file.
 
-        Raises ``ModelError``.
+        Outputs of nccl-tests or rccl-tests, one file or a folder, are the accelerator they ran on, with its
+        collectives as measured. Raises ``ModelError``.
         """
+        if text.lower().endswith((".txt", ".log", ".out")) or (
+            text.lower() not in known_hardware() and Path(text).is_dir()
+        ):
+            return _of_nccl_tests(Path(text))
         if text.lower().endswith((".yaml", ".yml", ".json")):
             return _of_file(Path(text))
         if re.match(r"^\s*[0-9.]+\s*[kmgtKMGT]", text):
@@ -360,6 +366,45 @@ def _of_file(path: Path) -> HardwareSpec:
             f"hardware {path}: it describes {len(found)} accelerators under `accelerators`, not one"
         )
     return _hardware(*found[0], str(path))
+
+
+def _of_nccl_tests(path: Path) -> HardwareSpec:
+    """A known accelerator with the collectives of one node that were measured."""
+    spec: HardwareSpec | None = None
+    measured: dict[str, dict[int, list[tuple[int, int]]]] = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        try:
+            tables = list(tables_of(read_text(file), file.name))
+        except ValueError as error:
+            raise ModelError(f"hardware {file}: {error}") from None
+        for table in tables:
+            if table.hosts > 1:
+                raise ModelError(
+                    f"hardware {file}: {table.op} ran over {table.hosts} hosts; give tables of one host, and "
+                    "--network for what connects them"
+                )
+            found = _of_device(table.device, str(file))
+            if spec is not None and found.name != spec.name:
+                raise ModelError(f"hardware {file}: {found.name}, and {spec.name} in the file before")
+            spec = found
+            measured.setdefault(table.op, {})[table.ranks] = table.curve
+    if spec is None:
+        raise ModelError(f"hardware {path}: there is no file in it")
+    return msgspec.structs.replace(
+        spec, collectives=measured, source=f"{spec.source}; collectives of one node from {path.name}"
+    )
+
+
+def _of_device(device: str, where: str) -> HardwareSpec:
+    """The accelerator by its driver's name; the longest name whose parts all occur in it."""
+    compact = re.sub(r"[^a-z0-9]", "", device.lower())
+    known = known_hardware()
+    names = [name for name in known if all(part in compact for part in name.split("-"))]
+    if not names:
+        raise ModelError(
+            f"hardware {where}: {device!r} is not known; describe it in a YAML file, with its `collectives`"
+        )
+    return known[max(names, key=len)]
 
 
 def _described(text: str) -> str:

@@ -106,7 +106,7 @@ def _completed(sizes: dict[str, int], world_size: int | None) -> dict[str, int]:
     rest = next((name for name, size in sizes.items() if size == -1), None)
     if rest is not None:
         if world_size is None:
-            raise ModelError(f"mesh: {rest}=-1 is what the other dimensions leave of --world-size: add it")
+            raise ModelError(f"mesh: {rest}=-1 is computed from --world-size: add it")
         if world_size % others:
             raise ModelError(f"mesh: --world-size {world_size} is not a multiple of {others}")
         return {**sizes, rest: world_size // others}

@@ -57,7 +57,7 @@ class OptimizerKind:
     state: tuple[str, ...]
     """State tensors of every parameter, with its shape and dtype: shards under FSDP."""
     counts_steps: bool
-    """It keeps a step counter for every parameter: one fp32 number, whole on every rank."""
+    """It keeps a step counter for every parameter: one fp32 number, replicated on every rank."""
     unsharded: tuple[OptimizerImpl, ...] = ()
     """Implementations that torch has but cannot run on sharded parameters."""
     missing: tuple[OptimizerImpl, ...] = ()

@@ -117,20 +117,20 @@ class PolicySpec:
     seq_len: int = of_batch(
         4096,
         Integer(1, _MOST_TOKENS),
-        "Tokens of a sequence, before context parallelism divides it.",
+        "Tokens per sequence, before context parallelism splits it.",
         everyday=True,
     )
     documents: Documents | None = of_batch(
         None,
         Words(words=(), none=True, counted=(MaskedDocuments, VarlenDocuments, FlexDocuments)),
-        "K documents of equal length packed into each sequence, each attending to itself: by transformers' "
-        "mask for SDPA, by FlashAttention's variable lengths, or by flex attention's block mask.",
+        "K documents of equal length packed into each sequence, each attending only to itself: by "
+        "transformers' mask for SDPA, FlashAttention's variable lengths, or flex attention's block mask.",
     )
     images: int = of_batch(
         0, Integer(0, _MOST_REPEATS), "Images in each sequence, for a Hugging Face model of text and images."
     )
     image_size: ImageSize | None = of_batch(
-        None, ImageSizeText(), "Of every image, in pixels, where the vision tower takes any."
+        None, ImageSizeText(), "Image size in pixels, where the vision tower accepts any size."
     )
     grad_accum: int = of_batch(
         1, Integer(1, _MOST_REPEATS), "Micro-batches per optimizer step.", everyday=True
@@ -143,8 +143,8 @@ class PolicySpec:
     wrap: tuple[str, ...] = of_sharding(
         ("block",),
         Names("block, root, class names or module names"),
-        "What is sharded besides the root: block, a class, a module (* matches one name); a+b in one call; "
-        "root alone is nothing else.",
+        "Units to shard in addition to the root: block, a class, a module (* matches one name); a+b in one "
+        "call; root alone shards nothing else.",
     )
     reshard: Reshard | ByUnit = of_sharding(
         "default",
@@ -208,11 +208,11 @@ class PolicySpec:
         Words(
             words=tuple(IMPLEMENTATIONS),
             refused=(
-                ("in-backward", "use fused with clip_grad=false, which holds all sharded gradients besides"),
+                ("in-backward", "use fused with clip_grad=false, which also holds all sharded gradients"),
                 ("cpu-offload", "use offload, which keeps parameters and gradients on the host, too"),
             ),
         ),
-        "How the optimizer goes over its parameters.",
+        "Optimizer implementation.",
     )
     clip_grad: bool = of_training(True, Flag(), "Clip the global gradient norm each step (foreach).")
     loss: Loss = of_training(
@@ -252,11 +252,9 @@ class PolicySpec:
         "tok_embeddings=no.",
     )
     separate_reduce_scatter_group: bool = of_sharding(
-        False, Flag(), "A communicator of its own for reduce-scatter."
+        False, Flag(), "A separate communicator for reduce-scatter."
     )
-    reduce_scatter_buffers: int = of_sharding(
-        1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs kept in flight."
-    )
+    reduce_scatter_buffers: int = of_sharding(1, Integer(1, MOST_LAYERS), "Reduce-scatter inputs in flight.")
     compile: bool = of_software(False, Flag(), "torch.compile of each block.", everyday=True)
     async_tp: bool = of_parallelism(
         False,
@@ -273,10 +271,10 @@ class PolicySpec:
         "float8 training of the linear layers inside blocks, by torchao's recipe; mxfp8 is its MX linear.",
     )
     fp8_all_gather: bool = of_precision(
-        False, Flag(), "Gather the weights of linear layers inside blocks as float8."
+        False, Flag(), "All-gather the weights of linear layers inside blocks as float8."
     )
     torch: str | None = of_software(
-        None, Text("VERSION"), "The run's torch, as 2.6, whose rules are followed; else the installed one."
+        None, Text("VERSION"), "torch version of the run, such as 2.6; by default the installed one."
     )
     attention: Attention = of_software(
         "flash",
@@ -301,7 +299,7 @@ class PolicySpec:
     ac_saves: tuple[str, ...] | None = of_checkpointing(
         None,
         Names("_c10d_functional.all_to_all_single", none=True),
-        "Operators whose results ac=op saves besides, as _c10d_functional.all_to_all_single.",
+        "Further operators whose results ac=op saves, such as _c10d_functional.all_to_all_single.",
     )
     ac_recomputes: tuple[str, ...] | None = of_checkpointing(
         None,
@@ -323,7 +321,7 @@ class PolicySpec:
     record_streams: bool | None = of_software(
         None,
         Flag(unset=True),
-        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 unless told not to.",
+        "Whether NCCL's asynchronous collectives call record_stream: torch before 2.8 by default.",
         memory_only=True,
     )
     expert_shards: ExpertShards = of_sharding(
@@ -335,7 +333,7 @@ class PolicySpec:
     imbalance: float = of_parallelism(
         1.0,
         Number(1.0),
-        "Rows that a rank's experts receive under expert parallelism, in multiples of the mean.",
+        "Tokens that a rank's experts receive under expert parallelism, as a multiple of the mean.",
     )
     pp_stage: int = of_parallelism(
         0,
@@ -355,7 +353,7 @@ class PolicySpec:
                 ("dualpipe", "use zbv, which does not overlap two micro-batches"),
             ),
         ),
-        "Order of a pipeline's work: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
+        "Pipeline schedule: one stage a rank (1f1b, gpipe, zb1p), two in a V (zbv), or K stages a "
         "rank; zb1p and zbv are the zero-bubble schedules.",
     )
     extra_model: ExtraModels | None = of_training(

@@ -233,8 +233,8 @@ def _tile(name: str, vision: Any, size: ImageSize | None, *, in_rows: bool) -> _
     height, width = sides
     if size is not None and (size.width, size.height) != (width, height):
         raise ModelError(
-            f"image_size: the tower of {name} takes {width}x{height}; count the tiles that its processor "
-            "cuts an image into as so many images"
+            f"image_size: the tower of {name} takes {width}x{height}; count each tile that its processor "
+            "produces as one image"
         )
 
     def arguments(sequences: int, images: int, device: torch.device) -> dict[str, Tensor]:

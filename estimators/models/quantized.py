@@ -3,7 +3,7 @@
 A weight of n elements takes n/2 bytes of indices, one byte for each block of 64, and one number for each 256
 of these (double quantization). ``nf4`` is torchao's ``NF4Tensor``, whose parts FSDP2 shards and gathers
 together, as bytes. ``bnb-nf4`` is bitsandbytes' ``Linear4bit`` with its storage in the compute dtype: indices
-are sharded like any parameter, scales are held whole on every rank.
+are sharded like any parameter, scales are held replicated on every rank.
 
 Source: torchao 0.18 ``nf4_tensor.py`` (``get_original_weight``, ``fsdp_pre_all_gather``); bitsandbytes
 ``MatMul4Bit`` and ``dequantize_4bit``. Weights here are packed bytes without meaning: sizes are right, values

@@ -24,7 +24,7 @@ def optimizer_state_bytes(policy: PolicySpec, shape: tuple[int, ...], dtype: str
 
 
 def step_counter_bytes(policy: PolicySpec) -> int:
-    """Bytes of the step counter of one parameter: fp32, whole on every rank."""
+    """Bytes of the step counter of one parameter: fp32, replicated on every rank."""
     kind = policy.optimizer_kind
     counts = isinstance(kind, EightBitOptimizer) or (isinstance(kind, OptimizerKind) and kind.counts_steps)
     return dtype_bytes("float32") if counts else 0

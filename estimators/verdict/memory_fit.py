@@ -14,12 +14,12 @@ from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label
 
 _WORDS = {
-    "allocator": "the segments of the allocator",
-    "compile": "what the compiler saves",
+    "allocator": "allocator segments",
+    "compile": "the tensors that the compiler saves",
     "cache": "whether freeing cached blocks makes room",
     RECORD_STREAMS: "how long record_stream holds memory",
     "measured": "the measured peak",
-    "prediction": "how far off predictions of published runs were",
+    "prediction": "the error of predictions of published runs",
 }
 """What is not known, in a sentence."""
 
@@ -71,7 +71,7 @@ def room_on(
 def deciding(unknown: Sequence[Unknown] = ()) -> tuple[str, ...]:
     """What decides whether a peak fits, in words."""
     names = [one.name for one in unknown if one.name not in NOT_DECIDING]
-    return ("what context and communicators take", *(_WORDS.get(name, name) for name in names))
+    return ("context and communicators", *(_WORDS.get(name, name) for name in names))
 
 
 def depends_on(room: Room | None, outside: OutsideAllocator, unknown: Sequence[Unknown]) -> list[str]:
@@ -114,7 +114,7 @@ def verdict(
     best = options[0]
     none = all(one.enough is False for one in options)
     alone = "; no listed change is enough alone" if none else ""
-    least = f"What takes off most: {best.how}, {format_bytes(best.saves_bytes)} at most{alone}."
+    least = f"The largest saving: {best.how}, up to {format_bytes(best.saves_bytes)}{alone}."
     return [*lines, fit_sentence(room), least]
 
 
@@ -123,9 +123,7 @@ def _spread(room: Room, unknown: Sequence[Unknown]) -> str:
     spread = sum(one.high_bytes for one in unknown if one.name in NOT_DECIDING)
     if room.fit != "fits" or room.least_bytes >= spread:
         return ""
-    return (
-        f" Predictions of published runs were off by up to {format_bytes(spread)}, which is more than that."
-    )
+    return f" Predictions of published runs were off by up to {format_bytes(spread)}, more than that margin."
 
 
 def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
@@ -135,7 +133,7 @@ def _range(peak: PredictedPeak, unknown: Sequence[Unknown]) -> str:
         format_bytes(peak.reserved_bytes + sum(getattr(one, end) for one in unknown))
         for end in ("low_bytes", "high_bytes")
     )
-    return f" ({low} to {high}, by {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
+    return f" ({low} to {high}, depending on {_listed([_WORDS.get(one.name, one.name) for one in unknown])})"
 
 
 def fit_sentence(room: Room) -> str:
@@ -143,7 +141,8 @@ def fit_sentence(room: Room) -> str:
     device = f"{room.device} ({format_bytes(room.total_bytes)})"
     least, most = format_bytes(abs(room.least_bytes)), format_bytes(abs(room.most_bytes))
     if room.fit == "fits":
-        return f"It fits on {device}: {least} is left with {_listed(room.depends_on)} counted high."
+        counted = _listed(room.depends_on)
+        return f"It fits on {device}: at least {least} is left, with {counted} at their highest."
     if room.fit == "depends":
         return (
             f"Whether it fits on {device} depends on {_listed(room.depends_on)}: "
@@ -159,4 +158,4 @@ def _filling(peak: PredictedPeak) -> str:
         for name, size in largest
         if size
     ]
-    return f"Most of what is in use is {' and '.join(parts)}."
+    return f"The largest parts in use are {' and '.join(parts)}."

@@ -132,7 +132,7 @@ def assumptions(how: Sequence[str], mesh: MeshSpec, policy: PolicySpec) -> list[
         notes.append(f"RMSNorm {_NORM[policy.norm]}")
     if policy.reshard_root or (policy.reshard_root is None and policy.reshard == "always"):
         notes.append(
-            "the root reshards after forward as told, which torch does from 2.8 on"
+            "the root reshards after forward as configured (torch 2.8 and newer)"
             if policy.rules.root_obeys_reshard
             else "the root stays gathered regardless of its setting, as in torch before 2.8"
         )

@@ -102,12 +102,17 @@ class MeasuredPeaks:
     """Measured over predicted of other runs, less one."""
 
 
-def as_measured(reserved: int, measured: MeasuredPeaks) -> Unknown:
-    """Return the difference of measured peaks from the prediction; it replaces every unknown."""
+def as_measured(reserved: int, in_use: int, measured: MeasuredPeaks) -> Unknown:
+    """Return the difference of measured peaks from the prediction; it replaces every unknown.
+
+    ``in_use`` is the most that is predicted to be allocated: the allocator cannot reserve less.
+    """
     if measured.own_bytes is not None:
         off = measured.own_bytes - reserved
         own = format_bytes(measured.own_bytes)
         why = f"the run's own peak is {own}, {off / reserved:+.1%} from the prediction"
+        if measured.own_bytes < in_use:
+            why += f" and less than the {format_bytes(in_use)} predicted in use: that run had other options"
         low = high = off
     else:
         low, high = (round(end * reserved) for end in (min(measured.off_fracs), max(measured.off_fracs)))

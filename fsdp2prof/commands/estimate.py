@@ -105,7 +105,7 @@ _INPUT_OPTIONS = (
     *MODEL_OPTIONS,
     RUN.everyday(
         "--mesh",
-        help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp, ep. -1 is what --world-size leaves.",
+        help="For example dp_replicate=4,dp_shard=8; also tp, cp, pp, ep. -1 is computed from --world-size.",
     ),
     *CONFIG_OPTIONS,
     RUN(
@@ -126,7 +126,8 @@ _INPUT_OPTIONS = (
     ),
     *(_policy_option(name, declared) for name, declared in options_of(PolicySpec).items()),
     place_options(
-        "Accelerator (h100-sxm), a memory size (80GiB), or a YAML or JSON file that describes one."
+        "Accelerator (h100-sxm), a memory size (80GiB), a YAML or JSON file that describes one, or what "
+        "nccl-tests printed, a file or a folder."
     ),
 )
 
@@ -319,7 +320,7 @@ def step(
 
 @estimate.command(examples=["fsdp2prof estimate checkpoint --model llama3-70b --mesh dp_shard=64"])
 @_input_options(unlisted=_PLACE | (options_of(PolicySpec).keys() - _OF_A_CHECKPOINT))
-@CLUSTER.everyday("--bandwidth", help="What one writing rank sustains per second, for example 2GB.")
+@CLUSTER.everyday("--bandwidth", help="Write bandwidth per rank and second, for example 2GB.")
 @output_options()
 def checkpoint(described: Described, place: Place, bandwidth: str | None, output: Output) -> None:
     """Estimate the size of a distributed checkpoint and the time to write it."""

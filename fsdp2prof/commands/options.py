@@ -99,12 +99,12 @@ CONFIG_OPTIONS = (
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="A key of --from-config with another value, as training.seq_len=4096.",
+        help="Override a key of --from-config: training.seq_len=4096.",
     ),
     RUN.everyday(
         "--world-size",
         type=click.IntRange(1),
-        help="All ranks: what a mesh dimension of -1, or a configuration without a mesh, rests on.",
+        help="Number of ranks, for a mesh dimension of -1 or a configuration without a mesh.",
     ),
 )
 """The run as a trainer's files describe it."""

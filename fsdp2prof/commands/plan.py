@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @MODEL_OPTIONS[1]
 @CLUSTER.everyday("--gpus", type=click.IntRange(1), help="Number of GPUs; by default that of --from-config.")
 @place_options(
-    "Accelerator (h100-sxm), or a YAML or JSON file that describes one.",
+    "Accelerator (h100-sxm), a YAML or JSON file that describes one, or what nccl-tests printed.",
     required=True,
     network="What connects the nodes.  [400gb-ib with several nodes]",
 )

@@ -29,7 +29,7 @@ def run_directory_options(command: Callable[..., int]) -> Callable[..., int]:
             type=click.Path(path_type=Path),
             help="Run directory; by default runs/ and the time.",
         ),
-        RUN.everyday("-f", "--force", is_flag=True, help="Record anew into an existing run directory."),
+        RUN.everyday("-f", "--force", is_flag=True, help="Overwrite an existing run directory."),
         RUN("-q", "--quiet", is_flag=True, help="No messages on stderr."),
     )
     return with_options(given, command)

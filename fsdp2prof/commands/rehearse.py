@@ -25,7 +25,7 @@ from fsdp2prof.manifest import RecordOptions, Rehearsal
     type=click.IntRange(min=1),
     help="Ranks per node that the script sees; by default torchrun's --nproc-per-node, else 1.",
 )
-@CLUSTER("--meta", is_flag=True, help="Tensors without data: for models that fit nowhere.")
+@CLUSTER("--meta", is_flag=True, help="Tensors without data, for models that do not fit on this machine.")
 @run_directory_options
 @recording_options(without=["ranks"])
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")

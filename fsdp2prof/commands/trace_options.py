@@ -22,7 +22,7 @@ cluster_option = ANALYSIS(
     "--cluster",
     metavar="WHERE",
     callback=lambda _, __, value: value and _cluster_address(value),
-    help="Read each rank where a worker is: local, or a Dask scheduler such as tcp://HOST:8786.",
+    help="Read ranks on Dask workers: local, or a Dask scheduler such as tcp://HOST:8786.",
 )
 """Where ranks are reduced; the command gets ``cluster: str | None``."""
 
@@ -58,7 +58,7 @@ _OPTIONS = (
         "thresholds",
         multiple=True,
         metavar="NAME=VALUE",
-        help="When a finding is worth reporting, for example min_cost_frac=0.005. May be repeated.",
+        help="Threshold of a finding, for example min_cost_frac=0.005. May be repeated.",
     ),
     ANALYSIS(
         "-j",

@@ -36,7 +36,7 @@ def as_one_process(command: Sequence[str]) -> tuple[list[str], int | None]:
         return _of_torchrun(command[:at], command[at + 2 :])
     if name in _STARTS_SEVERAL or module in ("accelerate.commands.launch", "deepspeed.launcher.runner"):
         raise UsageError(
-            f"{name} starts processes of its own, and a rehearsal is one: give what it starts, "
+            f"{name} starts processes itself, but a rehearsal runs one: give the command that it starts, "
             "-- python train.py"
         )
     return list(command), None

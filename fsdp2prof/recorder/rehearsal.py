@@ -125,7 +125,7 @@ def _refuses_others(
         if (source or 0) != rehearsal.rank:
             print(  # noqa: T201
                 f"fsdp2prof: {original.__name__}: rank {rehearsal.rank} waits for objects of rank "
-                f"{source or 0}, which is not there; rehearse --rank {source or 0}",
+                f"{source or 0}, which a rehearsal does not run; rehearse --rank {source or 0}",
                 file=sys.stderr,
             )
             raise SystemExit(1)

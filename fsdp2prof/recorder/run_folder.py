@@ -109,7 +109,7 @@ def _refuse(path: Path, node_rank: int, force: bool) -> None:
     what = f"has a node {node_rank}" if node_rank and is_recorded else "exists"
     hint = "; other nodes of the same run take --node-rank N" if is_recorded and not node_rank else ""
     raise RunDirectoryError(
-        f"{path}: {what} already; choose another, or record it anew with -f (force=True){hint}"
+        f"{path}: {what} already; choose another, or overwrite it with -f (force=True){hint}"
     )
 
 

@@ -57,7 +57,7 @@ def bench(
             measured = msgspec.json.decode(output.read_bytes(), type=Measured)
         except (OSError, msgspec.DecodeError) as error:
             raise InputError(
-                f"{command[0]} ended and rank 0 left no measurement: it has to run on this machine ({error})"
+                f"{command[0]} ended, rank 0 measured nothing: it must run on this machine ({error})"
             ) from None
     return bench_result(measured, quick=quick)
 

@@ -232,17 +232,12 @@ def estimate_memory(
     if described.rehearsal is not None or described.is_recorded_only:
         return _memory_of_rehearsal(described, hardware=hardware, measured=measured, save=save)
     spec = described.spec(hardware=hardware)
+    peaks = None if measured is None else _peaks(described, measured, spec.hardware)
     from fsdp2prof.estimators.communication import estimate_comm
     from fsdp2prof.estimators.memory import predict_memory
     from fsdp2prof.estimators.memory_trials import with_tried_changes
 
-    prediction = predict_memory(
-        spec.model,
-        spec.mesh,
-        spec.policy,
-        hardware=spec.hardware,
-        measured=None if measured is None else _peaks(described, measured, spec.hardware),
-    )
+    prediction = predict_memory(spec.model, spec.mesh, spec.policy, hardware=spec.hardware, measured=peaks)
     if save is not None:
         save_run(save, prediction, estimate_comm(spec.model, spec.mesh, spec.policy))
     estimate = prediction.estimate
@@ -299,13 +294,13 @@ def _peaks(
     described: Described, measured: Measured | Sequence[MeasuredRun], hardware: HardwareSpec | None
 ) -> MeasuredPeaks:
     """Return what was measured of memory: this run's own peak, or how far off predictions of others are."""
-    from fsdp2prof.estimators.memory import predict_memory
-
     if isinstance(measured, Measured):
         if hardware is not None and measured.value * _GIB > hardware.memory_bytes:
             room = format_bytes(hardware.memory_bytes)
             raise UsageError(f"--measured {measured}: more than {hardware.name} has, {room}")
         return MeasuredPeaks(own_bytes=round(measured.value * _GIB))
+    from fsdp2prof.estimators.memory import predict_memory
+
     specs = [described.changed(run.values).spec() for run in measured]
     peaks = [predict_memory(one.model, one.mesh, one.policy).estimate.peak.reserved_bytes for one in specs]
     pairs = zip(measured, peaks, strict=True)
@@ -457,7 +452,7 @@ def _idle(verb: str, given: frozenset[str]) -> list[str]:
         "checkpoint": _CLUSTER | (options.keys() - _CHECKPOINTED),
     }[verb]
     named = [f"--{name.replace('_', '-')}" for name in sorted(given & idle)]
-    return [f"no part in this estimate: {', '.join(named)}"] if named else []
+    return [f"without effect on this estimate: {', '.join(named)}"] if named else []
 
 
 def _noted(estimate: _Estimate, spec: EstimateSpec, described: Described, verb: str) -> _Estimate:

@@ -71,8 +71,8 @@ def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[lis
         rank = _rank(file)
         if rank in found:
             raise FlightRecorderError(
-                f"{root}: two dumps of rank {rank}: {found[rank].relative_to(root)} and "
-                f"{file.relative_to(root)}; give a folder with one a rank"
+                f"{root}: two dumps for rank {rank}: {found[rank].relative_to(root)} and "
+                f"{file.relative_to(root)}; give a folder with one dump per rank"
             )
         found[rank] = file
     dumps: list[FlightDump] = []
@@ -101,7 +101,7 @@ def _rank(file: Path) -> int:
     named = _named_rank(file)
     if named is None:
         raise FlightRecorderError(
-            f"{file}: its name says no rank; rename it to end in the rank, like trace_3"
+            f"{file}: the file name has no rank; rename it to end in the rank, like trace_3"
         )
     return named
 

@@ -33,7 +33,7 @@ def analyze_nccl(path: str | Path, *, run: str | Path | None = None) -> NcclAnal
             logs.append(file)
     if not inspected and not logs:
         raise InputError(
-            f"{root}: no file of NCCL in it: run with NCCL_DEBUG=INFO "
+            f"{root}: no NCCL logs found: run with NCCL_DEBUG=INFO "
             "NCCL_DEBUG_SUBSYS=INIT,ENV,NET,GRAPH,COLL,TUNING NCCL_DEBUG_FILE=nccl.%h.%p, "
             "or with the Inspector plugin and NCCL_INSPECTOR_ENABLE=1"
         )

@@ -133,7 +133,7 @@ def test_what_each_change_takes_off_by_hand(estimate: MemoryEstimate) -> None:
     assert list(saves.values()) == sorted(saves.values(), reverse=True)
     assert "smaller_batch" not in saves  # of one sequence
     assert estimate.advice[0].startswith(estimate.remedies[0].how)
-    assert estimate.verdict[2].startswith(f"What takes off most: {estimate.remedies[0].how}")
+    assert estimate.verdict[2].startswith(f"The largest saving: {estimate.remedies[0].how}")
 
 
 def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
@@ -156,7 +156,7 @@ def test_a_change_that_is_smaller_than_what_is_missing_is_not_enough() -> None:
     ("spare_mib", "fit", "words"),
     [
         (1300, "fits", "It fits on"),
-        (1299, "depends", "depends on what context and communicators take: from 1.00 MiB short"),
+        (1299, "depends", "depends on context and communicators: from 1.00 MiB short"),
         (450, "depends", "to 0 B left"),
         (449, "does_not_fit", "It does not fit on"),
     ],

@@ -221,7 +221,7 @@ def test_the_terminal_draws_its_compute_in_a_line(analysis: TraceAnalysis) -> No
     text = RENDERERS["text"].render(build(analysis), RenderOptions(width=100))
     assert isinstance(text, str)
     assert "Timeline of one step" in text
-    assert "full height every rank computes" in " ".join(text.split())
+    assert "full height: every rank" in " ".join(text.split())
     assert all(0 <= part <= 1 for part in timeline.compute_frac)
     assert {"forward", "backward"} <= set(timeline.slice_phases)
     compute = np.mean([sum(lane_of(timeline, rank, "compute").busy_ns) for rank in range(3)])

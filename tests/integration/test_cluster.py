@@ -165,7 +165,7 @@ def test_what_a_worker_does_not_see_or_know_is_refused(
     monkeypatch: pytest.MonkeyPatch, run: Path, address: str
 ) -> None:
     with open_cluster(address) as cluster:
-        with pytest.raises(ClusterError, match="does not see it: RUN must lie on a disk"):
+        with pytest.raises(ClusterError, match="cannot read it: RUN must be on a disk"):
             cluster.require_files([str(run / "nowhere")])
         with pytest.raises(ClusterError, match="ValueError: invalid literal"):
             list(cluster.map(int, ["one"]))

@@ -51,7 +51,7 @@ def test_the_output_folder_is_a_run_of_its_newest_iteration(
         str(newest / f"rank{rank}_trace.json.gz") for rank in range(4)
     ]
     assert [rank["rank"] for rank in found["memory"]["ranks"]] == [0, 1]
-    assert f"read is the newest of iterations 10, 20: {newest}" in found["trace"]["warnings"][0]
+    assert f"reading the newest of iterations 10, 20: {newest}" in found["trace"]["warnings"][0]
     assert found["run"]["state"] == "unknown"
     assert [(r["has_trace"], r["has_memory"]) for r in found["run"]["ranks"]] == [(True, True)] * 2 + [
         (True, False)

@@ -227,7 +227,7 @@ def test_a_killed_rank_is_marked_by_the_launcher(tmp_path):
     assert (opened.info.state, opened.info.exit_code) == ("crashed", 137)
     assert (manifest_of(opened.rank(0)).state, manifest_of(opened.rank(0)).error) == (
         "crashed",
-        "ended without a word",
+        "ended without a message",
     )
 
 

@@ -131,7 +131,7 @@ def test_an_existing_run_is_refused_and_force_removes_only_a_recording(tmp_path)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert (
         refused.stderr
-        == f"error: {run}: exists already; choose another, or record it anew with -f (force=True)\n"
+        == f"error: {run}: exists already; choose another, or overwrite it with -f (force=True)\n"
     )
     forced = record(run, sys.executable, "-c", "print('ran')", options=["-f"])
     assert (forced.returncode, forced.stdout) == (1, "")

@@ -252,7 +252,7 @@ def test_a_history_of_the_trainings_in_our_step_is_the_trainings(
 
     manifest = recorded(turn)
     [message] = manifest.messages
-    assert f"the training turned its own history of the allocator {word} in step {at}" in message
+    assert f"the training turned its own allocator history {word} in step {at}" in message
     assert (manifest.state, manifest.memory_steps) == ("partial", [])
     assert allocator.calls == ["all", enabled], "nothing of ours comes after theirs"
     assert not (tmp_path / "run/rank-00000/memory.pickle").exists()

@@ -172,7 +172,7 @@ def test_without_data_the_same_collectives_and_bytes(tmp_path):
 def test_what_cannot_be_rehearsed_is_one_line(tmp_path):
     several = start(tmp_path / "run", "accelerate", "launch", "x.py", options=("--world-size", "8"))
     assert several.returncode == 2
-    assert several.stderr.splitlines()[-1].startswith("error: accelerate starts processes of its own")
+    assert several.stderr.splitlines()[-1].startswith("error: accelerate starts processes itself")
     outside = start(tmp_path / "run", "python", "x.py", options=("--world-size", "8", "--rank", "8"))
     assert (outside.returncode, len(outside.stderr.splitlines())) == (2, 1)
     code = (
@@ -181,7 +181,10 @@ def test_what_cannot_be_rehearsed_is_one_line(tmp_path):
     )
     waits = start(tmp_path / "run", sys.executable, "-c", code, options=("--world-size", "8", "--rank", "3"))
     assert (waits.returncode, waits.stdout) == (1, "")
-    assert "rank 3 waits for objects of rank 0, which is not there; rehearse --rank 0" in waits.stderr
+    assert (
+        "rank 3 waits for objects of rank 0, which a rehearsal does not run; rehearse --rank 0"
+        in waits.stderr
+    )
 
 
 def test_the_training_keeps_its_output_and_exit_code(tmp_path):

@@ -160,3 +160,81 @@ def test_figures_that_no_accelerator_has_are_refused(tmp_path: Path, figures: st
     path.write_text(f"accelerators:\n  it:\n    memory_mib: 1000\n    {figures}\n")
     with pytest.raises(ModelError, match=re.escape(wrong)):
         HardwareSpec.parse(str(path))
+
+
+NCCL_TESTS = """
+# nccl-tests version 2.18.0 nccl-headers=22907 nccl-library=22907
+# Collective test starting: {program}
+# nThread 1 nGpus 1 minBytes 1048576 maxBytes 134217728 step: 2(factor) warmup iters: 5 iters: 20
+#
+# Using devices
+#  Rank  0 Group  0 Pid 2999700 on  node7 device  0 [0000:02:00] {device}
+#  Rank  1 Group  0 Pid 2999701 on  {host} device  1 [0000:03:00] {device}
+#
+#                                                         out-of-place                       in-place
+#       size     count    type  redop   root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)   (elements)                         (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)
+     1048576    131072   float   none     -1    40.25   26.05   13.03       0    39.10   26.82   13.41       0
+[1,0]<stdout>: 16777216  2097152  float  none -1   374425   0.04   0.02       0   373792   0.04   0.02       0
+# Out of bounds values : 0 OK
+"""
+OLD_TABLE = """
+#       size         count      type     time   algbw   busbw  error     time   algbw   busbw  error
+       65536          2048     float    52.01    1.26    1.10  0e+00    50.09    1.31    1.14  0e+00
+      131072          4096     float    12061    0.01    0.01  0e+00    69.55    1.88    1.65  0e+00
+"""
+
+
+def nccl_tests(program: str, *, device: str = "NVIDIA H100 80GB HBM3", host: str = "node7") -> str:
+    """What one of its programs prints."""
+    return NCCL_TESTS.format(program=program, device=device, host=host)
+
+
+def test_tables_of_nccl_tests_are_the_collectives_of_the_accelerator(tmp_path: Path) -> None:
+    two = Placement(ranks=2, nodes=1, per_node=2, groups_per_node=1)
+    (tmp_path / "one.txt").write_text(nccl_tests("all_gather_perf_mpi"))
+    one = HardwareSpec.parse(str(tmp_path / "one.txt"))
+    assert one.name == "h100-sxm"
+    assert one.peak_tflops == HardwareSpec.parse("h100-sxm").peak_tflops
+    assert transfer("all_gather", 1 << 20, two, Cluster(hardware=one)).ns == 40_250
+    assert transfer("all_gather", 16 << 20, two, Cluster(hardware=one)).ns == 374_425_000
+    ours = Cluster(hardware=HardwareSpec.parse("h100-sxm"))
+    same = transfer("reduce_scatter", 1 << 20, two, ours).ns
+    assert transfer("reduce_scatter", 1 << 20, two, Cluster(hardware=one)).ns == same
+    (tmp_path / "two.log").write_text(nccl_tests("all_reduce_perf") + nccl_tests("alltoall_perf"))
+    header = nccl_tests("", device="NVIDIA H100 80GB HBM3").partition("#       size")[0]
+    (tmp_path / "reduce_scatter.out").write_text(header + OLD_TABLE)
+    folder = HardwareSpec.parse(str(tmp_path))
+    assert set(folder.collectives) == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"}
+    assert folder.collectives["reduce_scatter"][2] == [(65536, 52_010), (131072, 12_061_000)]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA RTX A6000", "a6000"),
+    ],
+)
+def test_drivers_names_are_those_of_accelerators(device: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(nccl_tests("all_gather_perf", device=device))
+    assert HardwareSpec.parse(str(tmp_path / "t.txt")).name == HardwareSpec.parse(name).name
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (nccl_tests("all_gather_perf", host="node8"), "all_gather ran over 2 hosts; give tables of one host"),
+        (nccl_tests("all_gather_perf", device="Some GPU"), "'Some GPU' is not known"),
+        (nccl_tests("something"), "which collective it times is not in it"),
+        (nccl_tests("all_gather_perf").partition("#       size")[0], "the table of all_gather has no rows"),
+        ("GPU 0: fine", "no output of nccl-tests"),
+    ],
+)
+def test_a_table_that_says_too_little_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(text)
+    with pytest.raises(ModelError, match=said):
+        HardwareSpec.parse(str(tmp_path / "t.txt"))

@@ -73,7 +73,7 @@ def test_a_request_that_failed_leads() -> None:
 def test_parts_follow_one_another_and_the_run_comes_last() -> None:
     document = build(run_analysis())
     anchors = [section.anchor for section in document.sections]
-    assert anchors[:2] == ["findings", "communication"]
+    assert anchors[:3] == ["findings", "lost", "communication"]
     assert anchors.index("communication") < anchors.index("memory") < anchors.index("step")
     assert anchors[-1] == "run"
     assert (document.title, document.subtitle) == (
@@ -94,7 +94,7 @@ def test_rank_rows_hold_the_unrecorded_median_and_trouble_comes_first() -> None:
     broken = replace(run.run.ranks[1], state="crashed", error="ValueError: no", unrecorded_step=None)
     run = replace(run, run=replace(run.run, ranks=[run.run.ranks[0], broken]))
     text = text_of(run)
-    rows = text[text.index("those in trouble first") :]
+    rows = text[text.index("ranks with problems first") :]
     assert row_of(rows, "1 ")[:4] == ["1", "crashed", "-", "4"]
     assert row_of(rows, "1 ")[-2:] == ["ValueError:", "no"]
     assert row_of(rows, "0 ")[:9] == ["0", "complete", "40.0", "ms", "4", "steps", "3-4", "step", "5"]

@@ -124,7 +124,7 @@ def test_the_title_of_the_step_names_exposed_communication_as_one_part() -> None
         },
     )
     title = step_title(replace(trace_analysis(), totals=totals))
-    assert title == "A step is 40.0% exposed communication, 30.0% idle, 25.0% compute"
+    assert title == "By activity, a step is 40.0% collectives alone, 30.0% idle, 25.0% compute"
 
 
 def test_host_synchronisations_are_a_table() -> None:

@@ -202,7 +202,7 @@ def test_an_unreadable_rank_is_left_out_and_two_of_one_rank_refused(tmp_path: Pa
     assert (found.cause, found.culprits) == ("no_dump", [1])
     assert found.warnings[0].startswith("left out: ")
     (tmp_path / "nccl_trace_rank_0").write_bytes((tmp_path / "fr_0.json").read_bytes())
-    with pytest.raises(FlightRecorderError, match="two dumps of rank 0"):
+    with pytest.raises(FlightRecorderError, match="two dumps for rank 0"):
         analyze_folder(tmp_path)
 
 

@@ -210,7 +210,7 @@ class TestLayouts:
             assert named(job.traces, outputs) == wanted
             wanted = {rank: snapshots.format(step=step, rank=rank) for rank in (0, 2, 10)}
             assert named(job.memory, outputs) == wanted
-        told = f"read is the newest of iterations 5, 10, 20: {outputs}"
+        told = f"reading the newest of iterations 5, 10, 20: {outputs}"
         for found in (open_job(outputs).traces, open_job(outputs).memory):
             assert found.warnings[0].startswith(told)
             assert found.warnings[0].endswith("and 2 more; --iteration chooses another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from math import log
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.measured import Measured, Slower, anchored, fitted, read_measured
+from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured
+from fsdp2prof.workflows.estimate import Described, estimate_memory
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100-sxm"), network=NetworkSpec.parse("400gb-ib"))
+GIB = 1 << 30
 
 
 def test_a_measured_speed_is_a_step() -> None:
@@ -100,3 +104,20 @@ def test_a_file_that_is_no_list_of_measurements_is_one_line(tmp_path: Path, text
     with pytest.raises(InputError, match=r"measured\.yaml") as error:
         read_measured(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("own_gib", "other_options"), [(0.5, True), (1.2, False), (2.0, False)])
+def test_a_peak_below_the_bytes_in_use_is_of_another_run(own_gib: float, other_options: bool) -> None:
+    peaks = MeasuredPeaks(own_bytes=round(own_gib * GIB))
+    found = as_measured(round(1.5 * GIB), round(1.2 * GIB), peaks)
+    assert ("less than the 1.20 GiB predicted in use" in found.why) == other_options
+    assert found.low_bytes == found.high_bytes == round((own_gib - 1.5) * GIB)
+
+
+def test_a_peak_beyond_the_device_is_refused_before_anything_runs() -> None:
+    values = {"model": "gpt2", "mesh": {"dp_shard": 2}, "policy": {"seq_len": 512}}
+    measured = Measured.parse("peak_reserved_gib=500")
+    loaded = "torch" in sys.modules
+    with pytest.raises(UsageError, match="more than h100-sxm has"):
+        estimate_memory(Described(values=values, manifest=None), hardware="h100-sxm", measured=measured)
+    assert ("torch" in sys.modules) == loaded

@@ -232,7 +232,7 @@ def test_forced_settings_and_warnings_are_findings(tmp_path):
 def test_the_command_line_and_what_it_refuses(tmp_path, capfd):
     ended = call(capfd, "analyze", "nccl", tmp_path)
     assert ended.code == 1
-    assert "no file of NCCL" in ended.err
+    assert "no NCCL logs found" in ended.err
     write_inspector(tmp_path, 0, a_step(0, 50))
     write_inspector(tmp_path, 1, a_step(0, 90))
     (tmp_path / "nccl.node0.2000").write_text("\n".join(log_lines(0, far="NET/Socket/0", size=2, per_node=1)))

@@ -59,7 +59,7 @@ def test_what_another_node_is_about_to_write_is_no_obstacle(tmp_path):
 def test_a_node_refuses_its_own_file_only(tmp_path, node):
     prepare(tmp_path, node)
     prepare(tmp_path, 1 - node)
-    with pytest.raises(RunDirectoryError, match="already; choose another, or record it anew with -f"):
+    with pytest.raises(RunDirectoryError, match="already; choose another, or overwrite it with -f"):
         prepare(tmp_path, node)
     prepare(tmp_path, node, force=True)
 

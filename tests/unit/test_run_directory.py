@@ -252,7 +252,7 @@ def test_a_node_of_an_older_run_is_told(run):
     for rank in (0, 1):
         make_rank(run, rank, node_rank=rank)
     assert open_run(run).messages == (
-        "node 1 (host-1): ended before another node started: it is of an older run; record it anew with -f",
+        "node 1 (host-1): ended before another node started: part of an older run; record again with -f",
     )
 
 

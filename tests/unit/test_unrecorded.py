@@ -190,7 +190,7 @@ def test_advice_begins_with_the_unrecorded_step() -> None:
     first, tracing, *_ = slowed(468).advice
     assert first == (
         "A step takes 350.0 ms where nothing is recorded (median of 3, half of them 345.0 ms to 355.0 ms). "
-        "Traced, it takes 737.0 ms: 2.11 times as long."
+        "The median traced step takes 737.0 ms, 2.11 times as long."
     )
     assert tracing == "52.5% of the traced step is tracing itself (387.0 ms)."
 

@@ -31,7 +31,7 @@ from fsdp2prof.tables import NEVER, LabelTable, MemoryRecording, OomTable, StepT
 
 _NO_TIMES = "the snapshot has no times (an old torch): phases and layers come from stacks alone"
 _NO_HISTORY = (
-    "the snapshot has no history: it shows the moment when it was written, not the peak; "
+    "the snapshot has no history: it shows the moment of writing, not the peak; "
     "call torch.cuda.memory._record_memory_history() before the training"
 )
 _STEP = re.compile(r"ProfilerStep#\d{1,18}")
@@ -47,7 +47,7 @@ def read_snapshot(path: Path) -> list[MemoryRecording]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
         raise SnapshotError(
             f"{path}: not an allocator snapshot: {type(error).__name__} {error}; "
-            "expected what torch.cuda.memory._dump_snapshot writes"
+            "write one with torch.cuda.memory._dump_snapshot"
         ) from error
     return recordings
 

@@ -86,7 +86,7 @@ def _messages(nodes: dict[int, RunInfo]) -> list[str]:
             messages.append(f"{name}: recorded with other options than {_name(min(nodes), first)}")
         if latest_start is not None and info.finished_at and _time(info.finished_at) < latest_start:
             messages.append(
-                f"{name}: ended before another node started: it is of an older run; record it anew with -f"
+                f"{name}: ended before another node started: part of an older run; record again with -f"
             )
     return messages
 

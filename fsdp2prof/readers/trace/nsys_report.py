@@ -111,7 +111,7 @@ def _read(report: _Report, rank: int | None) -> Trace:
     processes = report.processes
     if len(processes) > 1 and not (rank is not None and rank < len(processes)):
         raise TraceError(
-            f"{report.path}: it holds {len(processes)} processes and none is number {rank}: choose one of "
+            f"{report.path}: it has {len(processes)} processes, but none with number {rank}: choose one of "
             f"0 to {len(processes) - 1} with --ranks"
         )
     process = processes[rank if len(processes) > 1 and rank is not None else 0]
@@ -127,7 +127,7 @@ def _read(report: _Report, rank: int | None) -> Trace:
         )
     if report.count(_GRAPH):
         warnings.append(
-            f"{report.path}: CUDA graphs are in it as a whole; --cuda-graph-trace=node shows kernels"
+            f"{report.path}: CUDA graphs are recorded whole; --cuda-graph-trace=node records their kernels"
         )
     header = Header(device_properties=report.devices(), base_time_ns=report.session_start_ns())
     return replace(assemble(str(report.path), header, share, warnings), capture="cut")

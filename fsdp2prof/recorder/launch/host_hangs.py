@@ -87,7 +87,7 @@ class HangReport:
         more = f" ({_ranks(silent)} did not answer{without})" if silent else ""
         do = "do" if len(ranks) > 1 else "does"
         return (
-            f"no step ends: what {_ranks(ranks)} {do} is kept{more}; see `fsdp2prof analyze hang {self._run}`"
+            f"no step ends: what {_ranks(ranks)} {do} was saved{more}; `fsdp2prof analyze hang {self._run}`"
         )
 
     def _silent(self, kept: Mapping[Path, int]) -> dict[int, int]:

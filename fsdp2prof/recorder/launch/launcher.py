@@ -250,7 +250,7 @@ def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
         remove_scratch(manifest.pid)
         manifest.state = "crashed"
         manifest.error = (
-            "killed: it outlived the command" if record.rank in killed else "ended without a word"
+            "killed: it outlived the command" if record.rank in killed else "ended without a message"
         )
         manifest.messages.append("what was being captured then is lost")
         write_json(record.path / MANIFEST_FILE, manifest)
@@ -298,7 +298,7 @@ def _messages(
     missing = expected - present - {process.rank for process in silent}
     if missing and present:
         messages.append(
-            f"{_ranks(missing)}: no sign of life, or fully_shard never called; "
+            f"{_ranks(missing)}: no sign of life, or fully_shard was never called; "
             f"what can keep the recorder out: {_NO_RECORDER}; "
             "ranks of another node are recorded there, with --node-rank"
         )

@@ -219,7 +219,7 @@ class RankSession:
         if self._summaries is None or error is not None or guard.is_off("summary"):
             return
         if guard.run("summary", self._summaries.wait) is False:
-            self.tell("its summary was not ready when the training ended: what was recorded is kept")
+            self.tell("its summary was not ready when the training ended; the recording itself was saved")
             self.write_manifest()
 
     def _choose_recording(self) -> None:
@@ -240,7 +240,7 @@ class RankSession:
             try:
                 kept = keep_state(self.folder, why, crash)
             except Exception as error:  # whatever torch's recorder raises where a rank is about to end
-                self.tell(f"{why}: its state could not be kept: {_reason(error)}")
+                self.tell(f"{why}: its state could not be saved: {_reason(error)}")
                 return
         said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
         if crash is None:

@@ -155,7 +155,7 @@ def _missing_records(trace: Path) -> str | None:
     if missing <= _MOST_MISSING * launches:
         return None
     return (
-        f"{missing:,} of {launches:,} launches in the trace have no record of the device: the profiler lost "
+        f"{missing:,} of {launches:,} launches in the trace have no device record: the profiler lost "
         "them; record again, fewer steps at a time"
     )
 

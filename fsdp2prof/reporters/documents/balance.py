@@ -43,7 +43,7 @@ def _ranks(check: BalanceCheck) -> Table:
         c.mean("tokens", "tokens"),
         c.mean("computed_tokens", "with\npadding"),
     ]
-    note = "means of a step, those with most to do first"
+    note = "mean per step, the busiest first"
     return c.table("ranks", "Ranks", columns, check.ranks, note=note, limit=_ROWS, noun="rank")
 
 

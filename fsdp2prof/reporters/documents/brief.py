@@ -27,7 +27,17 @@ _WORTH_A_ROW = 0.01
 _ALIKE = 1.05
 """Peaks and steps of ranks that differ by less are alike."""
 
-_ORDER = ("out_of_memory", "timeline", "findings", "tried", "what_if", "communication", "memory", "ranks")
+_ORDER = (
+    "out_of_memory",
+    "timeline",
+    "findings",
+    "tried",
+    "what_if",
+    "lost",
+    "communication",
+    "memory",
+    "ranks",
+)
 
 
 def in_order(sections: Sequence[Section]) -> list[Section]:
@@ -59,7 +69,7 @@ def trace_brief(
     analysis: TraceAnalysis, findings: Sequence[Finding], verdict: Sequence[str]
 ) -> list[Section]:
     """Return the short form of a trace analysis, with the findings that the verdict leaves out."""
-    return [*_causes(analysis), *_findings(findings, verdict), *_layers(analysis)]
+    return [*causes_section(analysis), *_findings(findings, verdict), *_layers(analysis)]
 
 
 def memory_brief(analysis: MemoryAnalysis, findings: Sequence[Finding]) -> list[Section]:
@@ -87,8 +97,8 @@ def _short(finding: Finding) -> Finding:
     return replace(finding, message=f"{said}{dot.strip()}{change}")
 
 
-def _causes(analysis: TraceAnalysis) -> list[Section]:
-    """Return the parts of the mean traced step by cause, with what gives them back."""
+def causes_section(analysis: TraceAnalysis) -> list[Section]:
+    """Return the parts of the mean traced step by cause, and the gain of a change where one is known."""
     ledger = analysis.ledger
     if ledger is None:
         return []
@@ -110,6 +120,7 @@ def _causes(analysis: TraceAnalysis) -> list[Section]:
         "Where the step goes",
         columns,
         entries,
+        every=ledger.entries,
         known=True,
         note="every part of the mean traced step once, by its cause",
         limit=_CAUSES,

@@ -72,7 +72,7 @@ def _rate_of(dtype: str) -> Callable[[Any], float | None]:
 def category_catalog_document(catalog: CategoryCatalog) -> Document:
     """List the words of the toolkit."""
     columns = [c.text("concept"), c.text("word"), c.prose("label")]
-    note = "what columns and keys hold, by concept"
+    note = "columns and keys by concept"
     table = c.table("words", "Words", columns, catalog.words, note=note, noun="word")
     return _document("Categories", [table])
 

@@ -61,7 +61,7 @@ def _rows(name: str, title: str, rows: Sequence[ParityRow]) -> Table:
         c.number("ratio", show=lambda ratio: "-" if ratio is None else f"{ratio:.4g}"),
         c.dtype(),
     ]
-    note = "in the order of a step; ratio: sharded over plain"
+    note = "in step order; ratio: sharded over unsharded"
     return c.table(name, title, columns, rows, note=note, limit=_ROWS, noun="tensor")
 
 
@@ -135,7 +135,7 @@ def check_table(checks: Sequence[CheckRow]) -> Table:
     return c.table("checks", "Checks", columns, checks, noun="check")
 
 
-_WHOLE = "Whole on every rank"
+_WHOLE = "Not sharded"
 
 
 def _unsharded(rows: Sequence[UnshardedRow]) -> Table:

@@ -257,7 +257,7 @@ def _step_table(comparison: RunComparison) -> Table | None:
         scale=whole,
         note="ms, mean over ranks and steps; communication holds only what no compute hides",
         totals=[{one.name: one.value(row) for one in columns} for row in whole],
-        remarks=["The unrecorded step is the median wall time of the steps that pay for no recording."]
+        remarks=["The unrecorded step is the median wall time of the steps without recording."]
         if comparison.unrecorded_step is not None
         else ["The layers' row is the median time from one forward to the next."]
         if comparison.layer_pace is not None
@@ -306,7 +306,7 @@ def _bytes_table(comparison: RunComparison) -> Table:
         columns,
         differing,
         every=[row for row in comparison.communication if not row.equal] if differing else None,
-        note="mean per rank and step; layers that are alike share a row, summed",
+        note="mean per rank and step; identical layers are summed in one row",
         limit=_ROWS,
     )
 
@@ -437,7 +437,7 @@ def baseline_document(baseline: Baseline) -> Document:
     }
     if baseline.unrecorded_step is not None:
         facts["unrecorded step"] = f"{show_ns(baseline.unrecorded_step.median_ns)} (median)"
-    title = "What is kept"
+    title = "Stored sums"
     return Document(
         title="Baseline",
         sections=c.section("baseline", title, Facts(title=title, pairs=facts), *_tables(baseline)),

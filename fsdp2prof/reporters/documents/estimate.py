@@ -244,7 +244,7 @@ def _category_table(estimate: MemoryEstimate) -> Table:
 def _stream_table(estimate: MemoryEstimate) -> Table:
     columns = [c.text("stream", of=0), c.sized("reserved_bytes", "reserved", of=1)]
     whole: dict[str, Value] = {"stream": "all", "reserved_bytes": estimate.peak.reserved_bytes}
-    note = "each stream's pool keeps its own blocks"
+    note = "each stream has its own pool of blocks"
     streams = estimate.peak.streams.items()
     return c.table("by_stream", "Reserved by stream", columns, streams, note=note, totals=[whole])
 
@@ -255,7 +255,7 @@ def _step_table(estimate: MemoryEstimate) -> Table:
         c.sized("reserved_bytes", "reserved", unit="all"),
         c.sized("active_bytes", "in use", unit="all"),
     ]
-    note = "the first step has no optimizer state before its end"
+    note = "optimizer state is created at the end of the first step"
     return c.table("steps", "Step by step", columns, estimate.steps, note=note)
 
 
@@ -320,7 +320,7 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
             c.sized("headroom_bytes", "left", unit="all"),
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
-        note="each estimated as the run itself; left: with context and communicators counted high",
+        note="each estimated like the run itself; left: with the upper end for context and communicators",
     )
     advice = Sentences(title="What fits", lines=estimate.advice, style="list")
     return [Section(anchor="tried", title=title, blocks=[table, advice])]
@@ -346,8 +346,8 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
             Section(
                 anchor="communication",
                 title="Communication",
-                lead="Payload is an all-gather's whole output, a reduce-scatter's whole input; wire is what "
-                "the rank sends.",
+                lead="Payload is the output of an all-gather, the input of a reduce-scatter; wire is "
+                "what the rank sends.",
                 blocks=[_operation_table(estimate), _collective_table(estimate)],
             ),
             *_sync_sections(estimate),
@@ -359,7 +359,7 @@ def comm_estimate_document(estimate: CommEstimate) -> Document:
     )
 
 
-_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them kept"}
+_PER = {"parameter": "parameter", "layer": "FSDP unit", "whole": "parameter, all of them held"}
 
 
 def _sync_sections(estimate: CommEstimate) -> list[Section]:
@@ -375,7 +375,7 @@ def _sync_sections(estimate: CommEstimate) -> list[Section]:
         f"{held} held at once at most",
         f"{format_count(sync.broadcasts)} broadcasts in {sync.dtype}: {sent} sent by one rank, {received} "
         "received by all together",
-        f"{format_bytes(sync.kept_bytes)} kept by each rank of an engine",
+        f"{format_bytes(sync.kept_bytes)} held by each rank of an engine",
     ]
     rate = sync.bandwidth_bytes_per_s
     if rate is not None and sync.gather_seconds is not None and sync.send_seconds is not None:
@@ -417,7 +417,7 @@ def _collective_table(estimate: CommEstimate) -> Table:
         c.sized("payload_bytes", "payload"),
         c.sized("wire_bytes", "wire"),
     ]
-    note = "layers that send the same share a row, summed"
+    note = "layers with identical traffic are summed in one row"
     folded, every = estimate.groups_folded, estimate.groups
     return c.table("by_layer", "By layer", columns, folded, every=every, note=note, every_note="")
 
@@ -481,7 +481,9 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
                 title="Assumptions",
                 blocks=[
                     _facts(estimate),
-                    Sentences(title="Not known, and varied", lines=estimate.range.unknown, style="list"),
+                    Sentences(
+                        title="Unknowns that the range covers", lines=estimate.range.unknown, style="list"
+                    ),
                     Sentences(title="Assumptions", lines=estimate.assumptions, style="list"),
                 ],
                 detail=True,
@@ -531,4 +533,4 @@ def _kernels(estimate: StepEstimate) -> Table:
         c.bar("step_frac", of=lambda row: row[1] / estimate.step_ns),
     ]
     rows = sorted(estimate.kernels_ns.items(), key=lambda item: -item[1])
-    return c.table("kernels", "What the compute stream's kernels are bound by", columns, rows)
+    return c.table("kernels", "Compute stream by bound", columns, rows)

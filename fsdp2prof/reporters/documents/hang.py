@@ -47,7 +47,7 @@ def hang_document(hang: HangAnalysis) -> Document:
         sections=[
             *c.section("standings", "The blocked collective", _standings(hang), _mismatches(hang)),
             *c.section("places", "At which line", *_lines(hang)),
-            Section(anchor="ranks", title="What each rank did last", blocks=[_ranks(hang)]),
+            Section(anchor="ranks", title="Last collective of each rank", blocks=[_ranks(hang)]),
         ],
     )
 
@@ -60,7 +60,7 @@ def _standings(hang: HangAnalysis) -> Table:
         c.name("no_dump", "no dump"),
     ]
     note = "the first unfinished one of each process group"
-    title = "Collectives that ranks wait in"
+    title = "Collectives in progress"
     return c.table("standings", title, columns, hang.standings, note=note, noun="collective")
 
 
@@ -70,7 +70,7 @@ def _mismatches(hang: HangAnalysis) -> Table:
         rows += [(one.found, one.ranks, one.kind), (one.expected, one.others, "expected")]
     columns = [*_call_columns(0), c.name("ranks", of=1), c.text("kind", of=2)]
     note = "the first of each process group"
-    title = "Collectives that ranks issued differently"
+    title = "Mismatched collectives"
     return c.table("mismatches", title, columns, rows, note=note, noun="collective")
 
 
@@ -91,7 +91,7 @@ def _places(hang: HangAnalysis) -> Table:
         c.name("native", "C or C++"),
     ]
     note = "the innermost call in the user's own code, and the innermost of all"
-    title = "Lines of the main threads"
+    title = "Stacks of the main threads"
     return c.table("places", title, columns, hang.places, note=note, limit=_RANKS, noun="place")
 
 
@@ -110,8 +110,8 @@ def _ranks(hang: HangAnalysis) -> Table:
         *_call_columns(_call),
         c.name("place", "issued at", of=lambda one: None if (call := _call(one)) is None else call.place),
     ]
-    note = "the call it waits in, else its last; behind: collectives behind the furthest rank"
-    title = "What each rank did last"
+    note = "the call in progress, else the last one; behind: collectives behind the furthest rank"
+    title = "Last collective of each rank"
     return c.table("ranks", title, columns, hang.ranks, note=note, limit=_RANKS, noun="rank")
 
 

@@ -158,7 +158,7 @@ def diff_document(found: TraceDiff) -> Document:
         noun="name",
     )
     return Document(
-        title=f"What changed on {_rank(found.rank)}",
+        title=f"Changes on {_rank(found.rank)}",
         sections=[
             Section(anchor="sides", title="Compared", blocks=[Facts(title="Compared", pairs=sides)]),
             _section(changes),

@@ -51,7 +51,9 @@ def peak_table(analysis: MemoryAnalysis) -> Table:
         note="highest first" if several else "",
         limit=_RANK_ROWS,
         noun="rank",
-        remarks=[f"Below is rank {ranks[0].rank}, the fullest; --ranks shows another."] if several else [],
+        remarks=[f"Details below are of rank {ranks[0].rank}, which peaks highest; --ranks selects another."]
+        if several
+        else [],
     )
 
 
@@ -102,11 +104,11 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
     folded = len(peak.layers_folded) < len(peak.layers)
     return c.table(
         "by_layer",
-        "The same by layer",
+        "Memory at the peak by layer",
         columns,
         peak.layers_folded,
         every=peak.layers,
-        note=f"{unit}; layers that are alike share a row, summed" if folded else unit,
+        note=f"{unit}; identical layers are summed in one row" if folded else unit,
         every_note=unit,
         limit=_LAYER_ROWS,
         totals=[{"layer": "all", "bytes": peak.allocated_bytes, **sums}],
@@ -162,7 +164,7 @@ def layer_peak_table(rank: RankMemory) -> Table:
     """Return how high memory was while each layer ran, and how much it grew."""
     columns = [c.layer(), c.text("phase"), c.size("peak_bytes", "peak"), c.size("delta_bytes", "growth")]
     rows = sorted(rank.layers, key=lambda row: -row.peak_bytes)
-    note = "of the whole device, highest first; growth from its begin to its end"
+    note = "of the whole device, highest first; growth: from begin to end of the layer"
     return c.table("layers_running", "While each layer ran", columns, rows, note=note, limit=_LAYER_ROWS)
 
 

@@ -56,7 +56,7 @@ def _communicators(found: NcclAnalysis) -> list[Table]:
             "Communicators",
             columns,
             found.communicators,
-            note="those with a cause of slowness first",
+            note="those with a known cause of slowness first",
             limit=_ROWS,
             noun="communicator",
         ),
@@ -104,5 +104,5 @@ def _ranks(found: NcclAnalysis) -> Table:
         c.count("came_last", "came\nlast"),
         c.count("dropped"),
     ]
-    note = "came last: of the collectives that several ranks wrote"
+    note = "came last: counted in collectives that several ranks logged"
     return c.table("ranks", "Ranks", columns, found.ranks, note=note, limit=_RANKS, noun="rank")

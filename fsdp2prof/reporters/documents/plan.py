@@ -102,7 +102,7 @@ def plan_document(plan: Plan) -> Document:
             Section(
                 anchor="families",
                 title="The best of each family",
-                lead="Best first; what does not fit last.",
+                lead="Best first; configurations that do not fit come last.",
                 blocks=[
                     _family_table(plan, plan.families, "families", "The best of each family", "family"),
                     Sentences(title=_WHY, lines=[_why(f) for f in _losers(plan)], style="list"),
@@ -240,7 +240,7 @@ def _changes(plan: Plan) -> Section:
     return Section(
         anchor="changes",
         title="One thing changed",
-        lead="The winner with one option or one mesh dimension of another size, the rest as good as it gets.",
+        lead="The winner with one option or mesh dimension changed, the others chosen again.",
         blocks=[table, Sentences(title=f"What each change does ({_OF_A_STEP})", lines=lines, style="list")],
     )
 
@@ -252,7 +252,7 @@ def _precisions(plan: Plan) -> Section:
     return Section(
         anchor="precisions",
         title="If the training's numbers may change",
-        lead="The best of all configurations in another precision. It wins only where it is fixed.",
+        lead="The best configuration in another precision, recommended only where that is fixed.",
         blocks=[
             table,
             Sentences(title=f"What each precision does ({_OF_A_STEP})", lines=lines, style="list"),

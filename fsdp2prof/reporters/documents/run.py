@@ -119,7 +119,7 @@ def _rank_table(ranks: Sequence[RunRank]) -> Table:
         *([c.prose("error", of=lambda rank: rank.error or "")] if any(rank.error for rank in ranks) else []),
     ]
     rows = sorted(ranks, key=lambda rank: (rank.state == "complete", rank.rank))
-    note = "those in trouble first; the median of the steps that were not recorded"
+    note = "ranks with problems first; median of the unrecorded steps"
     return c.table("ranks", "Ranks", columns, rows, note=note, limit=_RANK_ROWS, noun="rank")
 
 

@@ -52,9 +52,9 @@ def rows_blocks(sharding: ShardingMap, limit: int = _ROWS) -> list[Block]:
     """Return who holds which rows, as a picture and as a table of ``limit`` lines at first."""
     figure = sharding_chart(sharding)
     padding = show_bytes(sharding.padding_bytes)
-    uneven = f" but for {padding} of padding" if sharding.padding_bytes else ""
-    title = f"Rows are cut evenly{uneven}"
-    note = "blue: a full shard; orange: a short one; red: nothing"
+    uneven = f" except for {padding} of padding" if sharding.padding_bytes else ""
+    title = f"Rows are sharded evenly{uneven}"
+    note = "blue: full shard; orange: short; red: empty"
     picture = [] if figure is None else [Chart(name="shards", title=title, note=note, figure=figure)]
     return [*picture, replace(_rows(sharding), limit=limit)]
 
@@ -74,7 +74,7 @@ def _parameters(sharding: ShardingMap) -> Table:
         c.sized("padding_bytes", "padding"),
         c.name("placements"),
     ]
-    note = "shards of the dimension that is cut; padding in all of them"
+    note = "shards of the sharded dimension; padding summed over them"
     rows = sharding.parameters
     return c.table("parameters", "Parameters", columns, rows, note=note, limit=_ROWS, noun="parameter")
 
@@ -88,7 +88,7 @@ def _rows(sharding: ShardingMap) -> Table:
         c.count("rows", "rows of\neach", of="1.rows"),
     ]
     rows = [(one, piece) for one in sharding.parameters for piece in one.pieces]
-    note = "neighbouring shards of equally many rows share a line"
+    note = "neighbouring shards with the same number of rows share a line"
     return c.table("rows", "Rows", columns, rows, note=note, limit=_ROWS, noun="line")
 
 
@@ -113,7 +113,7 @@ def _ranks(sharding: ShardingMap) -> Table:
         c.number("rank"),
         c.sized("bytes", "holds"),
         c.sized("padded_bytes", "allocates"),
-        c.count("empty_parameters", "parameters it\nhas nothing of"),
+        c.count("empty_parameters", "empty\nparameters"),
     ]
     return c.table("ranks", "Ranks", columns, sharding.ranks, limit=_ROWS, noun="rank")
 
@@ -178,7 +178,7 @@ def _files(files: Sequence[CheckpointFile]) -> Table:
         c.sized("needed_bytes", "needed"),
         c.count("entries", "pieces"),
     ]
-    note = "needed: where the last piece ends"
+    note = "needed: end of the last chunk"
     return c.table("files", "Files", columns, files, note=note, limit=_ROWS, noun="file")
 
 
@@ -194,6 +194,6 @@ def _differences(model: CheckpointModel) -> Table:
     ]
     remarks = [f"With optimizer state: {model.with_optimizer_state:,} of {model.parameters:,} parameters."]
     if model.prefix:
-        remarks.insert(0, f"Names in the checkpoint begin with {model.prefix}")
+        remarks.insert(0, f"Prefix of the names in the checkpoint: {model.prefix}")
     noun = "difference"
     return c.table("mismatches", _MODEL, columns, model.mismatches, limit=_ROWS, noun=noun, remarks=remarks)

@@ -255,8 +255,8 @@ def _spark(name: str, timeline: StepTimeline) -> Spark | None:
     seen = [word for word in PHASES.values() if word.header in letters]
     return Spark(
         values=timeline.compute_frac,
-        title=f"What part of the ranks computes in step {timeline.step}",
-        full="every rank computes",
+        title=f"Share of ranks that compute in step {timeline.step}",
+        full="every rank",
         marks="".join(letters),
         legend=", ".join(f"{word.header} {word.label}" for word in seen),
     )
@@ -293,6 +293,6 @@ def _stall_table(sides: Sequence[Side]) -> list[Table]:
             note="ms; needed and ended on the timeline's clock",
             limit=_STALL_ROWS,
             noun="wait",
-            remarks=[f"{left_out:,} shorter ones are not kept."] if left_out else [],
+            remarks=[f"{left_out:,} shorter waits are left out."] if left_out else [],
         )
     ]

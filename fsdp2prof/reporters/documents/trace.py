@@ -23,7 +23,7 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
-from fsdp2prof.reporters.documents.brief import in_order, trace_brief
+from fsdp2prof.reporters.documents.brief import causes_section, in_order, trace_brief
 from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
 from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
@@ -32,7 +32,7 @@ from fsdp2prof.reporters.formats import show_gb_per_s, show_op
 from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
-from fsdp2prof.vocabulary import BREAKDOWN_PARTS, layer_name
+from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LEDGER_CAUSES, layer_name
 
 _STATES_NAMED = 4
 _PARTS_NAMED = 3
@@ -75,14 +75,23 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     numbers = [KeyFigure(value=format_ns(totals.step_ns), label="traced step, mean")]
     if step is not None:
         numbers.insert(0, KeyFigure(value=format_ns(step.median_ns), label="unrecorded step, median"))
-    if totals.exposed_frac is not None:
-        exposed = format_frac(totals.exposed_frac)
-        numbers.append(KeyFigure(value=exposed, label="of the traced step is exposed communication"))
+    exposed = _exposed_frac(analysis)
+    if exposed is not None:
+        label = f"of the traced step is {LEDGER_CAUSES['communication'].label}"
+        numbers.append(KeyFigure(value=format_frac(exposed), label=label))
     if totals.tokens_per_s is not None:
         numbers.append(KeyFigure(value=f"{totals.tokens_per_s:,.0f}", label="tokens/s over all ranks"))
     if totals.mfu is not None:
         numbers.append(KeyFigure(value=format_frac(totals.mfu), label="MFU"))
     return numbers
+
+
+def _exposed_frac(analysis: TraceAnalysis) -> float | None:
+    """Return the share that the findings state: the ledger's, which knows more than the breakdown."""
+    ledger = analysis.ledger
+    if ledger is None or not ledger.step_ns:
+        return analysis.totals.exposed_frac
+    return ledger.causes_ns.get("communication", 0.0) / ledger.step_ns
 
 
 def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[Section]:
@@ -93,6 +102,7 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
     return [
         *timeline_section(analysis.timeline, _late_ranks(analysis)),
         *what_if_section(analysis.what_if),
+        *causes_section(analysis),
         _communication_section(analysis),
         *_rank_section(analysis),
         *_step_section(analysis, predicted),
@@ -231,14 +241,14 @@ def _chart(name: str, title: str, figure: Figure | None, note: str = "") -> list
 
 
 def step_title(analysis: TraceAnalysis) -> str:
-    """Name the largest parts of the step, exposed communication of all kinds as one."""
+    """Name the largest activities of the step, collectives of all kinds beside which nothing runs as one."""
     totals = analysis.totals
-    parts = {"exposed communication": totals.exposed_frac or 0.0}
+    parts = {"collectives alone": totals.exposed_frac or 0.0}
     for part, share in totals.breakdown_frac.items():
         if not part.startswith("exposed") or part == "exposed_memcpy":
             parts[BREAKDOWN_PARTS[part].label] = share
     largest = sorted((part for part in parts if parts[part]), key=lambda part: -parts[part])[:_PARTS_NAMED]
-    return f"A step is {', '.join(f'{format_frac(parts[part])} {part}' for part in largest)}"
+    return f"By activity, a step is {', '.join(f'{format_frac(parts[part])} {part}' for part in largest)}"
 
 
 def layers_title(analysis: TraceAnalysis) -> str:

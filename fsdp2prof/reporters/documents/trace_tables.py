@@ -27,7 +27,7 @@ _STRAGGLER_ROWS = 5
 _ALWAYS_SHOWN = ("compute", "idle")
 
 
-# Where the step goes.
+# Each step by activity.
 
 
 def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
@@ -47,7 +47,7 @@ def breakdown_table(analysis: TraceAnalysis, predicted: bool) -> Table:
     shares: dict[str, Value] = {f"{part}_ns": f"{100 * totals.breakdown_frac[part]:.1f}" for part in parts}
     return c.table(
         "breakdown",
-        "Where the step goes",
+        "Each step by activity",
         columns,
         rows,
         every=None if rows == every else every,
@@ -300,7 +300,7 @@ def wait_table(analysis: TraceAnalysis) -> Table:
     """Return how long each rank waited, and how long it kept the others waiting."""
     columns = [
         c.number("rank"),
-        c.time("wait_caused_ns", "kept others\nwaiting"),
+        c.time("wait_caused_ns", "others\nwaited"),
         c.time("wait_ns", "waited\nitself"),
     ]
     note = "in collectives, all steps together; waiting of the others is summed over them"
@@ -313,7 +313,7 @@ def straggler_table(analysis: TraceAnalysis) -> Table:
     columns = [
         c.number("rank"),
         c.layer(),
-        c.time("wait_caused_ns", "kept others\nwaiting"),
+        c.time("wait_caused_ns", "others\nwaited"),
         c.count("collectives", "n"),
         c.prose("cause", "because"),
     ]

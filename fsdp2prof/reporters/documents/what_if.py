@@ -25,7 +25,9 @@ def what_if_document(result: WhatIf) -> Document:
         sections=[
             Section(anchor="what_if", title=_TITLE, blocks=blocks),
             *_shown(result),
-            Section(anchor="assumptions", title="What this rests on", blocks=[_grounds(result)], detail=True),
+            Section(
+                anchor="assumptions", title="Assumptions and error", blocks=[_grounds(result)], detail=True
+            ),
         ],
     )
 
@@ -33,7 +35,7 @@ def what_if_document(result: WhatIf) -> Document:
 def what_if_section(tried: Sequence[WhatIfChange]) -> list[Section]:
     """Return the section of single changes that were tried on a recording; none without any."""
     blocks = _tried(tried, _TITLE)
-    lead = "Each change alone, by running the recorded steps again with it."
+    lead = "Each change alone, by replaying the recorded steps with it."
     return [Section(anchor="what_if", title=_TITLE, lead=lead, blocks=blocks)] if blocks else []
 
 
@@ -77,7 +79,7 @@ def _table(applied: Sequence[WhatIfChange], title: str) -> Table:
         c.sized("memory_bytes", "memory"),
         c.prose("what", "description"),
     ]
-    note = "ms of a mean step, and of the recorded steps that gain least and most; memory of a rank, at most"
+    note = "ms per mean step, and in the steps that gain least and most; memory: upper bound per rank"
     return c.table("what_if", title, columns, applied, note=note, noun="change")
 
 
@@ -124,7 +126,7 @@ def _grounds(result: WhatIf) -> Block:
         f"replayed without a change, a step takes {format_ns(result.replayed_ns)}: {error} off the recording",
         *result.assumptions,
     ]
-    return Sentences(title="What this rests on", lines=lines, style="list")
+    return Sentences(title="Assumptions and error", lines=lines, style="list")
 
 
 def _with(change: str) -> str:

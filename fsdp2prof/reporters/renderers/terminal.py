@@ -366,7 +366,7 @@ def _chart(chart: Chart, width: int) -> RenderableType | None:
     top = max(values)
     line = "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
     below = [_text(text, "dim") for text in (marks, spark.legend) if text]
-    note = ", ".join(text for text in (chart.note, f"full height {spark.full}") if text)
+    note = ", ".join(text for text in (chart.note, f"full height: {spark.full}") if text)
     return _titled(spark.title or chart.title, note, Group(_text(line, "blue"), *below))
 
 

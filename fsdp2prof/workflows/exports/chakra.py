@@ -125,7 +125,7 @@ def _require_all(job: JobFiles, ranks: Sequence[RecordedRank]) -> None:
         some = ", ".join(map(str, missing[:5])) + ("..." if missing[5:] else "")
         raise InputError(
             f"{job.path}: {len(missing)} of {world} ranks have no trace (rank {some}), and a simulation "
-            "wants one of every rank: record with --ranks all"
+            "needs one for every rank: record with --ranks all"
         )
 
 

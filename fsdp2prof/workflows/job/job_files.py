@@ -201,9 +201,7 @@ class JobFiles:
 
 def _processes_of_report(path: Path, count: int) -> Found:
     files = tuple(RankFile(rank=rank, path=path) for rank in range(count))
-    told = (
-        f"{path.name} holds {count} processes and not their ranks: taken as ranks 0 to {count - 1} by device"
-    )
+    told = f"{path.name} has {count} processes but no ranks: assumed to be ranks 0 to {count - 1} by device"
     return Found(files=files, warnings=(told,))
 
 

@@ -98,7 +98,7 @@ def _of_one_iteration(
         return chosen, []
     more = f" and {len(chosen) - 1} more" if len(chosen) > 1 else ""
     return chosen, [
-        f"read is the newest of iterations {numbers}: {chosen[0].path}{more}; --iteration chooses another"
+        f"reading the newest of iterations {numbers}: {chosen[0].path}{more}; --iteration chooses another"
     ]
 
 

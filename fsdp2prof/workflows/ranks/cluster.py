@@ -133,7 +133,7 @@ class Cluster:
             blind = sorted(worker for worker, there in seen.items() if not there)
             if blind:
                 raise ClusterError(
-                    f"{location}: worker {blind[0]} does not see it: RUN must lie on a disk that all workers "
+                    f"{location}: worker {blind[0]} cannot read it: RUN must be on a disk that all workers "
                     "share, or at a URL"
                 )
 
