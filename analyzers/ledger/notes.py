@@ -150,11 +150,11 @@ def _unlike_steps(book: Book) -> list[Finding]:
         everywhere = frozenset.intersection(*kinds)
         told = [
             f"{_reduced(sorted(layers - everywhere), which)} ({_each(book, rank, which)})"
-            for layers, which in kinds.items()
+            for layers, which in sorted(kinds.items(), key=lambda kind: -len(kind[0]))
         ]
         problem = (
-            f"The steps are not alike: gradients are reduced {_listed(told)}. Models updated in turns make "
-            "a step each; so do micro-batches that a profiler counts as steps."
+            f"The steps are of {len(kinds)} kinds: {_listed(told)}. Models updated in turns make a step "
+            "each; so do micro-batches that a profiler counts as steps."
         )
         return [_finding(problem, list(kinds.values()), rank)]
     counts = _alike({step: sum(layers.values()) for step, layers in gathered.items()})
@@ -173,9 +173,9 @@ def _unlike_steps(book: Book) -> list[Finding]:
 
 def _finding(problem: str, kinds: list[list[int]], rank: int) -> Finding:
     steps = ",".join(map(str, kinds[0]))
-    change = f"Means mix them: analyse one kind alone, for example with --steps {steps}."
+    change = f"Means mix them: analyze one kind alone, for example with --steps {steps}."
     facts: dict[str, EvidenceValue] = {"kinds": len(kinds), "rank": rank}
-    return finding("unlike_steps", "info", None, problem, change, facts)
+    return finding("unlike_steps", "low", None, problem, change, facts)
 
 
 def _each(book: Book, rank: int, steps: list[int]) -> str:
@@ -207,9 +207,9 @@ def _alike(steps: Mapping[int, _Kind]) -> dict[_Kind, list[int]]:
 
 def _reduced(layers: list[str], steps: list[int]) -> str:
     if not layers:
-        return f"of no other layer in {numbered('step', steps)}"
+        return f"{numbered('step', steps)} of no others"
     more = f" and {plural(len(layers) - 1, 'more layer')}" if len(layers) > 1 else ""
-    return f"of {named_layer(layers[0])}{more} in {numbered('step', steps)}"
+    return f"{numbered('step', steps)} reduce gradients of {named_layer(layers[0])}{more}"
 
 
 def _listed(kinds: list[str]) -> str:

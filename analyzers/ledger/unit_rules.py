@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
@@ -12,9 +13,11 @@ from fsdp2prof.analyzers.ledger.size_rules import too_coarse, too_fine
 from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.results.communication import GroupRow
-from fsdp2prof.units import format_bytes, plural
+from fsdp2prof.units import dtype_bytes, format_bytes, plural
 
 _HALF = ("bfloat16", "float16")
+_MANY_BATCHES = 8
+"""Micro-batches of a step from which on gathering parameters once for all of them is proposed."""
 
 
 def enter_setup(book: Book) -> None:
@@ -23,6 +26,7 @@ def enter_setup(book: Book) -> None:
         _across_nodes,
         _every_micro_batch,
         _gathered_repeatedly,
+        _gathered_every_micro_batch,
         _resharded_needlessly,
         too_fine,
         too_coarse,
@@ -174,6 +178,52 @@ def _gathered_repeatedly(book: Book) -> None:
         fqn=fqn,
         why_sure="the recorder counts all-gathers and forwards",
         evidence={"gathers": gathers, "micro_batches": passes, "units": len(found)},
+    )
+
+
+def _gathered_every_micro_batch(book: Book) -> None:
+    """Units that are gathered anew in each of many micro-batches, where once would do for all of them."""
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    if manifest is None:
+        return
+    batches = {one.root: one.micro_batches or 0 for one in manifest.roots}
+    mine: list[Charge] = []
+    found, added = [], 0
+    for group in manifest.param_groups:
+        passes, again = batches.get(group.root, 0), group.evaluations
+        if passes < _MANY_BATCHES or group.gathers is None or again is None or group.gathers - again < passes:
+            continue
+        fqn = qualified_fqn(group.fqn, group.root, manifest.root_count)
+        part = group.gathers - again - 1, group.gathers
+        mine += book.take("communication", partial(_of_layer, is_kind("all_gather"), fqn), part)
+        found.append((group.gathers, passes, fqn))
+        added += sum(
+            (prod(one.global_shape) - prod(one.local_shape))
+            * (dtype_bytes(group.param_dtype or one.dtype) or 0)
+            for one in group.parameters
+        )
+    if book.frac(sum(one.ns for one in mine)) < book.thresholds.min_cost_frac:
+        book.put_back(mine)
+        return
+    gathers, passes, fqn = max(found)
+    units = named_layer(fqn) if len(found) == 1 else plural(len(found), "unit")
+    book.enter(
+        mine,
+        id="gathered_every_micro_batch",
+        cause="communication",
+        title="gathering parameters in every micro-batch",
+        problem=f"Parameters of {units} are gathered {gathers} times a step, anew in each of {passes} "
+        "micro-batches: all but the first time take {cost}.",
+        remedy=Remedy(
+            change="Keep parameters gathered between micro-batches (reshard_after_forward=False, and "
+            f"set_reshard_after_backward(False) in all but the last): {format_bytes(added)} more memory. Or "
+            "run fewer and larger micro-batches.",
+            reason="the exposed time of all gathers but one",
+            memory_bytes=added,
+        ),
+        fqn=worst_layer(mine),
+        why_sure="the recorder counts all-gathers and micro-batches",
+        evidence={"gathers": gathers, "micro_batches": passes, "memory_bytes": added},
     )
 
 

@@ -9,6 +9,10 @@ from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
+_GENERATING = (
+    "Keep the model gathered while it generates (set_reshard_after_forward(False)), or generate with an "
+    "inference engine."
+)
 
 
 def enter_work(book: Book) -> None:
@@ -47,14 +51,19 @@ def _evaluation(book: Book) -> None:
         title="forwards without backward",
         problem=problem,
         remedy=Remedy(
-            change=f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps if it "
-            "only measures (evaluation, metrics), or remove it if its output is not used. If the training "
-            "needs it (rollouts, scores), keep the model gathered over several such forwards "
-            "(set_reshard_after_forward(False)).",
+            change=_GENERATING if site and "generat" in site else _evaluate_less(site),
             reason="all of their time",
         ),
         why_sure="forwards and backwards are counted by their labels",
         evidence={"forwards_per_step": each, "steps": len(steps), "site": site},
+    )
+
+
+def _evaluate_less(site: str | None) -> str:
+    return (
+        f"{f'Run the forward at {site}' if site else 'Evaluate'} every few hundred steps if it only measures "
+        "(evaluation, metrics), or remove it if its output is not used. If the training needs it (rollouts, "
+        "scores), keep the model gathered over several such forwards (set_reshard_after_forward(False))."
     )
 
 

@@ -43,7 +43,9 @@ def _ranks(evidence: RunEvidence) -> Outcome:
     ]
     name, world = "ranks", evidence.world_size
     if not evidence.sharded and len(left_out) < max(1, len(missing)):
-        problem = "No rank described a parameter group: nothing is sharded by fully_shard, or nothing ran."
+        ended = next((one.error for one in evidence.manifests.values() if one.error), None)
+        why = f"they ended with {ended}" if ended else "nothing is sharded by fully_shard, or nothing ran"
+        problem = f"No rank described a parameter group: {why}."
         return failed(name, world, finding("nothing_sharded", "high", problem, ranks=[]))
     if not missing:
         return ok(name, world, f"all {plural(world, 'rank')} described their parameter groups")

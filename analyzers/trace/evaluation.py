@@ -42,6 +42,7 @@ def evaluation(tables: RankTables) -> Evaluation:
     A backward belongs to the latest forwards before it that ran the same modules, as many as its modules have
     ``pre_backward`` labels. A model of which no forward has a backward (a frozen teacher) is not evaluated:
     it is part of the training, and left out even where its modules have the names of a trained model's.
+    Where models are updated in turns, a backward may come after another's update.
     Neither is a forward that the recording cuts off from its backward.
     """
     labels = tables.trace.labels
@@ -50,7 +51,7 @@ def evaluation(tables: RankTables) -> Evaluation:
     trained: set[str] = set()
     open_ones: list[_Pass] = []
     current: _Pass | None = None
-    in_backward = False
+    in_backward, before, updated, in_turns = False, 0, 0, False
     backward: Counter[str] = Counter()
     finished = -1  # labels inside the final callback belong to the backward that it ends
     for start, end, kind, fqn in _ordered(labels, frozen):
@@ -58,7 +59,7 @@ def evaluation(tables: RankTables) -> Evaluation:
             continue
         if kind == "root_post_backward_callback":
             if in_backward:
-                _match(open_ones, backward)
+                in_turns |= _match(open_ones, backward, updated)
                 trained |= set(backward)
             in_backward, backward, current, finished = False, Counter(), None, end
         elif "backward" in kind:
@@ -67,7 +68,7 @@ def evaluation(tables: RankTables) -> Evaluation:
                 backward[fqn] += 1
         elif in_backward or kind in ("optimizer", "root"):
             if kind == "optimizer":
-                current = None
+                current, before, updated = None, updated, start
         elif kind == "root_pre_forward":
             current = _Pass(start, end)
             open_ones.append(current)
@@ -77,8 +78,10 @@ def evaluation(tables: RankTables) -> Evaluation:
         elif current is not None and kind in _ENDS_FORWARD:
             current.end = max(current.end, end)
     if in_backward:
-        _match(open_ones, backward)
+        _match(open_ones, backward, updated)
         trained |= set(backward)
+    if in_turns:  # backward of the last step's forwards may come in a step that is not recorded
+        open_ones = [one for one in open_ones if one.start < before]
     last = open_ones[-1].start if open_ones and not in_backward else None
     left = [
         one
@@ -102,17 +105,21 @@ def _is_cut_off(tables: RankTables, one: _Pass) -> bool:
     return not len(work) or int(work.launch_ns.max()) <= one.end or not len(tables.steps)
 
 
-def _match(open_ones: list[_Pass], backward: Counter[str]) -> None:
-    """Take away the forwards that a backward belongs to, the latest first."""
+def _match(open_ones: list[_Pass], backward: Counter[str], updated: int) -> bool:
+    """Take away the forwards that a backward belongs to, the latest first.
+
+    Returns whether one of them came before the last ``updated``: models are updated in turns.
+    """
     if not backward:
-        return
+        return False
+    in_turns = False
     wanted = Counter(backward.values()).most_common(1)[0][0]
     for one in reversed(list(open_ones)):
-        if not wanted:
-            return
-        if set(one.modules) & set(backward):
+        if wanted and set(one.modules) & set(backward):
             open_ones.remove(one)
+            in_turns |= one.start < updated
             wanted -= 1
+    return in_turns
 
 
 def _ordered(labels: LabelTable, frozen: Collection[int]) -> list[tuple[int, int, str, str | None]]:

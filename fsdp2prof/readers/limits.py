@@ -18,7 +18,12 @@ _MOST_OPEN = 4096
 
 
 def too_many_labels(labels: LabelTable) -> str | None:
-    """Say what FSDP's labels have more of than a process can, if anything; they are in order of start."""
+    """Say what labels have more of than a process can, if anything; they are in order of start."""
+    steps = np.flatnonzero(labels.name.matches(lambda name: name.startswith("ProfilerStep#")))
+    marked = np.unique(np.stack([labels.name.codes[steps], labels.thread[steps]]), axis=1)[0]
+    most = int(np.unique(marked, return_counts=True)[1].max(initial=0))
+    if most > 1:
+        return f"a step on {most} threads; write the trace of each rank to its own file"
     rows = np.flatnonzero(labels.name.matches(lambda name: parse_label(name) is not None))
     threads = len(np.unique(labels.thread[rows]))
     if threads > _MOST_THREADS:

@@ -395,6 +395,16 @@ def test_malformed_json_far_into_the_file(tmp_path: Path, workers: int) -> None:
         read_trace(path, workers=workers, piece_bytes=20000)
 
 
+def test_a_file_that_holds_several_ranks_is_refused(tmp_path: Path) -> None:
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#4", "ts": 1.0, "dur": 9.0, "tid": 7}
+    path = tmp_path / "merged.json"
+    path.write_text(json.dumps({"traceEvents": [{**step, "pid": pid} for pid in (100, 200, 300)]}))
+    with pytest.raises(
+        TraceError, match=r"a step on 3 threads; write the trace of each rank to its own file"
+    ):
+        read_trace(path)
+
+
 def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "nothing.json")

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.sharded_groups import sharded_group
+from support.traces import TraceBuilder
 from synthetic import Schedule, record, transformer, write
 
 from fsdp2prof.analyzers.trace.evaluation import evaluation
@@ -37,3 +38,39 @@ def test_a_frozen_teacher_with_the_students_names_is_part_of_the_training(
     assert len(evaluation(rank_tables(read_trace(path, workers=1), manifest)).passes) == (
         0 if frozen else schedule.steps
     )
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_forward_whose_backward_comes_after_another_models_update_is_no_evaluation(in_turns: bool) -> None:
+    """A GAN's steps: ``g`` forward, ``d`` forward, backward and update; then ``g`` backward and update.
+
+    Of the last step, which is of ``d``, the backward of ``g`` is not recorded. Where ``g`` never has one, it
+    is not trained and no evaluation either.
+    """
+    trace, at = TraceBuilder(), 0
+
+    def label(*names: str) -> None:
+        nonlocal at
+        for name in names:
+            trace.label(name, at, at + 5)
+            at += 10
+
+    def forward(module: str) -> None:
+        label("FSDP::root_pre_forward", f"FSDP::pre_forward ({module})", f"FSDP::post_forward ({module})")
+
+    def update(module: str) -> None:
+        label(f"FSDP::pre_backward ({module})", "FSDP::root_post_backward_callback")
+        label("Optimizer.step#AdamW.step")
+
+    begins = []
+    for step in range(5):
+        begins.append(at)
+        if step % 2 == 0:
+            forward("g")
+            forward("d")
+            update("d")
+        elif in_turns:
+            update("g")
+    for step, begin in enumerate([*begins, at][1:]):
+        trace.label(f"ProfilerStep#{step}", begins[step], begin)
+    assert evaluation(rank_tables(trace.build())).passes == []

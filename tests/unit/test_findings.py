@@ -442,10 +442,12 @@ def test_steps_of_several_kinds_are_told(tmp_path: Path) -> None:
     rest = f"step{'s' if len(others) > 1 else ''} {' and '.join(map(str, others))}"
     assert without(analysis, "none", first) == []
     (turns,) = without(analysis, "reduce_scatter", first, "layers.2", "layers.3")
-    said = rf"of no other layer in step {first} \(\S+ ms each\), of `layers.2` and 1 more layer in {rest} \("
-    assert re.search(f"gradients are reduced {said}", turns.message)
+    said = (
+        rf"{rest} reduce gradients of `layers.2` and 1 more layer \(\S+ ms each\), step {first} of no others"
+    )
+    assert re.search(f"The steps are of 2 kinds: {said}", turns.message)
     assert f"--steps {first}." in turns.change
-    assert (turns.evidence["kinds"], turns.severity) == (2, "info")
+    assert (turns.evidence["kinds"], turns.severity) == (2, "low")
     gathers = sum(r.count for r in analysis.groups if r.op == "all_gather" and (r.rank, r.step) == (0, first))
     once = sum(
         r.count

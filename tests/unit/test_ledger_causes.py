@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,23 @@ def test_waiting_for_offloaded_parameters_is_not_a_synchronisation_of_the_script
     found = [{"cause": "sync", "ns": 6 * MS}, copy]
     (first,) = told(ledger_of(found, [sharded(offload=True, offload_pin_memory=True)], syncs=[sync]))
     assert (first.id, first.ns) == ("cpu_offload", 9 * MS)
+
+
+@pytest.mark.parametrize(
+    ("site", "change"),
+    [
+        ("generation/utils.py:3235 (_sample)", r"^Keep the model gathered while it generates"),
+        (
+            "train.py:80 (validate)",
+            r"^Run the forward at train\.py:80 \(validate\) every few hundred steps if it only",
+        ),
+    ],
+)
+def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
+    forwards = [{"cause": "evaluation", "ns": 9 * MS, "count": 4, "site": site, "phase": "forward"}]
+    (first,) = told(ledger_of(forwards, [sharded()]))
+    assert first.remedy is not None
+    assert re.match(change, first.remedy.change)
 
 
 def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:
@@ -271,3 +289,18 @@ def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) ->
     ]
     found = with_ledger(analysis, charges).findings
     assert any(one.id == "anomaly_detection" for one in found) is is_told
+
+
+@pytest.mark.parametrize(("batches", "gathers", "is_told"), [(8, 16, True), (8, 1, False), (4, 8, False)])
+def test_parameters_gathered_anew_in_each_of_many_micro_batches(
+    batches: int, gathers: int, is_told: bool
+) -> None:
+    """Sixteen gathers of 1 ms: fifteen could be saved, for the 2 x 96 x 64 elements that others hold."""
+    manifest = sharded(gathers=gathers, evaluations=0)
+    manifest.roots[0].micro_batches = batches
+    found = {"cause": "communication", "fqn": "layers.0", "op": "all_gather", "phase": "forward"}
+    ledger = ledger_of([found | {"ns": 16 * MS, "count": 16}], [manifest])
+    named = [one for one in ledger.entries if one.id == "gathered_every_micro_batch"]
+    assert [(one.ns, one.remedy and one.remedy.memory_bytes) for one in named] == (
+        [(15 * MS, 4 * (8 + 16) * 64 * 4)] if is_told else []
+    )

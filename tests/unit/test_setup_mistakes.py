@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.sharded_groups import sharded_group
 
-from fsdp2prof.analyzers.sharding.check import check_run
+from fsdp2prof.analyzers.sharding.check import check_run, check_structure
 from fsdp2prof.analyzers.sharding.mistakes import find_mistakes
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest, RootInfo, RunInfo, StepInfo, UnshardedInfo
@@ -61,6 +61,22 @@ def stray() -> UnshardedInfo:
         requires_grad=True,
         has_gradient=True,
     )
+
+
+@pytest.mark.parametrize(("reduced", "missing"), [(16, 16), (32, 0), (64, None)])
+def test_parameters_that_no_loss_uses_are_named(reduced: int, missing: int | None) -> None:
+    """Four parameters of 16 elements over two ranks: 32 elements a rank, reduced twice in the last case."""
+    group = msgspec.structs.replace(
+        alone(0), reductions=1 if missing is not None else 2, reduced_numel=reduced
+    )
+    one = found([group]).get("parameters_without_gradient")
+    assert (None if one is None else one[0].evidence["elements"]) == (2 * missing if missing else None)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teacher_need_not_share_the_students_streams(frozen: bool) -> None:
+    teacher = msgspec.structs.replace(alone(1), requires_grad=not frozen)
+    assert ("streams_not_shared" in found([alone(0), teacher])) is not frozen
 
 
 def test_blocks_without_a_root_are_not_models_wrapped_at_their_root_alone() -> None:
@@ -176,6 +192,12 @@ def test_gradients_that_no_backward_reduces_are_named(syncs: int | None, reshard
     )
     told = find_mistakes(RunEvidence(RunInfo(world_size=1), {0: manifest}))
     assert ("gradients_never_reduced" in {one.id for one in told}) is named
+
+
+def test_a_run_that_crashed_in_its_first_forward_names_the_error() -> None:
+    evidence = RunEvidence(RunInfo(world_size=1), {0: RankManifest(error="AttributeError: no bias")})
+    (found,) = check_structure(evidence)[1]
+    assert found.message == "No rank described a parameter group: they ended with AttributeError: no bias."
 
 
 def test_a_run_without_any_rank_fails() -> None:
