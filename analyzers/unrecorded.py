@@ -8,27 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import median, quantiles
-from typing import Protocol
 
+from fsdp2prof.manifest import StepInfo
+from fsdp2prof.results.run import StepTime
 from fsdp2prof.results.step import UnrecordedStep
 
 _LONGER = 1.1
 """Times as long as unrecorded steps from which on traced ones are called longer: these vary, too."""
 
 
-class TimedStep(Protocol):
-    """A step as the recorder timed it, in a manifest or in a result."""
-
-    @property
-    def duration_ns(self) -> int:
-        """Wall time."""
-
-    @property
-    def kind(self) -> str:
-        """``plain``, ``warmup``, ``traced`` or ``memory``."""
-
-
-def unrecorded_step(ranks: Iterable[Sequence[TimedStep]]) -> UnrecordedStep | None:
+def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> UnrecordedStep | None:
     """Return the unrecorded step of some ranks, each with its steps in order; None where there is none."""
     plain: list[int] = []
     traced: list[int] = []

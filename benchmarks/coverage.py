@@ -157,7 +157,8 @@ def _of_prime_rl(row: dict[str, str]) -> tuple[ModelSpec, MeshSpec, PolicySpec]:
     }
     model = ModelSpec(source=row["model"].removeprefix("hf:"))
     tied = builtin_config(model.source).tied
-    policy = PolicySpec.from_mapping(with_stack("prime-rl-2026", options, tied=tied))
+    stack = "prime-rl-2026-01-sft" if row["loss"] == "full" else "prime-rl-2026"
+    policy = PolicySpec.from_mapping(with_stack(stack, options, tied=tied))
     return model, MeshSpec.parse(row["mesh"]), policy
 
 

@@ -7,7 +7,7 @@ interfaces of each runtime. ROCm's calls come under CUDA's categories.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -142,79 +142,42 @@ def device_type(categories: Iterable[str]) -> str | None:
     return next((row.device_type for row in BACKENDS if not present.isdisjoint(row.calls)), None)
 
 
-@lru_cache(maxsize=_NAMES)
-def is_call(category: str) -> bool:
-    """Whether a category is of host calls into a device's runtime or driver."""
-    return any(category in row.calls for row in BACKENDS)
+def _of_any(row_matches: Callable[[Backend, str], object]) -> Callable[[str], bool]:
+    """Return the question whether a name matches any kind of accelerator."""
+
+    @lru_cache(maxsize=_NAMES)
+    def matches(name: str) -> bool:
+        return any(row_matches(row, name) for row in BACKENDS)
+
+    return matches
 
 
-@lru_cache(maxsize=_NAMES)
-def is_work(category: str) -> bool:
-    """Whether a category is of activities that occupy a device: kernels, copies, fills."""
-    return any(category in (row.kernel, row.copy, row.fill) for row in BACKENDS)
-
-
-def is_on_device(category: str) -> bool:
-    """Whether a category is of anything on a device's streams."""
-    return is_work(category) or any(category in row.records for row in BACKENDS)
-
-
-def is_copy(category: str) -> bool:
-    """Whether a category is of a device's memory copies."""
-    return any(category == row.copy for row in BACKENDS)
-
-
-def is_fill(category: str) -> bool:
-    """Whether a category is of a device's memory fills."""
-    return any(category == row.fill for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def waits_for_device(call: str) -> bool:
-    """Whether a host call is made to return only when the device has caught up."""
-    return any(row.waits.fullmatch(call) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def always_blocks(call: str) -> bool:
-    """Whether a host call always stops the host until the device has caught up, as some copies do."""
-    return waits_for_device(call) or any(row.blocking_copies.fullmatch(call) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def may_block_for_copy(call: str) -> bool:
-    """Whether a host call copies, which may block it."""
-    return any(row.copies.fullmatch(call) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def launches_graph(call: str) -> bool:
-    """Whether one host call launches a whole graph of kernels."""
-    return any(row.graph_launches.fullmatch(call) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def is_launch(call: str) -> bool:
-    """Whether a host call puts work on a device that leaves a record of its own."""
-    return any(row.launches.fullmatch(call) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def stays_on_device(copy: str) -> bool:
-    """Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
-    return any(row.device_copies.search(copy) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def is_collective_kernel(function: str) -> bool:
-    """Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
-    return any(row.collective_kernels.match(function) for row in BACKENDS)
-
-
-@lru_cache(maxsize=_NAMES)
-def is_collective_range(name: str) -> bool:
-    """Whether a host range is one that a process group puts around its collectives."""
-    return name.startswith(tuple(row.collective_ranges for row in BACKENDS))
+is_call = _of_any(lambda row, category: category in row.calls)
+"""Whether a category is of host calls into a device's runtime or driver."""
+is_copy = _of_any(lambda row, category: category == row.copy)
+"""Whether a category is of a device's memory copies."""
+is_fill = _of_any(lambda row, category: category == row.fill)
+"""Whether a category is of a device's memory fills."""
+is_work = _of_any(lambda row, category: category in (row.kernel, row.copy, row.fill))
+"""Whether a category is of activities that occupy a device: kernels, copies, fills."""
+is_on_device = _of_any(lambda row, category: is_work(category) or category in row.records)
+"""Whether a category is of anything on a device's streams."""
+waits_for_device = _of_any(lambda row, call: row.waits.fullmatch(call))
+"""Whether a host call is made to return only when the device has caught up."""
+always_blocks = _of_any(lambda row, call: waits_for_device(call) or row.blocking_copies.fullmatch(call))
+"""Whether a host call always stops the host until the device has caught up, as some copies do."""
+may_block_for_copy = _of_any(lambda row, call: row.copies.fullmatch(call))
+"""Whether a host call copies, which may block it."""
+launches_graph = _of_any(lambda row, call: row.graph_launches.fullmatch(call))
+"""Whether one host call launches a whole graph of kernels."""
+is_launch = _of_any(lambda row, call: row.launches.fullmatch(call))
+"""Whether a host call puts work on a device that leaves a record of its own."""
+stays_on_device = _of_any(lambda row, copy: row.device_copies.search(copy))
+"""Whether a copy, by its name, is from device to device: a copy engine can gather, a host cannot."""
+is_collective_kernel = _of_any(lambda row, function: row.collective_kernels.match(function))
+"""Whether a kernel is of a kind's library of collectives, by the name of its function alone."""
+is_collective_range = _of_any(lambda row, name: name.startswith(row.collective_ranges))
+"""Whether a host range is one that a process group puts around its collectives."""
 
 
 def cuda_names() -> dict[str, str]:

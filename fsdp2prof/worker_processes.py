@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import fsdp2prof
 from fsdp2prof.errors import Fsdp2ProfError
@@ -35,7 +35,7 @@ class Task(Generic[T]):
     """``function(*args)`` running in a process of its own; all must pickle, by reference for the function."""
 
     def __init__(self, function: Callable[..., T], *args: Any) -> None:
-        self._child: _Child = (_Fork if _may_fork() else _Interpreter)(function, args)
+        self._child = (_Fork if _may_fork() else _Interpreter)(function, args)
 
     def result(self) -> T:
         """Wait for the result; raises the error of this package that the function raised.
@@ -91,14 +91,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-class _Child(Protocol):
-    """A process that sends one result."""
-
-    def receive(self) -> Any: ...
-    def wait(self) -> int | None: ...
-    def kill(self) -> None: ...
 
 
 def _may_fork() -> bool:

@@ -39,7 +39,7 @@ _ADVICE = {
     "mismatch": "Look for code that depends on the rank or its data: branches around layers, uneven batches, "
     "different shapes.",
     "not_come": "Find out what they do instead (`py-spy dump`): a data loader, a checkpoint, a caught error.",
-    "no_dump": "Read in their logs how they ended.",
+    "no_dump": "Read in their logs how they ended, or see where they are (`py-spy dump`).",
     "crashed": "Mend the exception: the other ranks waited for that rank, or failed because it was gone.",
     "none": "Check these lines.",
     "stacks": "Set `TORCH_FR_BUFFER_SIZE`: dumps then show which collective each rank is blocked in.",
@@ -131,7 +131,9 @@ def _first(hang: HangAnalysis, stand: HangStanding) -> str:
         return f"{waits}, which {_ranks(who)} {_verb(who, 'has', 'have')} not issued{did}."
     if hang.cause == "no_dump":
         who = hang.culprits
-        return f"{waits}; {_ranks(who)} of its group left no dump: ended, or not asked for one."
+        return (
+            f"{waits}; {_ranks(who)} of its group left no dump: ended, stuck elsewhere, or not asked for one."
+        )
     others = [one for one in hang.standings if one is not stand]
     also = "".join(f", and {_ranks(one.came)} in {_call(one.call)}" for one in others[:1])
     return f"{waits}{also}: they wait for each other in different process groups."

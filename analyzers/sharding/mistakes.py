@@ -277,6 +277,27 @@ def _unless(evidence: RunEvidence, severity: Severity) -> str:
     return ", unless the script's own all-reduces carry them"
 
 
+def _without_gradient(evidence: RunEvidence) -> Iterator[Finding]:
+    """Trainable parameters that had no gradient in any reduction of the captured steps."""
+    sizes: dict[str, int] = {}
+    for group in evidence.first.param_groups:
+        trained = sum(prod(one.padded_local_shape) for one in group.parameters if one.requires_grad)
+        if group.requires_grad and group.reductions and group.reduced_numel is not None:
+            missing = trained - group.reduced_numel // group.reductions
+            if missing > 0:
+                name = group.fqn or "the root module"
+                sizes[name] = sizes.get(name, 0) + missing * group.shard_world_size
+    if not sizes:
+        return
+    elements = sum(sizes.values())
+    problem = (
+        f"{elements:,} trainable elements in {listed([*sizes])} have no gradient in any captured step: they "
+        "are gathered and never trained."
+    )
+    change = "Use them in the loss, freeze them (requires_grad_(False)), or remove them."
+    yield finding("parameters_without_gradient", "low", problem, change, elements=elements)
+
+
 def _half_states(evidence: RunEvidence) -> Iterator[Finding]:
     for optimizer in evidence.first.optimizers:
         half = {name: size for name, size in optimizer.state_dtypes.items() if name in _HALF and size}
@@ -411,9 +432,11 @@ def _integer_reshard(evidence: RunEvidence) -> Iterator[Finding]:
 
 
 def _several_roots(evidence: RunEvidence) -> Iterator[Finding]:
+    """Trained roots with streams of their own; a frozen one (a teacher) runs before or after, not beside."""
+    trained = {group.root for group in evidence.first.param_groups if group.requires_grad}
     contexts: dict[int, set[int]] = defaultdict(set)
     for group in evidence.first.param_groups:
-        if group.shard_world_size > 1:
+        if group.shard_world_size > 1 and group.root in trained:
             contexts[group.comm_context].add(group.root)
     roots = {root for members in contexts.values() for root in members}
     if len(roots) < 2 or len(contexts) < 2:
@@ -438,6 +461,7 @@ _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _outside,
     _optimizer,
     _not_reduced,
+    _without_gradient,
     _half_states,
     _unreduced_dimension,
     _shards_of_one,

@@ -213,7 +213,7 @@ class CachingAllocator:
                     break
                 best = other
         limit = self.settings.max_split_size
-        if limit is not None:
+        if limit is not None:  # blocks above the limit are kept whole for requests above it
             if size < limit <= best.size:
                 return None
             if size >= limit and best.size >= size + LARGE_SEGMENT_BYTES:
@@ -224,7 +224,7 @@ class CachingAllocator:
     def _grow(self, size: int, stream: int, small: bool) -> Block:
         try:
             return self._take(size, stream, small)
-        except OutOfMemory:
+        except OutOfMemory:  # as CUDA's allocator: one retry after all cached blocks went back
             self.retries += 1
             self.empty_cache()
             return self._take(size, stream, small)
@@ -240,7 +240,7 @@ class CachingAllocator:
             segment_size = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         self._take_from_driver(Segment(stream, self._next_address, segment_size, small))
         block = Block(stream, self._next_address, segment_size, small)
-        self._next_address += segment_size + ROUND_LARGE_BYTES
+        self._next_address += segment_size + ROUND_LARGE_BYTES  # a gap: segments of cudaMalloc never merge
         self._heads.append(block)
         return block
 
@@ -254,6 +254,7 @@ class CachingAllocator:
             unmapped.append(candidate)
         if not candidate.mapped:
             candidate = self._map(candidate, min(candidate.size, size))
+        # A free block before the unmapped one keeps its pages; only what is missing is mapped behind it.
         while candidate.size < size:
             following = candidate.next
             assert following is not None
@@ -332,6 +333,8 @@ class CachingAllocator:
         self._list(block).add(self._cut(block, size))
 
     def _should_split(self, size: int, remaining: int, small: bool) -> bool:
+        # Classic large blocks are not split for a rest below 1 MiB, which would serve no large request;
+        # expandable segments can always map the rest's pages to something else.
         if small or self.settings.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
         limit = self.settings.max_split_size

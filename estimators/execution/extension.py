@@ -106,6 +106,7 @@ class Unrolling:
 
     def _template(self, block: int) -> int:
         """Block of the shallow execution that a block of the deeper one copies."""
+        # The first blocks and the last are as they were; those between go through the period again.
         if block < self._middle:
             return block
         if block >= self._middle + self._period + self._more:
@@ -125,6 +126,7 @@ class Unrolling:
                 born = self._tape.runs[born_in]
                 owner = self._block_of_birth(born, run, block)
                 copied = self._copy_at.get((self._place(born, owner), position_then))
+                # What all blocks share has no owner: it dies anew in each, and the last death counts.
                 again = copied is not None and copied.death >= 0 and not self._often
                 if copied is None or (again and owner is not None):
                     raise CannotRepeatError
@@ -138,7 +140,7 @@ class Unrolling:
     def _block_of_birth(self, born: Run, run: Run, block: int | None) -> int | None:
         if born.ladder is None or born.block is None:
             return None
-        if block is not None and run.block is not None:
+        if block is not None and run.block is not None:  # as many blocks before or behind as it was
             return born.block + block - run.block
         return born.block if born.block < self._middle + self._period else born.block + self._more
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from fsdp2prof.errors import ModelError
 
 Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 """A function of the engine and what it is given."""
-
-
-class Engine(Protocol):
-    """Runs the execution engine on several inputs, at once where there are processes for it."""
-
-    def __call__(self, calls: Sequence[Call]) -> list[Any]:
-        """Return the results of all calls, in order; a call that cannot run returns its ``ModelError``."""
+Engine: TypeAlias = Callable[[Sequence[Call]], list[Any]]
+"""Runs the execution engine on several inputs, at once where there are processes for it. Returns the results
+of all calls, in order; a call that cannot run returns its ``ModelError``."""
 
 
 def in_this_process(calls: Sequence[Call]) -> list[Any]:

@@ -52,9 +52,9 @@ def reserved_bytes(
     """Return the peak; ``mix`` says which share of blocks is checkpointed how, ``width`` is the model's."""
     tokens = policy.batch_size * policy.seq_len / mesh.cp / (plain.batch_size * plain.seq_len)
     own, gathered, reduced = element_bytes(policy)
-    states = 3 * own * sizes.shard
+    states = 3 * own * sizes.shard  # parameters and Adam's two moments
     gradients = float(own * sizes.shard)
-    if policy.offload:
+    if policy.offload:  # the device holds one unit's states and gradients at a time, on their way
         gradients = states = max(own, reduced) * sizes.widest_shard
     buffers = 0.0
     whole = sizes.blocks + sizes.root
@@ -62,6 +62,7 @@ def reserved_bytes(
         buffers += gathered * sizes.blocks
     elif isinstance(policy.reshard, int) and not isinstance(policy.reshard, bool):
         buffers += gathered * sizes.blocks / policy.reshard
+    # Without a reduction every micro-batch, gradients stay whole in the reduction's dtype until the last one.
     if policy.grad_accum > 1 and policy.sync == "last":
         buffers += reduced * whole
     elif policy.grad_accum > 1:
@@ -74,8 +75,12 @@ def reserved_bytes(
         buffers += policy.grad_accum * kept * received
     saved = tokens * flying * sum(share * _saved(profile) for share, profile in mix) * sizes.layers
     ends = max(_at_loss(profile, tokens) for _, profile in mix) if sizes.has_loss else 0.0
+    # In a block's backward: its parameters, the next block's by prefetch, its gradients, and their copy
+    # in the dtype that is reduced.
     in_block = float((3 * gathered + reduced) * sizes.widest)
     in_block += max(kind.peak_bytes for _, profile in mix for kind in profile.kinds) * tokens
+    # The peak is at the loss or in the last block's backward, while all blocks' activations are alive; at the
+    # update, when gradients are whole; or at the end of backward, when the root's gradients are reduced.
     at_loss = states + buffers + saved + gathered * sizes.kept_root + max(ends, in_block)
     at_update = states + own * sizes.shard + gathered * sizes.root * (policy.reshard == "never")
     # the last reduction: gathered parameters, their gradients, and both in the dtype that is reduced

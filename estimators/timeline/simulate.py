@@ -177,6 +177,7 @@ class _Simulation:
         elif isinstance(command, Collective):
             self._communicators.setdefault(command.group, deque()).append(position)
             if command.event >= 0:
+                # Asynchronous: NCCL runs it on its own stream once the issuing stream has come this far.
                 self._events[position // self._size, command.event] = -1
                 self._gates[position] = False
                 self._queues[stream].append(~position)
@@ -226,13 +227,13 @@ class _Simulation:
             at = position % self._size
             begin = max(running.until, self.host_end[position] + self._latency)
             if not self._is_kernel[at] or (limit is not None and begin >= limit):
-                break
+                break  # another activity ends first and may change what this one's speed is
             queue.popleft()
             self.end[running.position] = running.until
             self.start[position] = self._now = begin
             running.position, running.left = position, self._length[at] * _FULL
             running.speed = self._slowed[at] if self._in_flight else _FULL
-            running.until = begin - (-running.left // running.speed)
+            running.until = begin - (-running.left // running.speed)  # rounded up: no work ends early
         if self._now > began:
             for other, one in self._running.items():
                 if other != stream:
@@ -307,7 +308,7 @@ class _Simulation:
     def _set_speed(self, running: _Running) -> None:
         link = self._link[running.position % self._size]
         if link:
-            running.speed = _FULL // self._links[link]
+            running.speed = _FULL // self._links[link]  # collectives on one link share it evenly
         else:
             running.speed = self._slowed[running.position % self._size] if self._in_flight else _FULL
         running.until = self._now - (-running.left // running.speed)

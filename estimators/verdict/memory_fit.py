@@ -158,4 +158,4 @@ def _filling(peak: PredictedPeak) -> str:
         for name, size in largest
         if size
     ]
-    return f"Most of what is in use is {' and '.join(parts)}."
+    return f"The largest parts in use are {' and '.join(parts)}."

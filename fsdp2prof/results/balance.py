@@ -8,8 +8,6 @@ from typing import Literal
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 
-BALANCE_SCHEMA = "fsdp2prof.check.balance/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancedRank:
@@ -72,7 +70,7 @@ class TokenBalance:
 class BalanceCheck(Shown):
     """How evenly the work lies on the ranks of a recorded run."""
 
-    schema: str = BALANCE_SCHEMA
+    schema: str = "fsdp2prof.check.balance/1"
     passed: bool
     """Whether nothing of severity ``high`` was found."""
     verdict: list[str]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fsdp2prof.results.shown import Shown
 
-BENCH_SCHEMA = "fsdp2prof.bench/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchCollective:
@@ -84,7 +82,7 @@ class MeasuredPart:
 class BenchResult(Shown):
     """Result of ``bench``; also a file for ``--hardware``."""
 
-    schema: str = BENCH_SCHEMA
+    schema: str = "fsdp2prof.bench/1"
     verdict: list[str]
     """At most three sentences."""
     device: str

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from fsdp2prof.results.shown import Shown
 
-MODEL_CATALOG_SCHEMA = "fsdp2prof.inspect.models/1"
-HARDWARE_CATALOG_SCHEMA = "fsdp2prof.inspect.hardware/1"
-CATEGORY_CATALOG_SCHEMA = "fsdp2prof.inspect.categories/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogModel:
@@ -33,7 +29,7 @@ class CatalogModel:
 class ModelCatalog(Shown):
     """Every built-in model."""
 
-    schema: str = MODEL_CATALOG_SCHEMA
+    schema: str = "fsdp2prof.inspect.models/1"
     models: list[CatalogModel]
 
 
@@ -69,7 +65,7 @@ class CatalogNetwork:
 class HardwareCatalog(Shown):
     """Every accelerator and network."""
 
-    schema: str = HARDWARE_CATALOG_SCHEMA
+    schema: str = "fsdp2prof.inspect.hardware/1"
     accelerators: list[CatalogAccelerator]
     networks: list[CatalogNetwork]
 
@@ -88,5 +84,5 @@ class CatalogWord:
 class CategoryCatalog(Shown):
     """The words of the toolkit, by concept."""
 
-    schema: str = CATEGORY_CATALOG_SCHEMA
+    schema: str = "fsdp2prof.inspect.categories/1"
     words: list[CatalogWord]

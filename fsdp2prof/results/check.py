@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 
-PARITY_SCHEMA = "fsdp2prof.check.parity/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParityRow:
@@ -57,7 +55,7 @@ class ParityStep:
 class ParityCheck(Shown):
     """Whether a model trains under ``fully_shard`` as it does alone."""
 
-    schema: str = PARITY_SCHEMA
+    schema: str = "fsdp2prof.check.parity/1"
     passed: bool
     verdict: list[str]
     model: str
@@ -73,9 +71,6 @@ class ParityCheck(Shown):
     steps: list[ParityStep]
     rows: list[ParityRow]
     warnings: list[str]
-
-
-CHECK_SCHEMA = "fsdp2prof.check/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +106,7 @@ class UnshardedRow:
 class RunCheck(Shown):
     """Whether a run is sharded as its mesh says, and known mistakes in its setup."""
 
-    schema: str = CHECK_SCHEMA
+    schema: str = "fsdp2prof.check/1"
     passed: bool
     """Whether nothing of severity ``high`` was found."""
     verdict: list[str]
@@ -124,9 +119,6 @@ class RunCheck(Shown):
     unsharded: list[UnshardedRow]
     """Of the lowest rank, the largest first."""
     warnings: list[str]
-
-
-ENVIRONMENT_CHECK_SCHEMA = "fsdp2prof.check.env/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +168,7 @@ class ProbedTransport:
 class EnvironmentCheck(Shown):
     """Whether a launch command gives ranks that can train together."""
 
-    schema: str = ENVIRONMENT_CHECK_SCHEMA
+    schema: str = "fsdp2prof.check.env/1"
     passed: bool
     verdict: list[str]
     command: list[str]

@@ -11,8 +11,6 @@ from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.timeline import StepTimeline
 
-MEMORY_COMPARISON_SCHEMA = "fsdp2prof.memory_comparison/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryDelta:
@@ -47,7 +45,7 @@ class LayerMemoryDelta:
 class MemoryComparison(Shown):
     """Two recordings at their peaks; each list sums to ``delta_bytes`` and starts with the largest change."""
 
-    schema: str = MEMORY_COMPARISON_SCHEMA
+    schema: str = "fsdp2prof.memory_comparison/1"
     before: Peak
     after: Peak
     delta_bytes: int
@@ -64,9 +62,6 @@ class MemoryComparison(Shown):
     after_path: str = ""
     verdict: list[str] = field(default_factory=list)
     """How much the peak changed, what changed most, and where."""
-
-
-COMPARISON_SCHEMA = "fsdp2prof.compare/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +176,7 @@ class SettingChange:
 class RunComparison(Shown):
     """Result of ``compare``: what changed from one run, trace, recording or estimate to another."""
 
-    schema: str = COMPARISON_SCHEMA
+    schema: str = "fsdp2prof.compare/1"
     verdict: list[str] = field(default_factory=list)
     """At most three sentences: the step and whether its change is beyond the spread, what changed most in it,
     memory."""

@@ -13,8 +13,6 @@ from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
 
-PACKING_ESTIMATE_SCHEMA = "fsdp2prof.estimate.packing/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingMethod:
@@ -40,7 +38,7 @@ class PackingMethod:
 class PackingEstimate(Shown):
     """What padding costs with each way to make sequences of documents."""
 
-    schema: str = PACKING_ESTIMATE_SCHEMA
+    schema: str = "fsdp2prof.estimate.packing/1"
     seq_len: int
     batch_size: int
     documents: int
@@ -59,7 +57,6 @@ class PackingEstimate(Shown):
 
 
 COMM_ESTIMATE_SCHEMA = "fsdp2prof.estimate.comm/1"
-CHECKPOINT_ESTIMATE_SCHEMA = "fsdp2prof.estimate.checkpoint/1"
 MEMORY_ESTIMATE_SCHEMA = "fsdp2prof.estimate.memory/1"
 
 Fit = Literal["fits", "depends", "does_not_fit"]
@@ -253,7 +250,7 @@ class CommEstimate(Shown):
 class CheckpointEstimate(Shown):
     """Result of ``estimate checkpoint``: bytes of a distributed checkpoint and the time to write it."""
 
-    schema: str = CHECKPOINT_ESTIMATE_SCHEMA
+    schema: str = "fsdp2prof.estimate.checkpoint/1"
     model: EstimatedModel
     mesh: EstimatedMesh
     policy: EstimatedPolicy

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 
-HANG_SCHEMA = "fsdp2prof.hang/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangCall:
@@ -142,7 +140,7 @@ class HangRank:
 class HangAnalysis(Shown):
     """What the Flight Recorder dumps and the stacks of a job say about where it stands."""
 
-    schema: str = HANG_SCHEMA
+    schema: str = "fsdp2prof.hang/1"
     cause: str
     """``mismatch``, ``not_come``, ``no_dump``, ``order`` (ranks wait for each other in different groups),
     ``inside`` (all came, none got out), ``none``, ``crashed`` (with an exception

@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from fsdp2prof.results.shown import Shown
 
-CRITICAL_PATH_SCHEMA = "fsdp2prof.trace.critical_path/1"
-LAUNCH_STATISTICS_SCHEMA = "fsdp2prof.trace.launch_statistics/1"
-IDLE_CAUSES_SCHEMA = "fsdp2prof.trace.idle_causes/1"
-TRACE_DIFF_SCHEMA = "fsdp2prof.trace.diff/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundByNs:
@@ -44,7 +39,7 @@ class PathSegment:
 class CriticalPath(Shown):
     """Result of ``--critical-path``: the longest chain of dependent work in one step."""
 
-    schema: str = CRITICAL_PATH_SCHEMA
+    schema: str = "fsdp2prof.trace.critical_path/1"
     rank: int | None
     source: str
     """Trace it was computed from."""
@@ -94,7 +89,7 @@ class LaunchedWork:
 class LaunchStatistics(Shown):
     """Result of ``--launch-statistics``: every launch whose call and work are both in the trace."""
 
-    schema: str = LAUNCH_STATISTICS_SCHEMA
+    schema: str = "fsdp2prof.trace.launch_statistics/1"
     rank: int | None
     source: str
     rows: list[Launch]
@@ -139,7 +134,7 @@ class StreamUse:
 class IdleCauses(Shown):
     """Result of ``--idle-causes``: why each stream stood idle between its activities."""
 
-    schema: str = IDLE_CAUSES_SCHEMA
+    schema: str = "fsdp2prof.trace.idle_causes/1"
     rank: int | None
     source: str
     rows: list[StreamIdle]
@@ -171,7 +166,7 @@ class NameChange:
 class TraceDiff(Shown):
     """Result of ``--diff``: what runs more often or longer in a step of one trace than of another."""
 
-    schema: str = TRACE_DIFF_SCHEMA
+    schema: str = "fsdp2prof.trace.diff/1"
     rank: int | None
     source: str
     """The trace that is looked at: *test*."""

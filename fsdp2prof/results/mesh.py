@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fsdp2prof.results.shown import Shown
 
-MESH_SCHEMA = "fsdp2prof.inspect.mesh/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshDimension:
@@ -58,7 +56,7 @@ class MeshGroup:
 class MeshMap(Shown):
     """Ranks, coordinates and process groups of a device mesh."""
 
-    schema: str = MESH_SCHEMA
+    schema: str = "fsdp2prof.inspect.mesh/1"
     verdict: list[str]
     mesh: str
     """As it was given, dimensions of one rank left out."""

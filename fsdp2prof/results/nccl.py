@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.shown import Shown
 
-NCCL_SCHEMA = "fsdp2prof.nccl/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclTransport:
@@ -105,7 +103,7 @@ class NcclRank:
 class NcclAnalysis(Shown):
     """What the files of NCCL say of a job."""
 
-    schema: str = NCCL_SCHEMA
+    schema: str = "fsdp2prof.nccl/1"
     inspected: int
     """Processes whose Inspector logs were read."""
     logged: int

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from fsdp2prof.results.estimate import ConfigRead, EstimatedMesh, EstimatedModel, EstimatedPolicy, Fit
 from fsdp2prof.results.shown import Shown
 
-PLAN_SCHEMA = "fsdp2prof.plan/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanGiven:
@@ -158,7 +156,7 @@ class Recipe:
 class Plan(Shown):
     """What to run on the cluster."""
 
-    schema: str = PLAN_SCHEMA
+    schema: str = "fsdp2prof.plan/1"
     model: EstimatedModel
     given: PlanGiven
     verdict: list[str]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fsdp2prof.results.shown import Shown
 
-SHARDING_SCHEMA = "fsdp2prof.inspect.sharding/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardPiece:
@@ -103,7 +101,7 @@ class Redistribution:
 class ShardingMap(Shown):
     """Who holds what of every parameter."""
 
-    schema: str = SHARDING_SCHEMA
+    schema: str = "fsdp2prof.inspect.sharding/1"
     verdict: list[str]
     source: str
     """A run's path or a model's name."""
@@ -116,9 +114,6 @@ class ShardingMap(Shown):
     ranks: list[RankShare]
     redistributions: list[Redistribution]
     warnings: list[str]
-
-
-CHECKPOINT_SCHEMA = "fsdp2prof.inspect.checkpoint/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +180,7 @@ class CheckpointModel:
 class CheckpointMap(Shown):
     """What a distributed checkpoint holds."""
 
-    schema: str = CHECKPOINT_SCHEMA
+    schema: str = "fsdp2prof.inspect.checkpoint/1"
     verdict: list[str]
     path: str
     version: str | None

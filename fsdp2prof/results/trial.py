@@ -7,8 +7,6 @@ from typing import Literal
 
 from fsdp2prof.results.shown import Shown
 
-TRIAL_RESULT_SCHEMA = "fsdp2prof.try/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TriedChange:
@@ -58,7 +56,7 @@ class UntriedChange:
 class TrialResult(Shown):
     """Result of ``try``."""
 
-    schema: str = TRIAL_RESULT_SCHEMA
+    schema: str = "fsdp2prof.try/1"
     verdict: list[str]
     """At most three sentences."""
     path: str

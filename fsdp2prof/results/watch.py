@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from fsdp2prof.results.shown import Shown
 
-WATCH_SCHEMA = "fsdp2prof.watch/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchedRank:
@@ -47,7 +45,7 @@ class WatchedTime:
 class WatchedRun(Shown):
     """Result of ``watch``."""
 
-    schema: str = WATCH_SCHEMA
+    schema: str = "fsdp2prof.watch/1"
     verdict: list[str] = field(default_factory=list)
     """At most three sentences: the step, a slow rank, memory that grows."""
     path: str

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from fsdp2prof.results.shown import Shown
 
-WHAT_IF_SCHEMA = "fsdp2prof.what_if/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WhatIfChange:
@@ -59,7 +57,7 @@ class WhatIfLayer:
 class WhatIf(Shown):
     """Result of ``whatif``."""
 
-    schema: str = WHAT_IF_SCHEMA
+    schema: str = "fsdp2prof.what_if/1"
     verdict: list[str]
     """At most three sentences."""
     path: str

@@ -114,6 +114,13 @@ def test_of_a_disk_that_takes_no_more(tmp_path: Path) -> None:
     compare(tmp_path, script(), state={"partial"}, preexec_fn=small)
 
 
+def test_of_few_file_descriptors(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
+    compare(tmp_path, script(), state={"complete"}, preexec_fn=few)
+
+
 def test_with_stdin_closed(tmp_path: Path) -> None:
     compare(tmp_path, script(), state={"complete"}, stdin=None, preexec_fn=lambda: os.close(0))
 

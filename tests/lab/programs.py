@@ -326,6 +326,27 @@ def torch_test() -> None:
         optimizer.step()
 
 
+def distillation() -> None:
+    """A frozen teacher of the student's own architecture, so that their modules have the same names."""
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    teacher, student = tiny_llama().requires_grad_(False), tiny_llama()
+    for model in (teacher, student):
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        tokens = torch.randint(256, (4, 32))
+        with torch.no_grad():
+            wanted = teacher(input_ids=tokens).logits.log_softmax(-1)
+        given = student(input_ids=tokens).logits.log_softmax(-1)
+        nn.functional.kl_div(given, wanted, reduction="batchmean", log_target=True).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
@@ -340,6 +361,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         mixture,
         diffusion,
         torch_test,
+        distillation,
     )
 }
 

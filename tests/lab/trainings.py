@@ -84,6 +84,7 @@ PACKAGES = {
     "mixture": "transformers",
     "diffusion": "diffusers",
     "torch_test": "expecttest",
+    "distillation": "transformers",
 }
 """Programs of ``programs.py`` and the package that each needs."""
 

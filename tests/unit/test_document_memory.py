@@ -87,7 +87,7 @@ def test_the_device_is_in_the_verdict_and_the_figures_where_it_is_known() -> Non
 def test_categories_and_layers_sum_to_the_peak() -> None:
     text = text_of(memory_analysis())
     assert row_of(text, "allocated") == ["allocated", "100.0", "MiB", "100.0"]
-    matrix = text[text.index("The same by layer") :]
+    matrix = text[text.index("Memory at the peak by layer") :]
     assert row_of(matrix, "all ") == ["all", "100.00", "40.00", "30.00", "20.00", "10.00"]
     assert row_of(matrix, "layers.0") == ["layers.0", "83.00", "25.00", "30.00", "18.00", "10.00"]
 

@@ -63,6 +63,22 @@ def stray() -> UnshardedInfo:
     )
 
 
+@pytest.mark.parametrize(("reduced", "missing"), [(16, 16), (32, 0), (64, None)])
+def test_parameters_that_no_loss_uses_are_named(reduced: int, missing: int | None) -> None:
+    """Four parameters of 16 elements over two ranks: 32 elements a rank, reduced twice in the last case."""
+    group = msgspec.structs.replace(
+        alone(0), reductions=1 if missing is not None else 2, reduced_numel=reduced
+    )
+    one = found([group]).get("parameters_without_gradient")
+    assert (None if one is None else one[0].evidence["elements"]) == (2 * missing if missing else None)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teacher_need_not_share_the_students_streams(frozen: bool) -> None:
+    teacher = msgspec.structs.replace(alone(1), requires_grad=not frozen)
+    assert ("streams_not_shared" in found([alone(0), teacher])) is not frozen
+
+
 def test_blocks_without_a_root_are_not_models_wrapped_at_their_root_alone() -> None:
     """Three blocks wrapped and nothing around them: the optimizer holds what is left over."""
     blocks = found([alone(root) for root in range(3)], unsharded=[stray()])

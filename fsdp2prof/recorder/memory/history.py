@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -44,32 +44,6 @@ MAX_ENTRIES = 2_000_000
 """Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
 
 
-class MemoryCapture(Protocol):
-    """A recording over one or several training steps."""
-
-    source: str
-    """``cuda_snapshot`` or ``storage_count``."""
-    allocator_settings: dict[str, str]
-    """Known after :meth:`finish`; empty without a caching allocator."""
-    lost: str | None
-    """Why there is no recording although steps were recorded; None if there is one."""
-
-    def begin_step(self, step: int) -> None:
-        """Begin a step, starting the recording with the first."""
-
-    def address(self, tensor: torch.Tensor) -> int:
-        """Return where the recording finds the tensor's storage, while it runs."""
-
-    def finish(self) -> None:
-        """Stop and write the recording."""
-
-    def discard(self) -> bool:
-        """Stop and write nothing; False where a later call has to take the rest out of torch."""
-
-    def forget(self) -> None:
-        """Stop in a forked child."""
-
-
 def why_not(device_type: str) -> str | None:
     """Say why memory cannot be recorded, at all or without a change to the training; None if it can."""
     if device_type not in ("cuda", "cpu"):
@@ -85,7 +59,9 @@ def why_not(device_type: str) -> str | None:
     return None
 
 
-def memory_capture(folder: Path, device_type: str, *, roots: int, stacks: bool) -> MemoryCapture:
+def memory_capture(
+    folder: Path, device_type: str, *, roots: int, stacks: bool
+) -> CudaMemoryCapture | CpuMemoryCapture:
     """Return the capture for a device type; what is not in the memory of a ``cuda`` device is counted."""
     if device_type == "cuda" and fake_mode() is None:
         return CudaMemoryCapture(folder / SNAPSHOT_FILE, several_roots=roots > 1)

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from fsdp2prof.manifest import Pause, RecordOptions
 from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.guard import Part, guard
-from fsdp2prof.recorder.memory.history import MemoryCapture, memory_capture, why_not
+from fsdp2prof.recorder.memory.history import CpuMemoryCapture, CudaMemoryCapture, memory_capture, why_not
 from fsdp2prof.recorder.model.describe import add_forward_order
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.model.step_counts import RootSteps
@@ -29,6 +29,7 @@ from fsdp2prof.run_directory import SNAPSHOT_FILE, STORAGE_COUNT_FILE, TRACE_FIL
 from fsdp2prof.units import format_bytes
 
 StepKind: TypeAlias = Literal["plain", "warmup", "traced", "memory"]
+_MemoryCapture: TypeAlias = CudaMemoryCapture | CpuMemoryCapture
 
 MAX_ATTEMPTS = 3
 """Times a part of the schedule is begun: a gap that was too short so often will not grow."""
@@ -163,7 +164,7 @@ class Captures:
         self._fits: StepsThatFit | None = None
         if options.max_trace_size is not None and options.active:
             self._fits = StepsThatFit(options, self._manifest.world_size, file.folder.parent.name)
-        self._leaving: MemoryCapture | None = None
+        self._leaving: _MemoryCapture | None = None
         """What has stopped inside an operator, and is still to be taken out of torch."""
         self._without_memory = not options.memory or not options.memory_steps or guard.is_off("memory")
         if guard.is_off("trace") or guard.is_off("profilers"):
@@ -175,7 +176,7 @@ class Captures:
         self._host = HostLoad()
         self._micro_batches: set[tuple[int, int | None]] = set()
         self._trace: TraceCapture | None = None
-        self._memory: MemoryCapture | None = None
+        self._memory: _MemoryCapture | None = None
         guard.when_off("host", self._host.stop)
         guard.when_off("trace", lambda: self._leave_out("traced"))
         guard.when_off("memory", lambda: self._leave_out("memory"))
@@ -452,7 +453,7 @@ class Captures:
         if self._fits is not None:
             guard.clean("trace", self._fits.abstain)
 
-    def _stop_memory(self, memory: MemoryCapture, *, keep: bool = True) -> None:
+    def _stop_memory(self, memory: _MemoryCapture, *, keep: bool = True) -> None:
         _stop("memory", memory, keep=keep)
         self._leaving = memory
         self._take_out()
@@ -522,7 +523,7 @@ class Captures:
         self._root_steps.describe_groups(self._manifest.param_groups)
 
 
-def _stop(part: Part, capture: TraceCapture | MemoryCapture, *, keep: bool = True) -> None:
+def _stop(part: Part, capture: TraceCapture | _MemoryCapture, *, keep: bool = True) -> None:
     """Stop a capture; again where that fails, since nothing of ours may stay in torch."""
     guard.clean(part, capture.finish if keep else capture.discard)
     if guard.is_off(part):

@@ -17,7 +17,7 @@ from importlib import import_module
 from io import BufferedWriter
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -39,21 +39,13 @@ _COLLECTIVES = (
 _Pair = tuple[Any, Any]
 
 
-class _Waits(Protocol):
-    def take(self) -> Callable[[], int | None]:
-        """Begin a new step; gives what tells the old one's exposed nanoseconds, None as long as it cannot."""
-
-    def remove(self) -> None:
-        """Stop measuring."""
-
-
 class StepLines:
     """Writes ``steps.jsonl`` of one rank."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / STEPS_FILE
         self._file: BufferedWriter | None = None
-        self._waits: _Waits | None = None
+        self._waits: _DeviceWaits | _HostWaits | None = None
         self._device_type = "cpu"
         self._pending: deque[tuple[WatchedStep, Callable[[], int | None]]] = deque()
         self._flushed = 0.0

@@ -104,7 +104,7 @@ def layer_memory_table(peak: Peak | PredictedPeak) -> Table:
     folded = len(peak.layers_folded) < len(peak.layers)
     return c.table(
         "by_layer",
-        "The same by layer",
+        "Memory at the peak by layer",
         columns,
         peak.layers_folded,
         every=peak.layers,

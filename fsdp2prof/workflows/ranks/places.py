@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
@@ -23,21 +23,8 @@ _BYTES_WORTH_A_PROCESS = {True: 4 << 20, False: 48 << 20}
 """Size of a trace (compressed or not) whose analysis takes clearly longer than the start of a process."""
 
 
-class RankPlace(Protocol):
-    """A place where ranks are reduced."""
-
-    def map(self, reduce: Callable[[RankWork], Reduced], works: Sequence[RankWork]) -> Iterator[Reduced]:
-        """Yield the analysis of each rank, in the order given."""
-
-    def look_up(self, work: RankWork, fullest: PreparedRecording | None) -> AtPeak | str | None:
-        """Find a rank's highest peak in its trace, or the reason why the trace cannot be read.
-
-        ``fullest`` is the recording, where :meth:`map` returned it.
-        """
-
-
 @contextmanager
-def place_of(options: TraceOptions) -> Iterator[RankPlace]:
+def place_of(options: TraceOptions) -> Iterator[_Here | _OnCluster]:
     """Give the place that the options ask for. Raises ``ClusterError`` for a cluster that cannot be used."""
     address, workers = options.get("cluster"), options.get("workers")
     if address is None:
