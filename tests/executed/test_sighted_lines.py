@@ -40,7 +40,7 @@ def test_libraries_that_know_no_torch_are_not_the_training(installed: Path) -> N
 
 
 def line_seen(*, hook: bool) -> str:
-    """Return the line seen while a hook of a module runs, or, as accelerate does, a function in place of its forward."""
+    """Return the line seen in a hook of a module or, as accelerate has it, in a function as its forward."""
     seen: list[str] = []
 
     def look(*_: object) -> None:
