@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -70,6 +70,25 @@ def process_group() -> Iterator[str]:
     yield device_type()
     dist.destroy_process_group()
     time.sleep(0.2)  # gloo's threads may abort an interpreter that is already ending
+
+
+def train_one_of(
+    ways: Mapping[str, Callable[[], tuple[Callable[..., torch.Tensor], list[torch.optim.Optimizer]]]],
+    *,
+    by_step: bool = False,
+) -> None:
+    """Train four steps of the ``--way`` that the command line names; its loss may be given the step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", choices=ways, required=True)
+    way = parser.parse_args().way
+    with process_group():
+        loss, optimizers = ways[way]()
+        for step in range(4):
+            (loss(step) if by_step else loss()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        dist.barrier()
 
 
 def shard_mesh() -> DeviceMesh:

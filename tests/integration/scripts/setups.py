@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import DIM, VOCAB, Block, Tower, batch, process_group, shard_mesh
+from _common import DIM, VOCAB, Block, Tower, batch, shard_mesh, train_one_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -244,18 +243,5 @@ WAYS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=WAYS, required=True)
-    with process_group():
-        loss, optimizers = WAYS[parser.parse_args().way]()
-        for _ in range(4):
-            loss().backward()  # type: ignore[no-untyped-call]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        dist.barrier()
-
-
 if __name__ == "__main__":
-    main()
+    train_one_of(WAYS)
