@@ -87,7 +87,7 @@ def test_the_command_wants_a_run_or_a_model(capfd: pytest.CaptureFixture[str], t
     call(capfd, "inspect", "sharding", tmp_path / "none").refused("no such run directory")
     done = call(capfd, "inspect", "sharding", "--model", "gpt2", "--layers", "1", "--mesh", "dp_shard=5")
     assert done.code == 0
-    assert "tok_embeddings.weight" in done.out
+    assert "tok_embeddings." in done.out
 
 
 @pytest.mark.skipif(expert_mesh_refusal() is not None, reason="this torch has one mesh for a module")
