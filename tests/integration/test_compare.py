@@ -39,7 +39,7 @@ def test_an_estimate_says_the_collectives_and_the_shards_of_the_run(
     saved = call(capfd, "estimate", "memory", *what, "--no-clip-grad", *kept)
     assert saved.code == 0, saved.err
     exactly = ["--fail-on", "peak_allocated_frac!=0", "--fail-on", "peak_reserved_frac!=0"]
-    same = call(capfd, "compare", tmp_path / "estimate", tmp_path / "estimate.json", *exactly)
+    same = call(capfd, "compare", tmp_path / "estimate", tmp_path / "estimate.json", *exactly, "--full")
     assert (same.code, "the whole peak" in same.out) == (0, True), same.err
     gate = ["--fail-on", "unequal_collectives>0"]
     ended = call(capfd, "compare", run, tmp_path / "estimate", *gate, "--format", "json")
@@ -52,7 +52,7 @@ def test_an_estimate_says_the_collectives_and_the_shards_of_the_run(
     assert changes["sharded_parameter"] == 0
     assert compared["step"] is None
     assert any("ran on a CPU" in line for line in compared["warnings"])
-    text = call(capfd, "compare", run, tmp_path / "estimate").out
+    text = call(capfd, "compare", run, tmp_path / "estimate", "--full").out
     assert "counts, payload and wire bytes of the collectives: all 14 rows" in text
 
 
@@ -62,7 +62,9 @@ def test_a_run_against_itself_kept_as_json(
     baseline = tmp_path / "baseline.json"
     assert call(capfd, "analyze", "run", run, "-o", baseline).code == 0
     gates = ["step_time_frac!=0", "unequal_collectives>0", "peak_allocated_frac!=0", "wire_bytes_frac!=0"]
-    ended = call(capfd, "compare", baseline, run, *(word for gate in gates for word in ("--fail-on", gate)))
+    ended = call(
+        capfd, "compare", baseline, run, "--full", *(word for gate in gates for word in ("--fail-on", gate))
+    )
     assert ended.code == 0, ended.err
     assert "the whole peak" in ended.out
 
