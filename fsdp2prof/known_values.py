@@ -95,7 +95,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if not values and not all(map(_is_small, made)):
                 return result
-            if not all(map(_is_small, made)) and not _is_view(func):
+            if not all(map(_is_small, made)) and not getattr(func, "is_view", False):
                 _overwrite(func, args, values)
                 return result
         with no_dispatch():
@@ -142,10 +142,6 @@ def _has_no_value(func: Any) -> bool:
     """Whether an operator's results follow from nothing: random numbers, memory as it was."""
     name = getattr(getattr(func, "_schema", None), "name", "").partition("::")[2]
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or name.startswith(_UNSET)
-
-
-def _is_view(func: Any) -> bool:
-    return bool(getattr(func, "is_view", False))
 
 
 def _overwrite(func: Any, args: tuple[Any, ...], values: dict[int, Tensor | None]) -> None:

@@ -118,10 +118,6 @@ def _is_composed(operator: str) -> bool:
         return False
 
 
-def _is_collective(node: ExecutionNode) -> bool:
-    return node.name.startswith("c10d::") and bool(node.schema)
-
-
 def _tensors(*values: Sequence[Value]) -> list[TensorValue]:
     flat = [one for part in values for one in part]
     return [
@@ -164,7 +160,7 @@ class _Builder:
         self._close(place)
         if not node.schema:
             self._enter(node, place)
-        elif _is_collective(node):
+        elif node.name.startswith("c10d::") and node.schema:
             self._collective(node, place)
         else:
             self._kernel(node, place)

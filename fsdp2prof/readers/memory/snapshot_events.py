@@ -60,7 +60,7 @@ class StackInterner:
         """Return for each row the operator that Python called, else the innermost Python frame."""
         names = list(self._frames)
         operator = [_OPERATOR.search(name) for name in names]
-        python = [_is_python(name) for name in names]
+        python = [".py:" in name for name in names]
         found: list[str | None] = []
         for codes in self._rows:
             outermost = None
@@ -81,10 +81,6 @@ class StackInterner:
         full = f"{text(frame['filename'])}:{line}:{name}" if line else name
         code = self._frame_by_id[id(frame)] = self._frames.setdefault(full, len(self._frames))
         return code
-
-
-def _is_python(frame: str) -> bool:
-    return ".py:" in frame
 
 
 _STATES = {

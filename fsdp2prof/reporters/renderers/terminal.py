@@ -443,7 +443,7 @@ def _need(index: int, column: Column, cells: Sequence[str | float]) -> Need:
 
 def _column(column: Column, width: int) -> RichColumn:
     return RichColumn(
-        _printable_lines(column.label),
+        "\n".join(map(printable, column.label.split("\n"))),
         width=width,
         justify="right" if column.kind == "number" else "left",
         overflow="fold",
@@ -474,8 +474,3 @@ def _broken(name: str, width: int) -> Iterator[str]:
 def _text(text: str, style: str = "") -> Text:
     """Return untrusted text as it is, its control characters made visible."""
     return Text(printable(text), style=style)
-
-
-def _printable_lines(text: str) -> str:
-    """Make a header safe that may break lines."""
-    return "\n".join(map(printable, text.split("\n")))
