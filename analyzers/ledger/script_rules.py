@@ -82,7 +82,10 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
     if place is None or called in _OF_TRAINING or working + host < _HALF * whole or not working:
         return False
     looped = sum(one.ns for one in mine if one.why == "outside_loop") >= _HALF * whole
-    if called in _COPIES:
+    hooked = place.endswith(", a hook)")
+    if hooked:
+        change = f"Remove the hook at {place}, or let it work every few hundred steps."
+    elif called in _COPIES:
         change = f"Copy only when the copy is used, or every few hundred steps: {place}."
     elif looped:
         change = (
@@ -97,7 +100,8 @@ def _enter_outside(book: Book, mine: list[Charge], place: str | None) -> bool:
         id="work_outside_training",
         cause="script",
         title=f"the script's work at {place}",
-        problem=f"Between steps, the script computes at {place} for {{cost}}{small}.",
+        problem=f"{'In forward' if hooked else 'Between steps'}, the script computes at {place} for "
+        f"{{cost}}{small}.",
         remedy=Remedy(change=change, reason="everything at this place"),
         why_sure="the line is recorded",
         evidence={"site": place, "loop": looped},

@@ -161,7 +161,7 @@ def _headline(ledger: Ledger) -> str:
     if not is_longer_traced(traced, step):
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
-    host = ": the host's part of it is too large" if slowed else ""
+    host = ", most of that in the host's part" if slowed else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}."
 
 

@@ -238,7 +238,9 @@ def _excesses(
     found = [_Excess(host, gap - loaded, end_ns), _Excess(loader, loaded, end_ns)]
     for fqn, duration, end, kernel in _layers(own, row):
         usual = _median([*durations[fqn], *[0] * (len(peers) - len(durations[fqn]))])
-        cause = _Cause(fqn, "kernel", f"slower work, most of it {kernel_name(kernel or 'of unknown name')}")
+        cause = _Cause(
+            fqn, "kernel", f"its work takes longer, most of it {kernel_name(kernel or 'of unknown name')}"
+        )
         found.append(_Excess(cause, duration - usual, end))
     return sorted((one for one in found if one.amount_ns > 0), key=lambda one: one.end_ns)
 

@@ -21,6 +21,8 @@ _LOOP, _OUTSIDE = 1, 2
 WHY = (None, "loop", "outside", "outside_loop")
 """Why the script's own work took time: a loop of small operators, or work outside of training."""
 ANOMALY = "anomaly"
+HOOK = ", a hook)"
+"""How a line ends that a module called, and not as its forward."""
 _CHECK = "aten::isnan"
 """What autograd calls on every gradient while anomaly detection is on (torch/csrc/autograd/engine.cpp)."""
 
@@ -49,8 +51,11 @@ class Script:
             at = intervals.containing(loops.start_ns, loops.end_ns, time)
             reason[at >= 0] = _LOOP
             site = np.where(site < 0, loops.site.lookup(at).codes, site)
+        hooked = (away <= _NEAR_NS) & sighted.lines.line.lookup(line).matches(_is_hook) & ~outside
+        site = np.where(hooked, len(loops.site.values) + sighted.lines.line.lookup(line).codes, site)
         in_module = seen & (sighted.callers.nearest(time)[1] <= away)
         reason[outside & (site >= 0) & ~in_module & ~self._before_backward(time)] += _OUTSIDE
+        reason[hooked] = _OUTSIDE
         return reason, site, (*loops.site.values, *sighted.lines.line.values)
 
     def gradient_checks(self) -> list[tuple[int, int]]:
@@ -74,6 +79,10 @@ class Script:
         rows = np.flatnonzero(~is_outside(phases.phase))
         rows = rows[np.argsort(phases.start_ns[rows], kind="stable")]
         return phases.start_ns[rows], phases.phase.take(rows).equals("backward")
+
+
+def _is_hook(line: str) -> bool:
+    return line.endswith(HOOK)
 
 
 def is_outside(phase: Strings) -> BoolArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import time
@@ -72,6 +73,26 @@ def discarded_forward(trainer: Trainer, size: int) -> None:
             trainer.model(tokens)
 
 
+def average_weights(trainer: Trainer, size: int) -> None:
+    """Keep an average of the weights, a parameter at a time."""
+    if not trainer.average:
+        trainer.average = [one.detach().clone() for one in trainer.model.parameters()]
+    for _ in range(size):
+        for mean, one in zip(trainer.average, trainer.model.parameters(), strict=True):
+            mean.mul_(0.99).add_(one.detach(), alpha=0.01)
+
+
+def snapshot(trainer: Trainer, size: int) -> None:
+    """Copy the model's state in case it turns out to be the best."""
+    for _ in range(size):
+        trainer.best = copy.deepcopy(trainer.model.state_dict())
+
+
+def anomalies(trainer: Trainer, size: int) -> None:
+    """Look for the origin of a NaN, and forget to stop."""
+    torch.autograd.set_detect_anomaly(size > 0)
+
+
 def one_core(trainer: Trainer, size: int) -> None:
     """Bind every rank to the same processor."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -83,10 +104,12 @@ def many_threads(trainer: Trainer, size: int) -> None:
 
 
 Habit = Callable[["Trainer", int], None]
-AT_START: dict[str, Habit] = {"one-core": one_core, "many-threads": many_threads}
+AT_START: dict[str, Habit] = {"anomalies": anomalies, "one-core": one_core, "many-threads": many_threads}
 BEFORE_UPDATE: dict[str, Habit] = {"reduce-gradients": reduce_gradients, "gradient-norms": gradient_norms}
 AFTER_UPDATE: dict[str, Habit] = {
     "gather-objects": gather_objects,
+    "average-weights": average_weights,
+    "snapshot": snapshot,
     "tokenize": tokenize,
     "to-lists": to_lists,
     "log-on-rank-0": log_on_rank_0,

@@ -324,6 +324,8 @@ class Trainer:
         self.optimizer = first or make_optimizer(self.model, s)
         self.do("AT_START")
         self.leaked: list[Tensor] = []
+        self.average: list[Tensor] = []
+        self.best: object = None
         torch.manual_seed(1 + dist.get_rank())
 
     def run(self) -> None:

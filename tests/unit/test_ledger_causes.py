@@ -304,3 +304,10 @@ def test_parameters_gathered_anew_in_each_of_many_micro_batches(
     assert [(one.ns, one.remedy and one.remedy.memory_bytes) for one in named] == (
         [(15 * MS, 4 * (8 + 16) * 64 * 4)] if is_told else []
     )
+
+
+def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
+    site = "debug.py:7 (stats, a hook)"
+    (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
+    assert first.said.startswith(f"In forward, the script computes at {site} for 10.0 ms (20.0%)")
+    assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")

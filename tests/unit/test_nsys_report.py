@@ -63,7 +63,7 @@ def test_the_processes_of_a_report_are_ranks(tmp_path, recordings):
     path = write_nsys(recordings, tmp_path / "report.sqlite")
     result = analyze_trace(open_job(path))
     assert [rank.rank for rank in result.ranks] == [0, 1]
-    assert "taken as ranks 0 to 1 by device" in result.warnings[0]
+    assert "assumed to be ranks 0 to 1 by device" in result.warnings[0]
     one = analyze_trace(open_job(path, ranks=[1]))
     alone = analyze_rank(read_trace(write(recordings[1], tmp_path / "trace.json"), workers=1))
     assert [s.breakdown_ns for s in one.ranks[0].steps] == [s.breakdown_ns for s in alone.rank.steps]

@@ -29,7 +29,7 @@ def test_isolated(arguments, flag):
     "arguments", [("train.py", "-I"), ("-m", "train", "-E"), ("-W", "ignore", "x.py"), ("-Xdev", "x.py")]
 )
 def test_not_isolated(arguments):
-    assert process(*arguments).why_silent("/bootstrap").startswith("python -I or -E, a foreign")
+    assert process(*arguments).why_silent("/bootstrap").startswith("python -I, -E or -S, a foreign")
 
 
 def test_python_path_was_reset():

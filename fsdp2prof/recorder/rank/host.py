@@ -9,6 +9,7 @@ stacks of every call would slow it several times. Long and repeated calls are se
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import resource
 import sys
@@ -121,7 +122,7 @@ def line_of_thread(thread: int) -> str:
 
 
 def _line(frame: FrameType | None) -> str:
-    """Name the innermost line outside torch, the standard library and this package, and what it calls.
+    """Name the innermost line outside torch, other libraries and this package, and what it calls.
 
     ``full_tensor() in train.py:88 (clip)``; empty where no frame is such a line.
     """
@@ -129,11 +130,23 @@ def _line(frame: FrameType | None) -> str:
     for one in _outwards(frame):
         code = one.f_code
         if not _is_library(code.co_filename):
-            at = f"{_short(code.co_filename)}:{one.f_lineno} ({code.co_name})"
+            hook = ", a hook" if _is_of_hook(one) else ""
+            at = f"{_short(code.co_filename)}:{one.f_lineno} ({code.co_name}{hook})"
             called = next((name for name in reversed(inner) if name not in _WRAPPERS), "_")
             return at if called.startswith(("_", "<")) else f"{called}() in {at}"
         inner.append(code.co_name)
     return ""
+
+
+def _is_of_hook(frame: FrameType) -> bool:
+    """Whether a module calls the training's code that runs as a hook, not as its forward."""
+    for one in _outwards(frame):
+        file = one.f_code.co_filename
+        if file == _CALL.co_filename:
+            return "hook(" in linecache.getline(file, one.f_lineno)
+        if _is_library(file):
+            return False
+    return False
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
@@ -153,9 +166,20 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 @lru_cache(maxsize=4096)
 def _is_library(file: str) -> bool:
-    """Whether a file is torch's, ours, or the standard library's."""
+    """Whether a file is torch's, ours, the standard library's, or of a package beside the training."""
     standard = file.startswith(_STANDARD) and "-packages" not in file[len(_STANDARD) :]
-    return standard or file.startswith(_LIBRARIES) or file.startswith("<")
+    return standard or file.startswith((*_LIBRARIES, "<")) or _knows_no_torch(file)
+
+
+def _knows_no_torch(file: str) -> bool:
+    """Whether a file is of an installed package that imports no torch: arrays, images, text, not training."""
+    _, installed, inside = file.rpartition(f"-packages{os.sep}")
+    package = inside.partition(os.sep)[0].removesuffix(".py")
+    return bool(installed) and not any(
+        getattr(module, "__dict__", {}).get("torch") is torch
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package
+    )
 
 
 @lru_cache(maxsize=4096)

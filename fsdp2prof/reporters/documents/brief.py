@@ -230,4 +230,4 @@ def _slowest(trace: TraceAnalysis) -> list[str]:
 
 def _ended(rank: RunRank) -> str:
     error = f": {rank.error}" if rank.error else ""
-    return f"rank {rank.rank} is {rank.state}{error}"
+    return f"rank {rank.rank} {'crashed' if rank.state == 'crashed' else f'is {rank.state}'}{error}"

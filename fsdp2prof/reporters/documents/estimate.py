@@ -480,7 +480,6 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
                 anchor="assumptions",
                 title="Assumptions",
                 blocks=[
-                    _facts(estimate),
                     Sentences(
                         title="Unknowns that the range covers", lines=estimate.range.unknown, style="list"
                     ),
@@ -507,22 +506,10 @@ def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
     ]
     if estimate.mfu is not None:
         figures.append(KeyFigure(value=format_frac(estimate.mfu), label="MFU"))
-    return figures
-
-
-def _facts(estimate: StepEstimate) -> Facts:
-    low, high = format_ns(estimate.range.low_ns), format_ns(estimate.range.high_ns)
-    between = "nothing varied" if low == high else f"{low} to {high} depending on unknowns"
-    pairs = {
-        "step": f"{format_ns(estimate.step_ns)}, {between}",
-        "speed": f"{estimate.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, "
-        f"{estimate.tokens_per_step:,} tokens a step",
-        "MFU, HFU": f"{format_frac(estimate.mfu)}, {format_frac(estimate.hfu)}",
-    }
+        figures.append(KeyFigure(value=format_frac(estimate.hfu), label="HFU"))
     if estimate.bubble_ns:
-        share = format_frac(estimate.bubble_ns / estimate.step_ns)
-        pairs["pipeline bubble"] = f"{format_ns(estimate.bubble_ns)}, {share} of the step"
-    return Facts(title="Speed", pairs=pairs)
+        figures.append(KeyFigure(value=format_ns(estimate.bubble_ns), label="of it pipeline bubble"))
+    return figures
 
 
 def _kernels(estimate: StepEstimate) -> Table:
