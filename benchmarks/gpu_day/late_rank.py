@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import runpy
 import time
 from pathlib import Path
 
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from train_tiny_fsdp2 import share_gpus
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_tiny_fsdp2.py"
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-            share_gpus()
+            runpy.run_path(str(_EXAMPLE))["share_gpus"]()
     dist.init_process_group(args.backend)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
     for layer in model:
