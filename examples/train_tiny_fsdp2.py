@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--growth", type=int, default=1, help="the batch of each step, over the last one's")
     parser.add_argument("--checkpoint", action="store_true", help="checkpoint the blocks' activations")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--compile", metavar="MODE", help="compile the blocks, for example default")
     parser.add_argument("--replicas", type=int, default=1, help="more than one: HSDP")
     parser.add_argument("--backend", help="nccl on GPUs and gloo on a CPU, unless given")
     args = parser.parse_args()
@@ -106,6 +108,8 @@ def main() -> None:
     for index, layer in enumerate(model.layers):
         if args.checkpoint:
             layer = model.layers[index] = checkpoint_wrapper(layer)
+        if args.compile:
+            layer.compile(mode=args.compile)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -113,10 +117,11 @@ def main() -> None:
     torch.manual_seed(rank)
     for step in range(args.steps):
         batch = args.batch * args.growth**step
-        tokens = torch.randint(args.vocab, (batch, args.length + 1), device=device_type)
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        for _ in range(args.accumulate):
+            tokens = torch.randint(args.vocab, (batch, args.length + 1), device=device_type)
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            (loss / args.accumulate).backward()
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

@@ -113,7 +113,8 @@ def _enter_loop(book: Book, mine: list[Charge], place: str | None) -> bool:
     phases: Counter[str] = Counter()
     for one in mine:
         phases[one.phase] += one.ns
-    where = [in_phase(phase) if phase != "other" else "in the loss" for phase, _ in phases.most_common()]
+    outside = "outside of forward and backward"
+    where = [in_phase(phase) if phase != "other" else outside for phase, _ in phases.most_common()]
     at = f"at {place}" if place else f"{' and '.join(where)}"
     fqn = next((one.fqn for one in sorted(mine, key=lambda one: -one.ns) if one.fqn), None)
     book.enter(

@@ -20,6 +20,8 @@ _FINE_PER_BLOCK = 3
 _TINY_BYTES = 1 << 20
 _LARGE_IN_ROOT = 0.1
 """Part of the root's parameters from which on one of them is named."""
+_LARGE_UNIT = 1.5
+"""Times the mean share of a unit from which on one of a few is larger than the others."""
 
 
 def too_fine(book: Book) -> None:
@@ -121,7 +123,8 @@ def too_coarse(book: Book) -> None:
         return
     fqn, (payload, share) = max(shares.items(), key=lambda item: item[1][1])
     root, alone = is_root(fqn), len(shares) == 1
-    if share < (book.thresholds.root_frac if root else book.thresholds.coarse_frac):
+    least = book.thresholds.root_frac if root else book.thresholds.coarse_frac
+    if share < (least if root or alone else max(least, _LARGE_UNIT / len(shares))):
         return
     ops = ("all_gather",) if root and not alone else ("all_gather", "reduce_scatter", "all_reduce")
     mine = book.take("communication", lambda one: one.fqn == fqn and one.op in ops)

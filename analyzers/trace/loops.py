@@ -43,8 +43,12 @@ class Loops(Table):
 
 
 def find_loops(tables: RankTables) -> Loops:
-    """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss."""
-    found = [one for thread in _threads(tables) for one in _of_thread(tables, *thread)]
+    """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss.
+
+    None where nothing tells forward from the optimizer, which goes through its parameters one by one.
+    """
+    labelled = tables.phases.phase.equals("forward").any()
+    found = [one for thread in _threads(tables) for one in _of_thread(tables, *thread)] if labelled else []
     forward = [one for one in found if one.phase != "backward"]
     lines = _lines(tables, forward)
     origins: dict[str | None, Counter[str]] = defaultdict(Counter)

@@ -19,7 +19,7 @@ from benchmarks.gpu_day.wheels import missing_wheels
 if missing := missing_wheels():
     sys.exit(f"{sys.executable} lacks {', '.join(missing)}: pip install {' '.join(missing)}")
 
-from benchmarks.gpu_day import folder, memory, overhead, recordings, suite
+from benchmarks.gpu_day import folder, live, memory, overhead, recordings, suite
 from benchmarks.gpu_day.backend import Backend, choose_backend
 from benchmarks.gpu_day.day import Day, Outcome
 from benchmarks.gpu_day.machine import describe_machine
@@ -27,6 +27,7 @@ from benchmarks.gpu_day.machine import describe_machine
 _PARTS: dict[str, Callable[[Day, Backend], list[Outcome]]] = {
     "recordings": recordings.run,
     "tests": lambda day, _: suite.run(day),
+    "live": live.run,
     "memory": lambda day, _: memory.run(day),
     "overhead": overhead.run,
 }

@@ -17,7 +17,7 @@ from benchmarks.gpu_day.memory import STATED_ERROR_FRAC
 from fsdp2prof.files import replacing
 
 _GIB = 1 << 30
-_MADE = ("recordings", "memory", "logs")
+_MADE = ("recordings", "live", "memory", "logs")
 
 
 def clear(folder: Path) -> None:
@@ -25,7 +25,7 @@ def clear(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _MADE:
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("summary", "recordings", "memory", "overhead"):
+    for name in ("summary", "recordings", "live", "memory", "overhead"):
         (folder / f"{name}.json").unlink(missing_ok=True)
 
 
@@ -33,19 +33,21 @@ def write(folder: Path, machine: Machine, backend: str, outcomes: Sequence[Outco
     """Write the README and, as JSON, the summary and the tables of recordings and memory."""
     rows = {
         part: [one.row for one in outcomes if one.part == part and one.row]
-        for part in ("recordings", "memory", "overhead")
+        for part in ("recordings", "live", "memory", "overhead")
     }
     ended = [{name: getattr(one, name) for name in ("part", "job", "state", "detail")} for one in outcomes]
     _dump(folder / "summary.json", {"machine": asdict(machine), "backend": backend, "outcomes": ended})
     _dump(folder / "recordings.json", rows["recordings"])
+    _dump(folder / "live.json", rows["live"])
     _dump(folder / "memory.json", {"stated_error_frac": STATED_ERROR_FRAC, "rows": rows["memory"]})
     _dump(folder / "overhead.json", rows["overhead"])
     (folder / "README.md").write_text(_readme(machine, backend, ended, rows))
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the memory part's files, of which only the table is kept."""
-    shutil.rmtree(folder / "memory", ignore_errors=True)
+    """Remove the files of the parts of which only the tables are kept."""
+    for name in ("memory", "live"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def pack(folder: Path) -> None:

@@ -79,9 +79,10 @@ def test_every_recording_is_analysed_without_remainder(
     assert recordings
     for row in recordings:
         run = made.unpacked(row["name"], tmp_path)
-        memory = analysed(capfd, "memory", run)
+        memory = analysed(capfd, "memory", run) if row["memory"] else {"ranks": []}
         # A peer of the rank that ran out of memory may be killed before it has written its own.
-        assert (1 if row["out_of_memory"] else row["ranks"]) <= len(memory["ranks"]) <= row["ranks"]
+        least = 1 if row["out_of_memory"] else row["ranks"]
+        assert least * row["memory"] <= len(memory["ranks"]) <= row["ranks"]
         for rank in memory["ranks"]:
             peak = rank["peak"]
             assert sum(peak["categories"].values()) == peak["allocated_bytes"] > 0

@@ -369,6 +369,8 @@ def test_what_the_script_hands_to_fsdp_is_told_on_a_cpu_too() -> None:
     assert number(found["wrapping_too_coarse"], "share_frac") == 0.8
     assert "Also apply fully_shard to the modules inside `wide`" in found["wrapping_too_coarse"].change
     assert "reduced_every_micro_batch" not in found
+    halves = [row(fqn, "all_gather", "forward", 4) for fqn in ("a", "b")]
+    assert "wrapping_too_coarse" not in {one.id for one in find(replace(analysis, groups=halves))}
     alone = [row("", "all_gather", "forward", 8), row("", "reduce_scatter", "backward", 8)]
     (coarse,) = [f for f in find(replace(analysis, groups=alone)) if f.id == "wrapping_too_coarse"]
     assert "All parameters (7.63 MiB) are in one FSDP unit" in coarse.message

@@ -53,6 +53,14 @@ def test_fewer_passes_are_none() -> None:
     assert loops(BODY * 15, unit(4)) == []
 
 
+def test_without_labels_the_optimizer_cannot_be_told_from_a_loop() -> None:
+    trace = TraceBuilder()
+    for i in range(120):
+        trace.host(BODY[i % 3], (100 + 10 * i) * US, (109 + 10 * i) * US)
+    trace.label("ProfilerStep#3", 0, 2000 * US)
+    assert find_loops(rank_tables(trace.build())).operators.tolist() == []
+
+
 def test_large_operators_are_work_and_not_a_loop() -> None:
     assert loops(BODY * 40, unit(4), each_ns=300 * US) == []
 
