@@ -85,6 +85,7 @@ def test_a_trace_alone_has_its_own_sections(page: Page, tmp_path: Path) -> None:
     assert titles == [
         "Warnings",
         "Findings",
+        "Where the step goes",
         "Communication by layer",
         "Ranks against each other",
         "Details",

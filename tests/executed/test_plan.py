@@ -706,7 +706,7 @@ def test_a_narrow_terminal_shows_the_configuration_of_every_row(plan: Plan, brie
     table = text[text.index("\nThe best of each family") :].split("\n\n")[0]
     rows = [line for line in table.splitlines() if any(line.startswith(one.name) for one in plan.families)]
     words = set(table.split())
-    assert len(rows) == (3 if brief else len(plan.families))
+    assert len(rows) == len(plan.families) or (brief and len(rows) >= 3)
     for family in plan.families[: len(rows)]:
         assert words >= set(family.best.name.split())
 

@@ -130,10 +130,10 @@ def test_text_reads_from_the_verdict_to_what_was_run(capfd: pytest.CaptureFixtur
     titles = [
         "Run",
         "A step takes ",
+        "Where the step goes",
         "Communication by layer",
         "Peak memory",
         "What fills rank",
-        "Where the step goes",
         "What was run",
         "How the model is sharded",
     ]
