@@ -13,8 +13,8 @@ from fsdp2prof.manifest import StepInfo
 from fsdp2prof.results.run import StepTime
 from fsdp2prof.results.step import UnrecordedStep
 
-_LONGER = 1.1
-"""Times as long as unrecorded steps from which on traced ones are called longer: these vary, too."""
+_APART = 1.1
+"""Times as long as the other kind's, from which on traced and unrecorded steps are called different: both vary."""
 
 
 def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> UnrecordedStep | None:
@@ -49,6 +49,6 @@ def added_ns(step: UnrecordedStep | None) -> float:
     return max(0, step.traced_median_ns - step.median_ns)
 
 
-def is_longer_traced(traced_ns: float, unrecorded_ns: float | None) -> bool:
-    """Whether traced steps are longer than unrecorded ones by more than these vary."""
-    return unrecorded_ns is not None and traced_ns > _LONGER * unrecorded_ns
+def differs_traced(traced_ns: float, unrecorded_ns: float | None) -> bool:
+    """Whether traced steps are longer or shorter than unrecorded ones by more than steps vary."""
+    return unrecorded_ns is not None and not unrecorded_ns <= _APART * traced_ns <= _APART**2 * unrecorded_ns

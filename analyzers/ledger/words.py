@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2prof.analyzers.ledger.book import Book
-from fsdp2prof.analyzers.unrecorded import is_longer_traced
+from fsdp2prof.analyzers.unrecorded import differs_traced
 from fsdp2prof.analyzers.wording import times
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
@@ -71,7 +71,7 @@ def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
 
 def of_step(ledger: Ledger) -> str:
     """Say which step an amount is of: tracing makes steps longer."""
-    return "of a traced step" if is_longer_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "a step"
+    return "of a traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "a step"
 
 
 def bound(ledger: Ledger) -> str:
@@ -79,7 +79,7 @@ def bound(ledger: Ledger) -> str:
     if not ledger.entries or not ledger.step_ns:
         return ""
     first, *others = sorted(ledger.entries, key=lambda entry: -entry.ns)
-    of = "traced step" if is_longer_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "step"
+    of = "traced step" if differs_traced(ledger.step_ns, ledger.unrecorded_step_ns) else "step"
     part = "Most" if first.frac >= _MOST else "The largest part"
     then = f", then {others[0].title} ({format_ns(others[0].ns)})" if others and first.frac < _MOST else ""
     return f"{part} of the {of} is {first.title}: {format_ns(first.ns)} ({format_frac(first.frac)}){then}."
@@ -158,11 +158,12 @@ def _headline(ledger: Ledger) -> str:
     traced, step = ledger.step_ns, ledger.unrecorded_step_ns
     if step is None:
         return f"A traced step takes {format_ns(traced)}."
-    if not is_longer_traced(traced, step):
+    if not differs_traced(traced, step):
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
     host = ", most of that in the host's part" if slowed else ""
-    return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}."
+    varied = ": steps vary that much here" if traced < step else ""
+    return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
 
 
 def _rehearsal(analysis: TraceAnalysis) -> str:
