@@ -14,7 +14,7 @@ from fsdp2prof.results.run import StepTime
 from fsdp2prof.results.step import UnrecordedStep
 
 _APART = 1.1
-"""Times as long as the other kind's, from which on traced and unrecorded steps are called different: both vary."""
+"""Times as long as the other kind, from which on traced and unrecorded steps are called different."""
 
 
 def unrecorded_step(ranks: Iterable[Sequence[StepInfo | StepTime]]) -> UnrecordedStep | None:
