@@ -246,6 +246,7 @@ def test_delays_wherever_the_two_meet(compare, monkeypatch, point, at_step):
     assert manifest.traced_steps
 
 
+@pytest.mark.slow  # Kineto crashed once in hundreds of runs, and would end the worker with its tests
 @pytest.mark.parametrize("first", range(6))
 def test_a_profiler_on_another_thread(compare, first):
     """Kineto has one session a process: ours leaves before theirs begins, whatever thread theirs is on."""

@@ -14,7 +14,8 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.recorder.settings import VARIABLE
 
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK")
-_UNTIL_SEEN_S = 8.0
+_UNTIL_SEEN_S = 2.0
+"""Between two looks for a first rank: one that ends at once takes longer to import torch."""
 _LET_FINISH_S, _LET_TERMINATE_S = 5.0, 10.0
 
 
