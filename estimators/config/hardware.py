@@ -389,7 +389,7 @@ def _of_nccl_tests(path: Path) -> HardwareSpec:
             spec = found
             measured.setdefault(table.op, {})[table.ranks] = table.curve
     if spec is None:
-        raise ModelError(f"hardware {path}: there is no file in it")
+        raise ModelError(f"hardware {path}: the folder is empty")
     return msgspec.structs.replace(
         spec, collectives=measured, source=f"{spec.source}; collectives of one node from {path.name}"
     )

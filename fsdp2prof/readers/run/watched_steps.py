@@ -11,7 +11,7 @@ from fsdp2prof.manifest import WatchedStep
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Return the lengths in the file's order. Raises ``ModelError`` for what is no list of whole numbers."""
+    """Return the lengths in the file's order. Raises ``ModelError`` if it is not a list of whole numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
