@@ -322,9 +322,9 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
         note="each estimated like the run itself; left: with the upper end for context and communicators",
+        remarks=[] if any(one.fits for one in estimate.tried) else estimate.advice,
     )
-    advice = Sentences(title="What fits", lines=estimate.advice, style="list")
-    return [Section(anchor="tried", title=title, blocks=[table, advice])]
+    return [Section(anchor="tried", title=title, blocks=[table])]
 
 
 # Communication.
