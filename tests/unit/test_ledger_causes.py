@@ -311,3 +311,18 @@ def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
     (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
     assert first.said.startswith(f"In forward, the script computes at {site} for 10.0 ms (20.0%)")
     assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_the_end_of_waits_gains_nothing_where_the_host_is_the_limit(caught_up: bool) -> None:
+    """Rank 0 waits 10 ms of each step for rank 1, and its device then idles for launches or does not."""
+    late = LateRanks(
+        ranks=[LateRank(rank=1, wait_caused_ns=50 * MS, wait_ns=0, late_steps=5)], compared=2, steps=5,
+        late_steps=5, explained_frac=1.0, least_explained_frac=1.0,
+        chance=0.0625, steps_needed=5, steady=True,
+    )  # fmt: skip
+    waits = [
+        {"cause": "uneven_ranks", "ns": 10 * MS, "late_rank": 1, "why": "host", "caught_up": caught_up},
+    ]
+    entries = [one.id for one in told(ledger_of(waits, late=late))]
+    assert entries == ([] if caught_up else ["straggler"])
