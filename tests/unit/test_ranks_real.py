@@ -56,7 +56,8 @@ def test_four_ranks_with_metadata(real_data: Path) -> None:
     late = next(entry for entry in found.ledger.entries if entry.id == "straggler")
     # The hosts of ranks 1 and 2 stop for their devices for 0.2 ms a step: their launches are the limit.
     assert (late.rank, late.told) == (3, False)
-    assert late.remedy is not None and late.remedy.gain_ns is not None
+    assert late.remedy is not None
+    assert late.remedy.gain_ns is not None
     assert late.frac > 0.2
     assert late.remedy.gain_ns < 0.2 * late.ns
 
