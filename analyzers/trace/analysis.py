@@ -26,7 +26,7 @@ from fsdp2prof.analyzers.steps import Window
 from fsdp2prof.analyzers.trace import overlap
 from fsdp2prof.analyzers.trace.accounting import breakdown
 from fsdp2prof.analyzers.trace.charges import rank_charges
-from fsdp2prof.analyzers.trace.flops import step_flops
+from fsdp2prof.analyzers.trace.flops import step_flops, step_operators
 from fsdp2prof.analyzers.trace.host_syncs import host_syncs
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
@@ -386,11 +386,16 @@ def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:
     steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
-    flops = dict(
-        zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
-    )
+    numbers = tables.analysed.step.tolist()
+    flops = dict(zip(numbers, step_flops(tables.trace, tables.analysed).tolist(), strict=True))
+    calls = dict(zip(numbers, step_operators(tables.trace, tables.analysed).tolist(), strict=True))
     return [
-        replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)
+        replace(
+            step,
+            idle_ns=causes,
+            flops=count if (count := flops.get(step.step, -1)) >= 0 else None,
+            operators=calls.get(step.step) or None,
+        )
         for step, causes in zip(steps, idle_causes(tables), strict=True)
     ]
 
