@@ -252,7 +252,7 @@ def test_a_loop_takes_its_backward_along() -> None:
     assert "with its backward" in first.said
 
 
-@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (2, False)])
+@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (0, False)])
 def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) -> None:
     analysis = trace_analysis()
     charges = [
