@@ -142,8 +142,8 @@ def table(
 ) -> Table:
     """Return a table of a row an item.
 
-    ``every``: the items with nothing folded. ``totals``: values by the columns' names. ``scale``: more items
-    whose values the units are for. ``known`` leaves out the columns of which no item has a value.
+    ``every``: the items with nothing folded, where that differs. ``totals``: values by the columns' names.
+    ``scale``: more items whose values the units are for. ``known`` leaves out columns without any value.
     """
     shown, whole = list(items), None if every is None else list(every)
     columns = _scaled(columns, [*shown, *(whole or ()), *scale])
@@ -164,6 +164,8 @@ def table(
     if whole is None:
         return made
     rows = [[one.value(item) for one in columns] for item in whole]
+    if rows == made.rows:
+        return made
     below = note if every_note is None else every_note
     return replace(
         made,

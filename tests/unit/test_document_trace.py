@@ -156,12 +156,15 @@ def test_nothing_to_show_is_said() -> None:
     assert text_of(summarise(replace(analysis, ranks=[], groups=[], findings=[], warnings=[])))
 
 
-def test_advice_without_findings_stands_under_its_own_heading() -> None:
-    section = build(replace(trace_analysis(), findings=[])).sections[0]
-    assert section.title == "What to look at next"
-    assert [type(block) for block in section.blocks] == [Sentences]
-    both = build(trace_analysis()).sections[0]
-    assert [type(block) for block in both.blocks] == [Findings, Sentences]
+def test_limits_of_a_recording_are_notes_unless_the_verdict_has_them() -> None:
+    analysis = trace_analysis()
+    assert analysis.ledger is not None
+    ledger = replace(analysis.ledger, not_judged=["said", "unsaid"])
+    noted = build(replace(analysis, ledger=ledger, verdict=["said"])).sections[0].blocks
+    assert [type(block) for block in noted] == [Findings, Sentences]
+    assert isinstance(noted[1], Sentences)
+    assert noted[1].lines == ["unsaid"]
+    assert [type(block) for block in build(analysis).sections[0].blocks] == [Findings]
 
 
 def test_data_formats_have_every_step_and_group() -> None:

@@ -97,8 +97,8 @@ def _short(finding: Finding) -> Finding:
     return replace(finding, message=f"{said}{dot.strip()}{change}")
 
 
-def causes_section(analysis: TraceAnalysis) -> list[Section]:
-    """Return the parts of the mean traced step by cause, and the gain of a change where one is known."""
+def causes_section(analysis: TraceAnalysis, step: str = "traced step") -> list[Section]:
+    """Return the parts of the mean step by cause, and the gain of a change where one is known."""
     ledger = analysis.ledger
     if ledger is None:
         return []
@@ -122,10 +122,10 @@ def causes_section(analysis: TraceAnalysis) -> list[Section]:
         entries,
         every=ledger.entries,
         known=True,
-        note="every part of the mean traced step once, by its cause",
+        note=f"mean {step}; the causes are disjoint and sum to it",
         limit=_CAUSES,
         noun="cause",
-        totals=[{"title": "traced step", "ns": ledger.step_ns, "frac": 1.0}],
+        totals=[{"title": step, "ns": ledger.step_ns, "frac": 1.0}],
     )
     return c.section("lost", table.title, table)
 

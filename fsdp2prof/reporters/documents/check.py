@@ -77,12 +77,12 @@ _WORTH_MOST = 3
 
 
 def findings_section(
-    findings: Sequence[Finding], advice: Sequence[str], verdict: Sequence[str] = ()
+    findings: Sequence[Finding], notes: Sequence[str] = (), verdict: Sequence[str] = ()
 ) -> list[Section]:
-    """Lay out the findings and the next things to check, without the sentences of the verdict."""
-    advice = [line for line in advice if line not in verdict]
+    """Lay out the findings, and the notes that the verdict does not hold already."""
+    notes = [line for line in notes if line not in verdict]
     blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
-    blocks += [Sentences(title="What to look at next", lines=advice, style="list")] if advice else []
+    blocks += [Sentences(title="Notes", lines=notes, style="list")] if notes else []
     return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
 
 
@@ -122,7 +122,7 @@ def check_document(check: RunCheck) -> Document:
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
         ],
         sections=[
-            *findings_section(check.findings, ()),
+            *findings_section(check.findings),
             *c.section("checks", "Checks", check_table(check.checks)),
             *c.section("unsharded", _WHOLE, _unsharded(check.unsharded)),
         ],
@@ -163,7 +163,7 @@ def environment_check_document(check: EnvironmentCheck) -> Document:
             KeyFigure(value=f"{len(check.ranks)} of {check.world_size}", label="ranks"),
         ],
         sections=[
-            *findings_section(check.findings, ()),
+            *findings_section(check.findings),
             Section(anchor="checks", title="Checks", blocks=[check_table(check.checks)]),
             Section(anchor="communication", title="Communication", blocks=[gathers, *transports]),
             Section(anchor="ranks", title="Ranks", blocks=[_ranks(check)]),

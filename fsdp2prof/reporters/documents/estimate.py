@@ -11,6 +11,7 @@ from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.charts.memory import memory_layer_chart, memory_map
 from fsdp2prof.reporters.document import Chart, Document, Facts, KeyFigure, Section, Sentences, Table, Value
 from fsdp2prof.reporters.documents import builds
+from fsdp2prof.reporters.documents.brief import in_order
 from fsdp2prof.reporters.documents.memory_tables import (
     largest_cell,
     largest_layer,
@@ -321,9 +322,9 @@ def _tried(estimate: MemoryEstimate) -> list[Section]:
         ],
         sorted(estimate.tried, key=lambda one: not one.fits),
         note="each estimated like the run itself; left: with the upper end for context and communicators",
+        remarks=[] if any(one.fits for one in estimate.tried) else estimate.advice,
     )
-    advice = Sentences(title="What fits", lines=estimate.advice, style="list")
-    return [Section(anchor="tried", title=title, blocks=[table, advice])]
+    return [Section(anchor="tried", title=title, blocks=[table])]
 
 
 # Communication.
@@ -473,8 +474,7 @@ def step_estimate_document(estimate: StepEstimate) -> Document:
         subtitle=_what(estimate),
         numbers=_numbers(estimate),
         sections=[
-            Section(anchor="estimate", title="Estimate", blocks=[_kernels(estimate)]),
-            *trace_sections(estimate.trace, predicted=True),
+            *in_order([*trace_sections(estimate.trace, predicted=True), *_kernel_section(estimate)]),
             *config_section(estimate.config),
             Section(
                 anchor="assumptions",
@@ -512,7 +512,8 @@ def _numbers(estimate: StepEstimate) -> list[KeyFigure]:
     return figures
 
 
-def _kernels(estimate: StepEstimate) -> Table:
+def _kernel_section(estimate: StepEstimate) -> list[Section]:
+    """Lay out what bounds the compute stream."""
     columns = [
         c.word("bound_by", "bound by", KERNEL_BOUNDS, of=0),
         c.ms("duration_ns", "ms", of=1),
@@ -520,4 +521,5 @@ def _kernels(estimate: StepEstimate) -> Table:
         c.bar("step_frac", of=lambda row: row[1] / estimate.step_ns),
     ]
     rows = sorted(estimate.kernels_ns.items(), key=lambda item: -item[1])
-    return c.table("kernels", "Compute stream by bound", columns, rows)
+    table = c.table("kernels", "Compute stream by bound", columns, rows)
+    return c.section("estimate", table.title, table)

@@ -83,8 +83,8 @@ def _hover(point: PlanPoint) -> str:
     return "<br>".join(lines)
 
 
-_OF_A_STEP = "times: percent of the winner's step"
-_WHY = f"Why they lost ({_OF_A_STEP})"
+_ROWS = 8
+_OF_A_STEP = "why: percent of the winner's step"
 
 
 @builds(Plan)
@@ -103,26 +103,25 @@ def plan_document(plan: Plan) -> Document:
                 anchor="families",
                 title="The best of each family",
                 lead="Best first; configurations that do not fit come last.",
-                blocks=[
-                    _family_table(plan, plan.families, "families", "The best of each family", "family"),
-                    Sentences(title=_WHY, lines=[_why(f) for f in _losers(plan)], style="list"),
-                ],
+                blocks=[_family_table(plan, plan.families, "families", "The best of each family", "family")],
             ),
+            *([_recipes(plan)] if plan.recipes else []),
             *([_changes(plan)] if plan.changes else []),
             *([_precisions(plan)] if plan.precisions else []),
             Section(
                 anchor="pareto",
-                title="Memory against speed",
+                title="Memory and speed",
+                detail=True,
                 lead="No other configuration is both faster and smaller.",
                 blocks=[
                     *([Chart(name="pareto_front", title=_fastest(plan), figure=chart)] if chart else []),
                     _point_table(plan, plan.pareto, "pareto", "Pareto front"),
                 ],
             ),
-            *([_recipes(plan)] if plan.recipes else []),
             Section(
                 anchor="search",
-                title="How it was found",
+                title="Search",
+                detail=True,
                 blocks=[_facts(plan), Sentences(title="Assumptions", lines=plan.assumptions, style="list")],
             ),
         ],
@@ -146,7 +145,7 @@ def _brief(plan: Plan) -> list[Section]:
     best = c.table(
         "families", "The best of each family", families, plan.families, note=note, limit=6, noun="family"
     )
-    changed = c.table("changes", "One thing changed", changes, plan.changes, limit=5)
+    changed = c.table("changes", "One option changed", changes, plan.changes, limit=5)
     return [*c.section("families", best.title, best), *c.section("changes", changed.title, changed)]
 
 
@@ -184,15 +183,6 @@ def _fastest(plan: Plan) -> str:
     return f"The fastest makes {best.tokens_per_s:,.0f} tokens/s with {format_bytes(best.total_bytes)} a GPU"
 
 
-def _losers(plan: Plan) -> list[PlanFamily]:
-    name = None if plan.winner is None else plan.winner.name
-    return [family for family in plan.families if family.best.name != name]
-
-
-def _why(family: PlanFamily) -> str:
-    return f"{family.name} ({family.best.name}): {family.why}"
-
-
 def _numbers_of(plan: Plan, best: str) -> list[Column]:
     """Return the columns of a configuration's numbers; ``best``: where an item has it (``"best."``)."""
 
@@ -219,50 +209,50 @@ def _best_table(
         first,
         c.prose("configuration", of="best.name"),
         *_numbers_of(plan, "best."),
+        c.prose("why"),
         c.text(
             "confirmed", "scored\nby", lambda confirmed: "engine" if confirmed else "search", "best.confirmed"
         ),
         *([] if name == "precisions" else [c.count("fitting")]),
         c.count("configurations", "tried"),
-        c.prose("why"),
     ]
-    return c.table(name, title, columns, items, note=note)
+    return c.table(name, title, columns, items, note=note, limit=_ROWS, noun=first.label)
 
 
 def _family_table(plan: Plan, families: Sequence[PlanFamily], name: str, title: str, label: str) -> Table:
-    note = f"limit {format_bytes(plan.given.limit_bytes)}: {plan.given.reserve_frac:.0%} stays free"
+    limit = f"limit {format_bytes(plan.given.limit_bytes)}: {plan.given.reserve_frac:.0%} stays free"
+    note = f"{limit}; {_OF_A_STEP}"
     return _best_table(plan, name, title, c.text(label, of="name"), families, note)
 
 
 def _changes(plan: Plan) -> Section:
-    table = _family_table(plan, plan.changes, "changes", "One thing changed", "change")
-    lines = [f"{change.name}: {change.why}" for change in plan.changes]
     return Section(
         anchor="changes",
-        title="One thing changed",
+        title="One option changed",
         lead="The winner with one option or mesh dimension changed, the others chosen again.",
-        blocks=[table, Sentences(title=f"What each change does ({_OF_A_STEP})", lines=lines, style="list")],
+        blocks=[_family_table(plan, plan.changes, "changes", "One option changed", "change")],
+        detail=True,
     )
 
 
 def _precisions(plan: Plan) -> Section:
     named = c.text("precision", of=lambda one: f"{one.option}={one.value}")
-    table = _best_table(plan, "precisions", "The best in another precision", named, plan.precisions)
-    lines = [f"{one.option}={one.value} ({one.best.name}): {one.why}. {one.take}" for one in plan.precisions]
+    table = _best_table(
+        plan, "precisions", "The best in another precision", named, plan.precisions, _OF_A_STEP
+    )
     return Section(
         anchor="precisions",
-        title="If the training's numbers may change",
-        lead="The best configuration in another precision, recommended only where that is fixed.",
-        blocks=[
-            table,
-            Sentences(title=f"What each precision does ({_OF_A_STEP})", lines=lines, style="list"),
-        ],
+        title="Other precisions",
+        lead="They change the training's numbers, so none is recommended unless --fix asks for it.",
+        blocks=[table],
+        detail=True,
     )
 
 
 def _point_table(plan: Plan, points: Sequence[PlanPoint], name: str, title: str) -> Table:
     memory, step, *rest = _numbers_of(plan, "")
-    return c.table(name, title, [memory, step, c.prose("name", "configuration"), *rest], points)
+    columns = [memory, step, c.prose("name", "configuration"), *rest]
+    return c.table(name, title, columns, points, limit=_ROWS, noun="configuration")
 
 
 def _recipes(plan: Plan) -> Section:
@@ -274,7 +264,7 @@ def _recipes(plan: Plan) -> Section:
         )
         for recipe in plan.recipes
     ]
-    return Section(anchor="recipes", title="To paste", blocks=blocks)
+    return Section(anchor="recipes", title="Settings to paste", blocks=blocks)
 
 
 def _facts(plan: Plan) -> Facts:
@@ -296,4 +286,4 @@ def _facts(plan: Plan) -> Facts:
     if given.fixed:
         pairs["fixed"] = ", ".join(f"{name}={value}" for name, value in given.fixed.items())
     pairs["objective"] = given.objective
-    return Facts(title="How it was found", pairs=pairs)
+    return Facts(title="Search", pairs=pairs)

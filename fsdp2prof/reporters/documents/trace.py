@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.trace import (
@@ -53,7 +55,10 @@ def trace_document(analysis: TraceAnalysis) -> Document:
     """Lay out a trace analysis."""
     changes = changes_worth_most(analysis.what_if)
     sections = in_order(
-        [*findings_section(analysis.findings, analysis.advice, analysis.verdict), *trace_sections(analysis)]
+        [
+            *findings_section(analysis.findings, not_judged(analysis), analysis.verdict),
+            *trace_sections(analysis),
+        ]
     )
     return Document(
         title=f"Trace of {_who(analysis)}",
@@ -67,6 +72,11 @@ def trace_document(analysis: TraceAnalysis) -> Document:
     )
 
 
+def not_judged(analysis: TraceAnalysis) -> Sequence[str]:
+    """Return the sentences that say what this recording cannot show."""
+    return () if analysis.ledger is None else analysis.ledger.not_judged
+
+
 def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     """Return the numbers that a reader needs first; none without steps."""
     totals, step = analysis.totals, analysis.unrecorded_step
@@ -76,7 +86,7 @@ def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
     if step is not None:
         numbers.insert(0, KeyFigure(value=format_ns(step.median_ns), label="unrecorded step, median"))
     exposed = _exposed_frac(analysis)
-    if exposed is not None:
+    if exposed is not None and any(layer.fqn is not None for layer in analysis.layers):
         label = f"of the traced step is {LEDGER_CAUSES['communication'].label}"
         numbers.append(KeyFigure(value=format_frac(exposed), label=label))
     if totals.tokens_per_s is not None:
@@ -102,7 +112,7 @@ def trace_sections(analysis: TraceAnalysis, *, predicted: bool = False) -> list[
     return [
         *timeline_section(analysis.timeline, _late_ranks(analysis)),
         *what_if_section(analysis.what_if),
-        *causes_section(analysis),
+        *causes_section(analysis, "predicted step" if predicted else "traced step"),
         _communication_section(analysis),
         *_rank_section(analysis),
         *_step_section(analysis, predicted),
@@ -191,7 +201,7 @@ def _communication_section(analysis: TraceAnalysis) -> Section:
         nothing = Sentences(title=title, lines=[_NO_COLLECTIVE if analysis.totals.windows else _NO_STEP])
         return Section(anchor="communication", title=title, blocks=[nothing])
     note = "bar: exposed; tick: all communication of the layer"
-    figure = layer_chart(analysis.layers, analysis.by_layer)
+    figure = layer_chart(analysis.layers, analysis.by_layer) if len(analysis.layers) > 1 else None
     chart = _chart("layer_chart", layers_title(analysis), figure, note)
     return Section(anchor="communication", title=title, blocks=[*chart, tables.layer_table(analysis)])
 

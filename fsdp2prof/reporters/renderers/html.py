@@ -33,7 +33,7 @@ _ROW_LIMIT = 2000
 _NAME_LENGTH = 120
 """Characters of a name in a table; the middle of a longer one is left out, the whole shown on hover."""
 
-_BREAK = re.compile(r"([._:/,](?=\w))")
+_BREAK = re.compile(r"([._:/,](?=[^\W\d])|(?<=[^\W\d])\.(?=\d))")
 _CODE = re.compile("`([^`]+)`")
 _LONG = re.compile(r"[\w.:/,]{30,}")
 

@@ -94,7 +94,9 @@ def _least(needs: Sequence[Need]) -> int:
 
 
 _BAR_NATURAL, _BAR_LEAST = 30, 6
-_NAME_LEAST, _PROSE_LEAST = 16, 24
+_NAME_LEAST, _FIRST_LEAST, _PROSE_LEAST = 20, 40, 24
+"""Columns that a name, the first column and a sentence get before the rightmost columns are left out."""
+
 _NAME_LINES = 3
 """Lines over which a name is folded before its middle is left out."""
 
@@ -437,7 +439,7 @@ def _need(index: int, column: Column, cells: Sequence[str | float]) -> Need:
     if column.kind == "prose":
         return Need(natural, max(header, min(natural, _PROSE_LEAST)))
     if column.kind == "name" or (index == 0 and column.kind != "number"):
-        return Need(natural, max(header, min(natural, _NAME_LEAST)))
+        return Need(natural, max(header, min(natural, _NAME_LEAST if index else _FIRST_LEAST)))
     return Need(natural, natural, empty=not set(texts) - {"", "-"})
 
 
@@ -456,7 +458,7 @@ def _styled(column: Column, cell: str | float, width: int, whole: bool) -> Text:
     if column.kind == "state":
         return Text(cell, style=_STATE_STYLES.get(cell, "bold red"))
     if column.kind == "prose":
-        return Text(cell)
+        return Text(" ".join("\n".join(_broken(word, width)) for word in cell.split(" ")))
     return Text("\n".join(_broken(cell if whole else shorten(cell, _NAME_LINES * width), width)))
 
 
