@@ -153,6 +153,30 @@ def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
     assert re.match(change, first.remedy.change)
 
 
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_forward_for_another_model_that_is_updated_in_turns_is_not_to_be_left_out(in_turns: bool) -> None:
+    """The generator runs forward alone in the first step, which updates the discriminator (or both)."""
+    analysis = trace_analysis()
+    first, *_ = sorted(step.step for step in analysis.ranks[0].steps)
+    reduced = [
+        replace(row, op="reduce_scatter", fqn=f"{root}:layers.0", step=step.step, count=1)
+        for row in analysis.groups[:1]
+        for step in analysis.ranks[0].steps
+        for root in ("root0", "root1")
+        if not (in_turns and root == "root0" and step.step == first)
+    ]
+    charges = [
+        Charge(rank=rank.rank, step=step.step, cause=cause, ns=ns, count=1, phase="forward")
+        for rank in analysis.ranks
+        for step in rank.steps
+        for cause, ns in (("evaluation", 20 * MS if step.step == first else 0), ("compute", 30 * MS))
+        if ns
+    ]
+    ledger = with_ledger(replace(analysis, groups=reduced), charges).ledger
+    assert ledger is not None
+    assert [one.id for one in told(ledger)] == ([] if in_turns else ["forward_without_backward"])
+
+
 def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:
     gathers = [
         {"cause": "communication", "ns": 4 * MS, "op": "all_gather", "fqn": f"layers.{i}"} for i in range(4)
