@@ -34,15 +34,14 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
     fake_process_group,
     fsdp_mesh,
+    host_memory,
     stand_in_device,
     tensor_parallel_mesh,
 )
-from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
@@ -51,7 +50,13 @@ from fsdp2prof.estimators.execution.second_models import (
     policy_of_others,
     with_role,
 )
-from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
+from fsdp2prof.estimators.execution.training import (
+    TrainingLoop,
+    build_optimizer,
+    exchange_tokens,
+    materialize,
+    shard,
+)
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers

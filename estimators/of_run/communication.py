@@ -10,7 +10,7 @@ from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.communication_summary import summarise
 from fsdp2prof.estimators.description import policy_as_recorded
 from fsdp2prof.estimators.of_run.steps import step_of_root
-from fsdp2prof.estimators.traffic.ledger import Ledger
+from fsdp2prof.estimators.traffic.parallel import Ledger
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.estimate import CommEstimate, EstimatedMesh, EstimatedModel
 from fsdp2prof.schedule import Axis, ScheduledGroup, Sync, steady_step

@@ -30,8 +30,13 @@ from fsdp2prof.estimators.execution.engine import (
     second_models,
     sharded_model,
 )
-from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
-from fsdp2prof.estimators.execution.host_offload import HostMemory, host_memory
+from fsdp2prof.estimators.execution.fake_world import (
+    HostMemory,
+    expert_mesh,
+    fake_process_group,
+    host_memory,
+    stand_in_device,
+)
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import ATTEMPTS, depths_to_execute
