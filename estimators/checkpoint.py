@@ -19,7 +19,7 @@ from fsdp2prof.estimators.sharding.groups import (
     parameter_groups,
     step_counter_bytes,
 )
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 from fsdp2prof.results.estimate import CheckpointEstimate
 from fsdp2prof.units import format_bytes, plural
 

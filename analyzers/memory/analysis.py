@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fsdp2prof.analyzers.memory.attribution import LOSS, StackKinds, own_frame
 from fsdp2prof.analyzers.memory.findings import rank_findings, rank_imbalance
 from fsdp2prof.analyzers.memory.peak import (
     describe_peak,
@@ -26,7 +27,6 @@ from fsdp2prof.analyzers.memory.peak import (
 )
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.remedies import Request, remedies_at
-from fsdp2prof.analyzers.memory.stacks import LOSS, StackKinds, own_frame
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding

@@ -12,8 +12,8 @@ import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.layers import fold_names, natural_key
+from fsdp2prof.analyzers.memory.attribution import own_frame
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, allocated_totals
-from fsdp2prof.analyzers.memory.stacks import own_frame
 from fsdp2prof.results.memory import LayerPeak
 from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, OtherPeak, Peak
 from fsdp2prof.tables import AllocationTable, IntArray, Stacks, Strings

@@ -60,7 +60,7 @@ from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.plain_operators import Arguments, PlainOperators
+from fsdp2prof.storage_tracker import Arguments, PlainOperators
 
 
 def model_flops_of(commands: Sequence[Command]) -> int:
