@@ -543,6 +543,12 @@ def test_a_rank_that_no_file_says_is_asked(tmp_path: Path) -> None:
         read(tmp_path, ("run.yaml", AXOLOTL + "adapter: lora\n"), world_size=8)
 
 
+def test_an_allocator_that_a_file_sets_replaces_the_stacks(tmp_path: Path) -> None:
+    assert made(read(tmp_path, ("sft.toml", PRIME)))["allocator"] == "expandable"
+    said = PRIME + '[env_vars]\nPYTORCH_CUDA_ALLOC_CONF = "expandable_segments:False"\n'
+    assert made(read(tmp_path, ("sft.toml", said)))["allocator"] == "classic"
+
+
 def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     older = """
     [model]
