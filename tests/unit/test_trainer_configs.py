@@ -569,7 +569,18 @@ def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     assert run.values["stack"] == "torchtitan-2025-01"
     got = made(run)
     assert (got["model"], got["tp"], got["dp_shard"], got["batch_size"]) == ("llama3-70b", 8, 8, 8)
-    assert (got["compile"], got["loss"]) == (True, "compiled")
+    # then torchtitan compiled no loss, and its AdamW was foreach
+    assert (got["compile"], got["loss"], got["optimizer_impl"]) == (True, "full", "foreach")
+    eldest = older.replace("data_parallel_shard_degree", "data_parallel_degree")
+    eldest = eldest.replace('flavor = "70B"', 'flavor = "70B"\n    norm_type = "fused_rmsnorm"')
+    run = read(tmp_path, ("old.toml", eldest), world_size=64)
+    assert run.values["stack"] == "torchtitan-2024-07"
+    assert made(run)["norm"] == "fused"
+    assert not run.read.not_known
+    between = older.replace("data_parallel_shard_degree = -1", "").replace("batch_size", "local_batch_size")
+    run = read(tmp_path, ("old.toml", between + "[float8]\n"), world_size=64)
+    assert run.values["stack"] == "torchtitan-2025-08"
+    assert made(run)["loss"] == "compiled"
 
 
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:
