@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2prof.estimators.models.model import Model
 
 _MOST = 2
-"""Modules on one side of the blocks that make groups: more of them are no plain decoder's."""
+"""Modules on one side of the blocks that make groups: a plain decoder has no more."""
 
 
 def units_of_ends(model: Model) -> tuple[str, ...] | None:

@@ -263,7 +263,7 @@ def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until:
 
 
 def _batch(request: PlanRequest, model: Model) -> int:
-    """A batch whose tokens are no size of the model's own, so that shapes tell tokens from features."""
+    """A batch whose token count differs from every size of the model, so that shapes show which is which."""
     shapes = {size for parameter in model.module.parameters() for size in parameter.shape}
     if model.experts:  # whose rows are a part of the tokens
         return next((prime for prime in _PRIMES if all(size % prime for size in shapes)), _PRIMES[-1])

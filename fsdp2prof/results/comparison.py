@@ -93,7 +93,7 @@ class ComparedInput:
     steps: int
     """Step windows that its times are means of, over all ranks."""
     step_min_ns: int | None
-    """Shortest of them: less than the spread of one side is no change."""
+    """Shortest of them: a difference within the spread of one side is not a change."""
     step_max_ns: int | None
     spread: StepSpread | None = None
     """Of what both sides know; null where one of them knows no steps."""

@@ -125,7 +125,7 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
     assert row_of(text, "smaller batch") == ["smaller", "batch", "1.00", "MiB", "unknown", "halve", "it"]
     assert " ".join(row_of(text, "large ")) == "large 0 120.0 MiB 100.0 MiB 0 B 20.0 MiB 0 B 0 B 0 B 3"
-    assert text.index("What would let it fit") < text.index("What fills rank")
+    assert text.index("Changes that would let it fit") < text.index("by kind")
     assert "told in its own section" not in text
     assert not any(
         isinstance(block, Findings) for section in build(analysis).sections for block in section.blocks
@@ -164,7 +164,7 @@ def test_what_ran_at_the_peak_is_told_from_the_trace() -> None:
     seen = AtPeak(match="place", step=3, operator="aten::mm", launched=None, running=["all_gather layers.1"])
     text = text_of(with_rank(at_peak=seen))
     assert (
-        "At that place of the traced step 3: the host was in aten::mm; in flight: all_gather layers.1."
+        "At the same point of traced step 3: the host was in aten::mm; in flight: all_gather layers.1."
         in text
     )
 

@@ -270,7 +270,7 @@ def _dtypes(types: str) -> list[Any]:
 
 
 def _elements(shape: Any) -> int:
-    """Elements of a tensor, or of all tensors of a list; -1 if it is no shape."""
+    """Elements of a tensor, or of all tensors of a list; -1 if it is not a shape."""
     if shape is None:
         return -1
     if shape and isinstance(shape[0], list):

@@ -22,7 +22,7 @@ from fsdp2prof.run_directory import MANIFEST_FILE, STACKS_FILE
 
 _LOOK_S = 1.0
 ANSWER_S = 10.0
-"""Seconds that the other ranks have after the first to write their stacks: they stand in the same step."""
+"""Seconds that the other ranks have after the first to write their stacks: they are in the same step."""
 _READ_S = 30
 """Seconds that py-spy has for one rank."""
 _MOST_READ = 16
