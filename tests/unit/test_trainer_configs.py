@@ -47,6 +47,21 @@ def float8():
         converters=[Float8LinearConverter.Config(enable_fsdp_float8_all_gather=True)],
     )
     return config
+
+def converted():
+    config = small()
+    config.compile = CompileConfig(enable=True, enable_async_tensor_parallel=True)
+    config.model_spec = model_registry(
+        "16B", attn_backend="varlen", moe_comm_backend="hybridep",
+        converters=[
+            Float8LinearConverter.Config(filter_fqns=["lm_head"], model_compile_enabled=True),
+            Float8GroupedExpertsConverter.Config(),
+        ],
+    )
+    return config
+
+def predicts_more():
+    return Trainer.Config(model_spec=model_registry("671B", num_mtp_layers=1))
 """
 ACCELERATE = """
 compute_environment: LOCAL_MACHINE
@@ -287,6 +302,31 @@ def test_a_registry_is_read_and_not_run(tmp_path: Path) -> None:
         read_trainer_files([folder / "config_registry.py"], world_size=8)
 
 
+def test_what_a_registry_tells_its_model_is_read(tmp_path: Path) -> None:
+    (folder := tmp_path / "deepseek_v3").mkdir()
+    (folder / "config_registry.py").write_text(REGISTRY)
+    run = read_trainer_files([folder / "config_registry.py:converted"], world_size=8)
+    got = made(run)
+    # Float8LinearConverter's recipe is rowwise there unless it is named
+    assert (got["model"], got["float8"], got["fp8_all_gather"], got["async_tp"]) == (
+        "deepseek-v3-16b",
+        "rowwise",
+        False,
+        True,
+    )
+    assert not run.read.not_known
+    assert [one for one in run.read.open if "--documents varlen:K" in one]
+    said = " ".join(run.read.notes)
+    assert "moe_comm_backend = hybridep is not" in said
+    assert "converter Float8GroupedExpertsConverter is not" in said
+    with pytest.raises(ModelError, match="num_mtp_layers = 1"):
+        read_trainer_files([folder / "config_registry.py:predicts_more"], world_size=8)
+    (another := tmp_path / "qwen3_5").mkdir()
+    (another / "config_registry.py").write_text(REGISTRY.replace("small", "qwen35_8b"))
+    run = read_trainer_files([another / "config_registry.py:qwen35_8b"], world_size=8)
+    assert run.values.get("model") is None
+
+
 AXOLOTL = """
 base_model: Qwen/Qwen3-8B
 dp_shard_size: 8
@@ -301,6 +341,17 @@ TRAINER = """
 model_name_or_path: Qwen/Qwen3-8B
 per_device_train_batch_size: 1
 """
+ADAPTED_V1 = """
+model: Qwen/Qwen3-8B
+dist_config: {name: fsdp2}
+peft_config: {name: lora, r: 4, target_modules: q_proj}
+"""
+NEMO = """
+step_scheduler: {local_batch_size: 1}
+model: {pretrained_model_name_or_path: Qwen/Qwen3-8B}
+peft: {dim: 4, target_modules: [q_proj]}
+"""
+QLORA = "r=4,targets=q_proj,base=bnb-nf4"
 
 
 @pytest.mark.parametrize(
@@ -319,10 +370,21 @@ per_device_train_batch_size: 1
         (TUNE + "loss: {_component_: torch.nn.CrossEntropyLoss}\ncompile: true", "loss", "compiled"),
         (TUNE, "optimizer_impl", "for-loop"),
         (TRAINER + "fsdp_config: {fsdp_version: 2}\nattn_implementation: eager", "attention", "math"),
+        (
+            ADAPTED_V1 + "quant_config: {name: bnb, quantization_bit: 4}",
+            "lora",
+            QLORA,
+        ),
+        (ADAPTED_V1 + "quant_config: null", "lora", "r=4,targets=q_proj"),
+        (ADAPTED_V1 + "kernel_config: {name: liger_kernel}", "norm", "fused"),
+        (NEMO + "fp8: {enabled: true, enable_fsdp_float8_all_gather: true}", "fp8_all_gather", True),
+        (NEMO + "fp8: {enabled: true, recipe_name: rowwise}", "float8", "rowwise"),
+        (NEMO + "fp8: {enabled: false, recipe_name: rowwise}", "float8", None),
+        (NEMO + "quantization: {load_in_4bit: true}", "lora", QLORA),
     ],
 )
 def test_kernels_and_losses_follow_the_file(
-    text: str, option: str, value: str | None, tmp_path: Path
+    text: str, option: str, value: str | bool | None, tmp_path: Path
 ) -> None:
     (tmp_path / "c.yaml").write_text(text)
     run = read_trainer_files([tmp_path / "c.yaml"], world_size=8)
@@ -333,6 +395,13 @@ def test_kernels_and_losses_follow_the_file(
     ("text", "said"),
     [
         (AXOLOTL + "adapter: lora\nload_in_8bit: true", "load_in_8bit = True: weights in 8 bits"),
+        (
+            AXOLOTL + "adapter: lora\nlora_target_parameters: [experts.down_proj]",
+            "lora_target_parameters",
+        ),
+        (AXOLOTL + "expert_parallel_size: 2", "expert_parallel_size = 2"),
+        (ADAPTED_V1 + "quant_config: {name: bnb, quantization_bit: 8}", "quantization_bit = 8"),
+        (AUTOMODEL + "quantization: {load_in_4bit: true}", "load_in_4bit = True"),
         (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", r"loss\._component_ = .*DPOLoss"),
     ],
 )
@@ -381,7 +450,9 @@ def test_a_key_without_a_default_is_still_unknown(text: str, key: str, option: s
 
 PIPELINED = """
 step_scheduler: {global_batch_size: 64, local_batch_size: 8}
-model: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B, backend: {attn: te, dispatcher: deepep}}
+model:
+  pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B
+  backend: {attn: te, linear: te, dispatcher: deepep}
 distributed:
   strategy: fsdp2
   pp_size: 2
@@ -405,6 +476,7 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     }  # fmt: skip
     assert {key: policy[key] for key in expected} == expected
     assert any("model.backend.dispatcher = deepep is not modelled" in note for note in run.read.notes)
+    assert any(note.startswith("model.backend.linear = te: torch") for note in run.read.notes)
     alone = PIPELINED.replace("pp_size: 2", "pp_size: 1")
     run = read(tmp_path, ("nemo.yaml", alone), world_size=8)
     assert "pp_schedule" not in run.values["policy"]

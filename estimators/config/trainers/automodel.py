@@ -53,6 +53,7 @@ def read_automodel(run: Reading) -> None:
     if is_on(compiled) or is_on(layers):
         run.set("compile", True, compiled if is_on(compiled) else layers)
     _optimizer_and_loss(run)
+    _low_precision(run)
     rank = run.get("peft.dim")
     if rank.value is not None:
         everywhere, targets = run.get("peft.match_all_linear"), run.get("peft.target_modules")
@@ -66,7 +67,34 @@ def read_automodel(run: Reading) -> None:
         if not names:
             run.refuse(targets, f"no layer of {', '.join(ALL_LAYERS)} matches")
         names = [name.rpartition(".")[2] for name in names]
-        run.set("lora", f"r={rank.number(1)},targets={'+'.join(names)}", rank, targets)
+        four = run.get("quantization.load_in_4bit")
+        held = ",base=bnb-nf4" if is_on(four) else ""
+        read = (rank, targets, four) if held else (rank, targets)
+        run.set("lora", f"r={rank.number(1)},targets={'+'.join(names)}{held}", *read)
+
+
+def _low_precision(run: Reading) -> None:
+    """torchao's float8, and weights in fewer bits."""
+    if is_on(enabled := run.get("fp8.enabled")):
+        recipe, gather = run.get("fp8.recipe_name"), run.get("fp8.enable_fsdp_float8_all_gather")
+        run.set("float8", recipe.word() or "tensorwise", enabled, recipe)
+        if is_on(gather) and run.policy["float8"] == "tensorwise":
+            run.set("fp8_all_gather", True, gather)
+        outside = run.get("fp8.filter_fqns")
+        extra = [one for one in outside.value or () if one != "lm_head"]
+        if extra:
+            run.notes.append(f"{outside.key}: {', '.join(map(str, extra))} is in float8 in the estimate")
+        run.get("fp8.precompute_float8_dynamic_scale_for_fsdp", "fp8.force_recompute_fp8_weight_in_bwd")
+        run.get("fp8.emulate")
+    elif run.has("fp8"):
+        run.get(*(f"fp8.{name}" for name in run.section("fp8")))
+    if is_on(eight := run.get("quantization.load_in_8bit")):
+        run.refuse(eight, "weights in 8 bits are not modelled; load_in_4bit is")
+    four = run.get("quantization.load_in_4bit")
+    if is_on(four):
+        run.get(*(f"quantization.{name}" for name in run.section("quantization")))
+        if run.get("peft.dim").value is None:
+            run.refuse(four, "weights in 4 bits are modelled under LoRA")
 
 
 def _sharding(run: Reading) -> None:
@@ -109,6 +137,10 @@ def _sharding(run: Reading) -> None:
     kernel = {"te": "cudnn", "sdpa": None, "flash_attention_2": "flash", "flash_attention_3": "flash3"}
     if kernel.get(attention.word()) is not None:
         run.set("attention", kernel[attention.word()], attention)
+    kernels = [run.get(f"model.backend.{name}") for name in ("linear", "rms_norm", "experts")]
+    others = [f"{one.key} = {one.value}" for one in kernels if one.given and "torch" not in one.word()]
+    if others:
+        run.notes.append(f"{', '.join(others)}: torch's kernels are estimated instead")
     liger = run.get("model.use_liger_kernel")
     if liger.given and not is_on(liger):
         run.set("norm", "composed", liger)

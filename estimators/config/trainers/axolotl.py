@@ -56,6 +56,11 @@ def read_axolotl(run: Reading) -> None:
     if is_on(compiled):
         run.set("compile", True, compiled)
     _attention_and_loss(run)
+    if run.mesh.get("ep", 1) > 1:
+        experts = run.get("expert_parallel_size")
+        run.refuse(experts, "its ranks lie beside dp_shard and hold all other weights again: not modelled")
+    if (parameters := run.get("lora_target_parameters")).value:
+        run.refuse(parameters, "adapters of experts' parameters are not modelled")
     adapter = run.get("adapter")
     if adapter.word() in ("lora", "qlora"):
         everywhere = run.get("lora_target_linear")

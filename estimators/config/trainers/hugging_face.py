@@ -87,7 +87,7 @@ def read_attention(run: Reading, found: Value) -> None:
 def read_offloading(run: Reading, *keys: str) -> None:
     """Activations on the host, which an estimate counts on the device."""
     found = run.get(*keys)
-    if is_on(found):
+    if found.word() not in ("", "false", "no", "0", "off", "none"):
         run.notes.append(f"{found.key} is not modelled: activations count on the device, an upper bound")
 
 

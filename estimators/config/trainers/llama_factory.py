@@ -92,15 +92,22 @@ def read_llama_factory_v1(run: Reading) -> None:
     run.set("clip_grad", float(norm.value or 0) > 0, norm)
     if run.get("optim_config.name").value not in (None, "adamw"):
         run.refuse(run.get("optim_config.name"), "AdamW is modelled")
-    kernels = run.get("kernel_config.include_kernels")
-    if kernels.word() in ("auto", "true") or "liger" in kernels.word():
+    which, kernels = run.get("kernel_config.name"), run.get("kernel_config.include_kernels")
+    if which.word() == "liger_kernel":
+        run.set("norm", "fused", which)
+    elif "auto" in (which.word(), kernels.word()) or kernels.word() == "true" or "liger" in kernels.word():
         run.open.append(
             "kernel_config: which kernels replace the model's own depends on the machine; add --norm fused"
         )
     peft = run.get("peft_config.name")
+    kind, bits = run.get("quant_config.name", "quant_config"), run.get("quant_config.quantization_bit")
+    four = bits.value == 4 or (kind.word() == "bnb" and bits.value is None)
+    if bits.value is not None and not four:
+        run.refuse(bits, "4 bits are modelled")
+    if four and peft.word() != "lora":
+        run.refuse(kind, "weights in 4 bits are modelled under LoRA")
     if peft.word() == "lora":
-        read_lora(
-            run, run.get("peft_config.r"), run.get("peft_config.target_modules"), quantized=None, base=peft
-        )
+        rank, targets = run.get("peft_config.r"), run.get("peft_config.target_modules")
+        read_lora(run, rank, targets, quantized="bnb-nf4" if four else None, base=bits if four else peft)
     elif peft.value:
         run.refuse(peft, "lora is modelled")

@@ -14,12 +14,16 @@ from typing import Any
 
 from fsdp2prof.errors import ModelError
 
-_MODEL_FOLDER = re.compile(r"^(llama3|llama4|qwen3|deepseek_v3|gpt_oss)")
+_MODEL_FOLDER = re.compile(r"^(llama3|llama4|qwen3|deepseek_v3|gpt_oss)(?=_(?!\d)|$)")
+"""Folders, and what functions start with; ``qwen3_5`` is another model."""
 _MODES = {
     "selectiveac": ("selective", "op"),
     "fullac": ("full", None),
     "memorybudgetac": ("memory_budget", None),
 }
+_OF_MODELS = ("attn_backend", "moe_comm_backend", "num_mtp_layers", "tp_gemm_backend")
+"""What ``model_registry`` is told of a model besides its size and converters."""
+_LINEAR = (("MXFP8", "quantize.linear.mx"), ("Float8", "quantize.linear.float8"))
 
 
 class _Computed:
@@ -118,11 +122,14 @@ def _as_toml(config: dict[str, Any], path: PurePath, function: str) -> dict[str,
     """The tables of a registry under the names that TOML files had."""
     found = {name: value for name, value in config.items() if not name.startswith("_")}
     spec = found.pop("model_spec", None)
-    parts = spec.get("_args") if isinstance(spec, dict) else None
+    spec = spec if isinstance(spec, dict) else {}
+    flavor = [*spec.get("_args", ()), spec.get("flavor")][0]
     family = _MODEL_FOLDER.match(path.parent.name) or _MODEL_FOLDER.match(function)
-    if parts and isinstance(parts[0], str):
-        found["model"] = {"name": family[1] if family else None, "flavor": parts[0]}
-    found |= _converters(found.pop("model_converters", None) or found.pop("quantization", None), found)
+    if isinstance(flavor, str):
+        named = {name: spec[name] for name in _OF_MODELS if name in spec}
+        found["model"] = {"name": family[1] if family else None, "flavor": flavor, **named}
+    older = found.pop("model_converters", None) or found.pop("quantization", None)
+    found |= _converters(older or spec, found, "tensorwise" if older else "rowwise")
     ac = found.get("activation_checkpoint")
     if isinstance(ac, dict):
         mode, option = _MODES.get(ac.get("_made", "").split(".")[0].lower(), (None, None))
@@ -160,21 +167,21 @@ def _optimizer_name(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"name": "+".join(sorted(words))} if words else {}
 
 
-def _converters(container: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _converters(container: Any, found: dict[str, Any], recipe: str) -> dict[str, Any]:
+    """Converters of a model, under the names of TOML files; ``recipe`` is what float8 is without a name."""
     converters = container.get("converters") if isinstance(container, dict) else None
     named, tables = [], {}
     for one in converters if isinstance(converters, list) else ():
-        kind = str(one.get("_made", "")) if isinstance(one, dict) else ""
-        name = (
-            "quantize.linear.mx" if "MX" in kind else "quantize.linear.float8" if "Float8" in kind else kind
-        )
+        kind = str(one.get("_made", "")).removesuffix(".Config") if isinstance(one, dict) else ""
+        name = next((name for part, name in _LINEAR if part in kind and "Experts" not in kind), kind)
         named.append(name)
-        tables[name] = {key: value for key, value in one.items() if not key.startswith("_")}
+        tables[name] = {"recipe_name": recipe} if name.endswith("float8") else {}
+        tables[name] |= {key: value for key, value in one.items() if not key.startswith("_")}
     if not named:
         return {}
     model = {**found.get("model", {}), "converters": named}
-    section = {name.rpartition(".")[2]: table for name, table in tables.items()}
-    return {"model": model, "quantize": {"linear": section}}
+    section = {name.rpartition(".")[2]: table for name, table in tables.items() if "." in name}
+    return {"model": model} | ({"quantize": {"linear": section}} if section else {})
 
 
 def _without_computed(value: Any) -> Any:

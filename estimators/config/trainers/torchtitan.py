@@ -8,6 +8,8 @@ _MODELS = ("llama2", "llama3", "llama4", "deepseek_v3", "qwen3", "gpt_oss")
 _FLAVORS = {"17bx16e": "scout", "17bx128e": "maverick"}
 _FLOAT8 = ("float8", "quantize.linear.float8")
 _MX = ("mx", "quantize.linear.mx")
+_NOT_FLOAT8 = ("output", "lm_head", "router.gate", "auto_filter_small_kn")
+"""Layers that an estimate leaves out of float8, too, by their names there."""
 _REGISTRY_BATCH = (8, "torchtitan/config/configs.py:37, before 73aed7f6c (August 2026)")
 """Of a registry that gives ``seq_len``, a name of before batches were counted in tokens."""
 
@@ -36,8 +38,20 @@ def _model(run: Reading) -> None:
     size = _FLAVORS.get(flavor.word(), flavor.word()).replace("_", "-")
     family = f"{name.word().replace('_', '-')}-" if name.word() in _MODELS else ""
     run.set_model(f"{family}{size}", name, flavor)
-    if run.get("model.use_flex_attn", "model.attn_type").word() in ("true", "flex"):
-        run.open.append("flex attention: documents in a sequence are not in the file; add --documents flex:K")
+    attention = run.get("model.use_flex_attn", "model.attn_type", "model.attn_backend").word()
+    if attention in ("true", "flex", "varlen"):
+        kind = "flex" if attention == "true" else attention
+        run.open.append(
+            f"{kind} attention: documents in a sequence are not in the file; add --documents {kind}:K"
+        )
+    exchange = run.get("model.moe_comm_backend")
+    if exchange.word() not in ("", "standard"):
+        run.notes.append(f"{exchange.key} = {exchange.value} is not modelled: NCCL's all-to-all is estimated")
+    products = run.get("model.tp_gemm_backend")
+    if products.word() not in ("", "default"):
+        run.notes.append(f"{products.key} = {products.value} is not modelled: torch's products are estimated")
+    if (further := run.get("model.num_mtp_layers")).value:
+        run.refuse(further, "multi-token prediction is not modelled")
 
 
 def _mesh(run: Reading) -> None:
@@ -146,7 +160,9 @@ def _loss_in_pieces(run: Reading) -> None:
 def _compilation(run: Reading) -> None:
     enable = run.get("compile.enable", "training.compile")
     async_tp = run.get(
-        "parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"
+        "parallelism.enable_async_tensor_parallel",
+        "experimental.enable_async_tensor_parallel",
+        "compile.enable_async_tensor_parallel",
     )
     parts = run.get("compile.components")
     if not enable:
@@ -172,6 +188,8 @@ def _converters(run: Reading) -> None:
     if enabled:
         named = [*named, "float8"]
     for one in named:
+        if "lora" in str(one).lower():
+            run.refuse(converters, "a converter's LoRA is not read; leave it out and add --lora")
         if one not in (*_FLOAT8, *_MX):
             run.notes.append(f"converter {one} is not modelled: its layers are estimated without it")
     for sections, recipe in ((_FLOAT8, None), (_MX, "mxfp8")):
@@ -189,9 +207,10 @@ def _converters(run: Reading) -> None:
         gather = run.get(f"{table}.enable_fsdp_float8_all_gather")
         if gather and word == "tensorwise":
             run.set("fp8_all_gather", True, gather)
-        run.get(f"{table}.precompute_float8_dynamic_scale_for_fsdp")
+        for name in ("precompute_float8_dynamic_scale_for_fsdp", "model_compile_enabled"):
+            run.get(f"{table}.{name}")
         left = run.get(f"{table}.filter_fqns")
-        extra = [one for one in left.value or () if one not in ("output", "auto_filter_small_kn")]
+        extra = [one for one in left.value or () if one not in _NOT_FLOAT8]
         if extra:
             run.notes.append(
                 f"{left.key}: {', '.join(extra)} stays out of float8 there, and not in the estimate"
