@@ -17,7 +17,7 @@ class Remedy:
     ``expandable_segments``; of an estimate also ``cpu_offload``, ``low_precision_states`` and
     ``fused_optimizer``."""
     saves_bytes: int
-    """At most: of this change alone. Changes overlap and do not add up."""
+    """Bytes that this change alone saves, at most. Changes overlap and do not add up."""
     enough: bool | None
     """Whether it would have let a failed request fit; null where it is unknown, or nothing failed."""
     how: str
@@ -34,9 +34,9 @@ class OutOfMemory:
     fqn: str | None
     allocated_bytes: int
     reserved_bytes: int | None
-    """With the cached segments given back, as the allocator does before it gives up."""
+    """Reserved bytes after the cached segments were given back, as the allocator does before it fails."""
     device_free_bytes: int | None
-    """What the driver had left; null unknown."""
+    """Bytes that the driver had left; null unknown."""
     missing_bytes: int | None
     """What the driver lacked for the segment that the request takes; null where its free memory is unknown,
     or was enough and something else (a limit of the process) stood in the way."""

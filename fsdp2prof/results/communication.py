@@ -14,7 +14,7 @@ class Communication:
     """Union of the rank's collectives, not a sum."""
     exposed_ns: int
     overlap_frac: float | None
-    """1 - exposed / total; null where there is no communication."""
+    """Overlap: 1 - exposed / total; null where there is no communication."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class LayerRow:
     stall_ns: float | None
     overlap_frac: float | None
     busbw_bytes_per_s: float | None
-    """Wire bytes over the time they took."""
+    """Bus bandwidth: wire bytes over the time they took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class LayerTotal:
     fqn: str | None
     """FSDP module; the empty string is the root, null is unattributed."""
     total_ns: float
-    """Sum over its collectives."""
+    """Communication time, summed over the layer's collectives."""
     exposed_ns: float
 
 
@@ -103,9 +103,9 @@ class PrefetchRow:
     stall_ns: int
     """How long the compute stream waited for it."""
     late_ns: dict[LateCause, int]
-    """The stall by cause; sums to it."""
+    """The stall by cause; the parts sum to it."""
     cause: LateCause | None
-    """The largest of them; null if it was in time."""
+    """The largest cause; null if the collective was in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,15 +119,15 @@ class LateRow:
     phase: str
     op: str
     cause: LateCause | None
-    """Null: they were in time."""
+    """Main cause of the lateness; null where they were in time."""
     count: float
-    """Mean per rank and step."""
+    """Collectives, mean per rank and step."""
     issued_before_ns: float
     """Median."""
     finished_before_ns: float
-    """Median; negative: late."""
+    """Median of when they ended, relative to when they were needed; negative: late."""
     stall_ns: float
-    """Mean per rank and step."""
+    """Stall, mean per rank and step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,18 +142,19 @@ class BandwidthRow:
     payload_bytes: int
     count: int
     algbw_bytes_per_s: float
-    """Median of payload over duration."""
+    """Algorithm bandwidth: median of payload over duration."""
     busbw_bytes_per_s: float | None
-    """Median of wire bytes over transfer: without the wait for the last rank, where ranks were compared."""
+    """Bus bandwidth: median of wire bytes over transfer, without the wait for the last rank where ranks were
+    compared."""
     best_busbw_bytes_per_s: float | None
-    """Best single one of this row."""
+    """Best bus bandwidth of a single collective of this row."""
     of_best_frac: float | None
     """The median over the best busbw of this op in this process group, at any size; null where waits are
     not known."""
     of_peak_frac: float | None = None
     """The median over the hardware's peak, where that and the waits are known."""
     ranks: list[int] = field(default_factory=list)
-    """Those whose traces hold these collectives: of a mesh dimension's groups they tell which this is."""
+    """Ranks whose traces hold these collectives; they identify the group among those of a mesh dimension."""
     waits_known: bool = True
     """Whether the busbw is of collectives in which all ranks of the group were compared; else it is a lower
     bound."""

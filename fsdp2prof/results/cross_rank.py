@@ -11,11 +11,11 @@ class Straggler:
 
     rank: int
     fqn: str | None
-    """Layer whose work made it late."""
+    """Layer whose work made the rank late."""
     wait_caused_ns: int
     """Waiting of the other ranks, summed over them."""
     cause: str | None = None
-    """The work, in words."""
+    """The work that made it late, in words."""
     kind: str | None = None
     """``kernel``, ``host`` (nothing launched in time), ``data_loader`` (its next batch was not
     there), ``communication`` (another one), or ``unknown``."""
@@ -31,7 +31,7 @@ class LateRank:
     wait_caused_ns: int
     """The ranks outside waited for it, summed over them."""
     wait_ns: int
-    """It waited for the ranks outside."""
+    """Time that the set waited for the ranks outside."""
     late_steps: int
     """Steps in which the ranks outside waited longer for it, on average, than it for them."""
 
@@ -51,13 +51,13 @@ class LateRanks:
     explained_frac: float
     """Part of all waiting that the set caused."""
     least_explained_frac: float
-    """The same in the step where it is least."""
+    """Part of the waiting that the set caused in the step where it is least."""
     chance: float
-    """At most this likely among ranks that are all alike."""
+    """Probability, at most, of this pattern among ranks that are all alike."""
     steps_needed: int
     """Steps that would settle it if the set is late in each of them."""
     steady: bool
-    """Late in a clear majority of the steps, and too clearly for chance."""
+    """Whether the set is late in a clear majority of the steps, too clearly for a coincidence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class RankWait:
 
     rank: int
     wait_ns: int
-    """It waited for the last rank."""
+    """Time that the rank waited for the last rank."""
     wait_caused_ns: int
-    """The others waited for it, summed over them."""
+    """Time that the others waited for the rank, summed over them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class CrossRankGroup:
     transfer_ns: int | None
     """From the last rank's start to the end; null without an instant common to all ranks."""
     busbw_bytes_per_s: float | None
-    """Of the transfer."""
+    """Bus bandwidth of the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ class CrossRank:
     wait_ns: dict[str, int] = field(default_factory=dict)
     """Rank -> time its collectives waited for the last rank."""
     stragglers: list[Straggler] = field(default_factory=list)
-    """The costliest, worst first; all of them together are ``wait_caused_ns``."""
+    """Late ranks with layer and cause, the costliest first; together they sum to ``wait_caused_ns``."""
     matched_by: dict[str, int] = field(default_factory=dict)
     """Match key -> collectives."""
     unmatched_reasons: dict[str, int] = field(default_factory=dict)
@@ -117,13 +117,14 @@ class CrossRank:
     """Time of the collectives, summed over ranks, of which some rank of the group could not be compared: what
     of it is waiting and what transfer is not known."""
     wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
-    """The same in each step, in order."""
+    """Waiting that each rank caused in each step, in order."""
     start_spread_ns: int | None = None
     """Median over collectives of latest start minus earliest."""
     end_spread_ns: int | None = None
-    """The same of the ends, which should agree: what the clocks' alignment is worth."""
+    """Median over collectives of latest end minus earliest; ends should agree, so this bounds the error of
+    the clocks."""
     groups: list[CrossRankGroup] = field(default_factory=list)
     ranks: list[RankWait] = field(default_factory=list)
     """Ranks that waited or were waited for, the one that cost the others most first."""
     summary: list[str] = field(default_factory=list)
-    """Who waited for whom, in sentences; empty for a single rank."""
+    """Sentences: which rank waited for which; empty for a single rank."""

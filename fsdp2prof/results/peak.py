@@ -12,7 +12,7 @@ class CategoryBytes:
     category: str
     bytes: int
     frac: float
-    """Of all that is alive."""
+    """Fraction of all live bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemory:
-    """What one layer holds, or several that hold the same."""
+    """Bytes of one layer, or of several alike ones."""
 
     name: str
     """For people: ``layers.0``, ``layers.0-31``, ``(root)``, ``(no layer)``."""
     fqns: list[str | None]
     """The layers of this row; the empty string is the root; null: unattributed."""
     bytes: int
-    """Of all of them."""
+    """Bytes of all layers of this row."""
     categories: dict[str, int]
     """Category -> bytes of all of them; sums to ``bytes``."""
 
@@ -79,9 +79,9 @@ class Peak:
     phase: str
     fqn: str | None
     categories: dict[str, int]
-    """Sums exactly to ``allocated_bytes``."""
+    """Bytes by category; they sum exactly to ``allocated_bytes``."""
     by_layer: list[LayerBytes]
-    """Sums exactly to ``allocated_bytes``."""
+    """Bytes by layer; they sum exactly to ``allocated_bytes``."""
     time_ns: int | None = None
     """Host time of the peak; null where the recording has no times."""
     largest_blocks: list[LiveBlock] = field(default_factory=list)
@@ -93,4 +93,4 @@ class Peak:
     layers: list[LayerMemory] = field(default_factory=list)
     """``by_layer`` with one row a layer, largest first."""
     layers_folded: list[LayerMemory] = field(default_factory=list)
-    """The same; layers whose names differ in one number and that hold the same share a row."""
+    """``layers`` with alike ones (names that differ in one number, same bytes) in one row."""
