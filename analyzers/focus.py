@@ -14,8 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from fsdp2prof.analyzers.memory import analysis as memory_analysis
 from fsdp2prof.analyzers.memory.layers import fold_layers
 from fsdp2prof.analyzers.steps import window_count
-from fsdp2prof.analyzers.trace.by_layer import fold
-from fsdp2prof.analyzers.trace.late import arrivals, late_rows
+from fsdp2prof.analyzers.trace.by_layer import arrivals, fold, late_rows
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.trace.timeline import compute_slices
 from fsdp2prof.errors import UsageError

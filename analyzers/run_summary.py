@@ -11,7 +11,7 @@ import msgspec
 from fsdp2prof.analyzers.layers import fold_names
 from fsdp2prof.analyzers.ledger.machine import processor_use
 from fsdp2prof.analyzers.means import known_sum
-from fsdp2prof.analyzers.unrecorded import unrecorded_step
+from fsdp2prof.analyzers.steps import unrecorded_step
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import MeshInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.results.run import RunRank, RunSummary, ShardFamily, ShardGroup, StepTime

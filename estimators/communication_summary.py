@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name
-from fsdp2prof.analyzers.wording import in_phase, named_layer
+from fsdp2prof.analyzers.layers import FOLD_FROM, families, family_name, in_phase, named_layer
 from fsdp2prof.results.estimate import (
     CommEstimate,
     CommRow,

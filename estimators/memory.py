@@ -38,8 +38,8 @@ from fsdp2prof.estimators.verdict.memory_notes import (
 )
 from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks, as_measured, unknowns, widest_first
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
-from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.estimate import EstimatedModel, MemoryEstimate, PredictedPeak, PredictedStep, Unknown
+from fsdp2prof.results.peak import Remedy
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording
 
 _ANY_DEVICE = "any GPU"

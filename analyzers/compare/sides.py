@@ -26,7 +26,7 @@ from fsdp2prof.analyzers.compare.times import (
 from fsdp2prof.analyzers.compare.wording import equalities, verdict
 from fsdp2prof.analyzers.layers import family_name, fold_alike
 from fsdp2prof.analyzers.means import known_sum
-from fsdp2prof.analyzers.unrecorded import unrecorded_step
+from fsdp2prof.analyzers.steps import unrecorded_step
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
     CommChange,

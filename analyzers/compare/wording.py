@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fsdp2prof.analyzers.wording import in_phase, named_layer
+from fsdp2prof.analyzers.layers import in_phase, named_layer
 from fsdp2prof.results.comparison import CommChange, CommFigures, RunComparison, StepSpread, TimeChange
 from fsdp2prof.units import format_bytes, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, category_label, op_label

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp2prof.analyzers.wording import in_phase, named_layer
+from fsdp2prof.analyzers.layers import in_phase, named_layer
 from fsdp2prof.results.finding import Finding, Scalar
 from fsdp2prof.results.hang import (
     HangAnalysis,

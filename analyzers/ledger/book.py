@@ -11,8 +11,7 @@ from typing import Literal
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, severity_of, worth_telling
 from fsdp2prof.analyzers.means import mean
-from fsdp2prof.analyzers.steps import window_count
-from fsdp2prof.analyzers.unrecorded import differs_traced
+from fsdp2prof.analyzers.steps import differs_traced, window_count
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import EvidenceValue, Place, Severity

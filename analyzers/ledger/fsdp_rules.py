@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.unit_rules import enter_setup, is_kind
-from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.vocabulary import op_label
 

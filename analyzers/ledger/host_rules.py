@@ -6,11 +6,11 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+from fsdp2prof.analyzers.layers import in_phase, named_layer, times
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
-from fsdp2prof.analyzers.unrecorded import added_ns
-from fsdp2prof.analyzers.wording import in_phase, named_layer, times
+from fsdp2prof.analyzers.steps import added_ns
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_ns, plural
 

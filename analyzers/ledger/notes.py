@@ -8,14 +8,14 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.thresholds import finding
-from fsdp2prof.analyzers.wording import named_layer, numbered
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
-from fsdp2prof.results.work import KernelRow
+from fsdp2prof.results.trace import KernelRow
 from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 
 _Kind = TypeVar("_Kind", bound=Hashable)

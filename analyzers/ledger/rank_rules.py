@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
 from fsdp2prof.analyzers.ledger.machine import lagged_ns, oversubscribed, starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
-from fsdp2prof.analyzers.wording import named_layer, numbered
-from fsdp2prof.results.cross_rank import LateRank, LateRanks
+from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_frac, plural
 

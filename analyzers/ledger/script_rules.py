@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from fsdp2prof.analyzers.layers import in_phase
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.wording import in_phase
 
 _RUNNING = ("compute", "host", "host_pause")
 _SITE = re.compile(r"(?:(?P<call>\S+)\(\) in )?(?P<file>.+):(?P<line>\d+) \((?P<function>.+)\)")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from math import prod
 from statistics import median
 
+from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
-from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParamGroupInfo
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 
+from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.size_rules import too_coarse, too_fine
-from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.units import dtype_bytes, format_bytes, plural

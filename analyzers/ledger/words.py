@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdp2prof.analyzers.layers import times
 from fsdp2prof.analyzers.ledger.book import Book
-from fsdp2prof.analyzers.unrecorded import differs_traced
-from fsdp2prof.analyzers.wording import times
+from fsdp2prof.analyzers.steps import differs_traced
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis

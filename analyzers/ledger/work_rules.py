@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fsdp2prof.analyzers.layers import named_layer
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
-from fsdp2prof.analyzers.wording import named_layer
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9

@@ -28,12 +28,11 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.remedies import Request, remedies_at
 from fsdp2prof.analyzers.memory.stacks import LOSS, StackKinds, own_frame
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
-from fsdp2prof.analyzers.phase_spans import phase_spans
+from fsdp2prof.analyzers.phases import phase_spans
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, PoolBytes, SegmentBytes
 from fsdp2prof.results.finding import SEVERITIES, Finding
 from fsdp2prof.results.memory import MemoryAnalysis, MemoryFigures, RankMemory
-from fsdp2prof.results.peak import Peak
+from fsdp2prof.results.peak import Fragmentation, OutOfMemory, Peak, PoolBytes, SegmentBytes
 from fsdp2prof.tables import BlockTable, BoolArray, MemoryRecording
 from fsdp2prof.units import format_bytes
 

@@ -12,7 +12,7 @@ from fsdp2prof.analyzers.memory.stacks import CHECKPOINT, LOSS, StackKinds
 from fsdp2prof.analyzers.memory.usage import live_at
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results.allocator import Remedy
+from fsdp2prof.results.peak import Remedy
 from fsdp2prof.tables import NEVER, AllocationTable, BoolArray, Stacks
 
 _CAST = re.compile(r"aten::(?:_to_copy|to_dtype|to_device|to\b|float)")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2prof.analyzers.wording import in_phase, named_layer
-from fsdp2prof.results.allocator import OutOfMemory, Remedy
+from fsdp2prof.analyzers.layers import in_phase, named_layer
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison
 from fsdp2prof.results.memory import MemoryFigures, RankMemory
-from fsdp2prof.results.peak import LayerMemory, Peak
+from fsdp2prof.results.peak import LayerMemory, OutOfMemory, Peak, Remedy
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label, remedy_label
 

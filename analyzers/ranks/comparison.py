@@ -25,7 +25,7 @@ from fsdp2prof.analyzers.ranks.late_ranks import late_ranks
 from fsdp2prof.analyzers.ranks.matching import Matched, match_collectives
 from fsdp2prof.analyzers.ranks.stragglers import Lateness
 from fsdp2prof.analyzers.ranks.summary import RankSummary
-from fsdp2prof.results.cross_rank import CrossRank, CrossRankGroup
+from fsdp2prof.results.communication import CrossRank, CrossRankGroup
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, concat_strings
 
 _LEAVE_TOGETHER = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})

@@ -22,7 +22,7 @@ import numpy as np
 from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.stragglers import Caused
 from fsdp2prof.analyzers.ranks.summary import RankSummary
-from fsdp2prof.results.cross_rank import LateRank, LateRanks
+from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.tables import BoolArray, IntArray
 
 _CLEARLY = 2

@@ -17,7 +17,7 @@ import numpy as np
 from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.summary import GARBAGE, RankSummary
 from fsdp2prof.kernel_names import kernel_name
-from fsdp2prof.results.cross_rank import Straggler
+from fsdp2prof.results.communication import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
 
 _RANKS = 10
@@ -55,7 +55,7 @@ class Lateness:
     fqn: str | None
     """Layer whose work took longer."""
     kind: str
-    """As in :class:`~fsdp2prof.results.cross_rank.Straggler`."""
+    """As in :class:`~fsdp2prof.results.communication.Straggler`."""
     text: str | None
     site: str | None = None
     """Python line that its host was on, or ``GARBAGE``."""

@@ -22,25 +22,27 @@ from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.ranks import comparison as ranks
 from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
-from fsdp2prof.analyzers.steps import Window
-from fsdp2prof.analyzers.trace import overlap
-from fsdp2prof.analyzers.trace.accounting import breakdown
+from fsdp2prof.analyzers.steps import Window, unrecorded_step
+from fsdp2prof.analyzers.trace import by_layer
+from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops
 from fsdp2prof.analyzers.trace.charges import rank_charges
-from fsdp2prof.analyzers.trace.flops import step_flops
-from fsdp2prof.analyzers.trace.host_syncs import host_syncs
-from fsdp2prof.analyzers.trace.idle import idle_causes
-from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows, kernel_sums
-from fsdp2prof.analyzers.trace.operators import OperatorSum, operator_rows, operator_sums
-from fsdp2prof.analyzers.trace.pace import layer_paces
+from fsdp2prof.analyzers.trace.evaluation import layer_paces
+from fsdp2prof.analyzers.trace.idle import host_syncs, idle_causes
+from fsdp2prof.analyzers.trace.operators import (
+    KernelSum,
+    OperatorSum,
+    kernel_rows,
+    kernel_sums,
+    operator_rows,
+    operator_sums,
+)
 from fsdp2prof.analyzers.trace.prefetch import AwaitedTable, awaited, transfer_ns, verdicts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.analyzers.trace.spans import RankSpans, loading, rank_spans
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.analyzers.trace.timeline import RankSteps, step_timeline
-from fsdp2prof.analyzers.unrecorded import unrecorded_step
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.results.communication import Attribution, BandwidthRow, GroupRow, PrefetchRow
-from fsdp2prof.results.cross_rank import CrossRank
+from fsdp2prof.results.communication import Attribution, BandwidthRow, CrossRank, GroupRow, PrefetchRow
 from fsdp2prof.results.step import StepBreakdown, Throughput, UnrecordedStep
 from fsdp2prof.results.trace import HostSyncRow, RankTrace, TraceAnalysis
 from fsdp2prof.tables import BoolArray, CollectiveTable, IntArray, Trace, concat_strings, concat_tables
@@ -196,15 +198,15 @@ def analyze_tables(tables: RankTables, *, default_rank: int = 0) -> RankAnalysis
             world_size=world_size,
             device_type=trace.device.type,
             steps=_steps(tables),
-            communication=overlap.communication(tables.run, tables.windows, tables.exposure),
+            communication=by_layer.communication(tables.run, tables.windows, tables.exposure),
             source=trace.source,
             state=manifest.state if manifest else None,
             unrecorded_step=unrecorded_step([manifest.steps]) if manifest else None,
             incomplete_steps=tables.incomplete,
             paces=layer_paces(tables),
         ),
-        groups=overlap.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
-        attribution=overlap.attribution(tables.windows, tables.collectives),
+        groups=by_layer.group_rows(rank, tables.windows, tables.collectives, tables.exposure, tables.waits),
+        attribution=by_layer.attribution(tables.windows, tables.collectives),
         summary=_summary(tables, rank, world_size),
         awaited=awaited(tables),
         host_syncs=host_syncs(trace, tables.phases, tables.analysed, rank, tables.sighted.lines),

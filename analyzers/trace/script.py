@@ -1,17 +1,27 @@
-"""What the script did at an instant of the host: a loop, work outside of training, checks of gradients."""
+"""What the script did at an instant of the host: a loop, work outside of training, checks of gradients.
+
+Loops are stretches in which a short sequence of small operators repeats. A model repeats, too: its layers. A
+sequence counts as a loop if it repeats more often than the FSDP unit that issues it has modules with
+parameters; outside every unit, any repetition does. The repetition is found in the names of the outermost
+operators, so it needs no stack; the line comes from the recorder's looks at the thread, put together over all
+stretches of the same sequence.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import find_rows
-from fsdp2prof.analyzers.trace.loops import find_loops
+from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.tables import BoolArray, IntArray, Strings
+from fsdp2prof.labels import qualified_fqn
+from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
 
 LOOK_NS = 5_000_000
 """The recorder's time between two looks."""
@@ -88,3 +98,145 @@ def _is_hook(line: str) -> bool:
 def is_outside(phase: Strings) -> BoolArray:
     """Whether each time is in no forward, backward or optimizer."""
     return ~phase.matches(lambda name: name in ("forward", "backward", "optimizer"))
+
+
+_REPEATS = 16
+"""Times that a sequence repeats, from which on it is a loop."""
+_LONGEST = 64
+"""Operators in one pass of a loop."""
+_SMALL_NS = 250_000
+"""Mean time between two operators above which each is work of its own."""
+_PRODUCTS = frozenset({*PRODUCTS, "aten::linear", "aten::matmul", "aten::embedding", "aten::layer_norm"})
+"""Operators of layers: without a manifest, a sequence with one may be a stack of layers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loops(Table):
+    """Disjoint stretches of host time in which a loop ran, sorted by start."""
+
+    start_ns: IntArray
+    end_ns: IntArray
+    operators: IntArray
+    site: Strings
+    """Python line of the loop, or of the forward that a backward is of; null where none was seen."""
+
+
+def find_loops(tables: RankTables) -> Loops:
+    """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss.
+
+    None where nothing tells forward from the optimizer, which goes through its parameters one by one.
+    """
+    labelled = tables.phases.phase.equals("forward").any()
+    found = [one for thread in _threads(tables) for one in _of_thread(tables, *thread)] if labelled else []
+    forward = [one for one in found if one.phase != "backward"]
+    lines = _lines(tables, forward)
+    origins: dict[str | None, Counter[str]] = defaultdict(Counter)
+    for one in forward:
+        origins[one.fqn][lines.get(one.names) or ""] += one.end_ns - one.start_ns
+    kept = [one for one in found if one.phase != "backward" or one.fqn in origins]
+    kept.sort(key=lambda one: (one.start_ns, -one.end_ns))
+    disjoint: list[_Loop] = []
+    for one in kept:
+        if not disjoint or one.start_ns >= disjoint[-1].end_ns:
+            disjoint.append(one)
+    sites = [
+        (lines.get(one.names) if one.phase != "backward" else origins[one.fqn].most_common(1)[0][0]) or None
+        for one in disjoint
+    ]
+    return Loops(
+        start_ns=np.array([one.start_ns for one in disjoint], dtype=np.int64),
+        end_ns=np.array([one.end_ns for one in disjoint], dtype=np.int64),
+        operators=np.array([one.operators for one in disjoint], dtype=np.int64),
+        site=Strings.intern(sites),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    start_ns: int
+    end_ns: int
+    phase: str
+    fqn: str | None
+    names: frozenset[str | None]
+    operators: int
+
+
+def _lines(tables: RankTables, loops: list[_Loop]) -> dict[frozenset[str | None], str]:
+    """Return the line seen most in all stretches of the same operators."""
+    start = np.array([one.start_ns for one in loops], dtype=np.int64)
+    end = np.array([one.end_ns for one in loops], dtype=np.int64)
+    votes: dict[frozenset[str | None], Counter[str]] = defaultdict(Counter)
+    for one, line in zip(loops, tables.sighted.lines.seen(start, end), strict=True):
+        if line is not None:
+            votes[one.names][line] += one.end_ns - one.start_ns
+    return {names: lines.most_common(1)[0][0] for names, lines in votes.items()}
+
+
+def _threads(tables: RankTables) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield each thread's outermost operators in the analysed steps, as events, with their rows of phases."""
+    events, steps = tables.trace.events, tables.analysed
+    operators = np.flatnonzero(events.name.matches(lambda name: name.startswith("aten::")))
+    operators = operators[
+        (events.thread[operators] >= 0)
+        & (intervals.containing(steps.start_ns, steps.end_ns, events.start_ns[operators]) >= 0)
+    ]
+    for thread in intervals.distinct(events.thread[operators]):
+        mine = operators[events.thread[operators] == thread]
+        mine = mine[np.lexsort((-events.end_ns[mine], events.start_ns[mine]))]
+        reach = np.maximum.accumulate(events.end_ns[mine])
+        mine = mine[np.append(True, events.start_ns[mine][1:] >= reach[:-1])]
+        if len(mine) >= _REPEATS:
+            yield mine, find_rows(tables.phases, events.thread[mine], events.start_ns[mine])
+
+
+def _of_thread(tables: RankTables, rows: IntArray, place: IntArray) -> Iterator[_Loop]:
+    """Yield the loops of one thread's operators, the shortest sequence first."""
+    events, phases = tables.trace.events, tables.phases
+    names = events.name.take(rows)
+    fqn, phase = phases.fqn.lookup(place), phases.phase.lookup(place)
+    own = phases.activity.lookup(place).equals("compute")
+    width = len(names.values) + 1
+    where = (phase.codes + 1).astype(np.int64) * (len(fqn.values) + 2) + fqn.codes + 1
+    key = where * width + names.codes
+    step = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, events.start_ns[rows])
+    modules = _modules(tables)
+    taken, of_fsdp = np.zeros(len(rows), dtype=np.bool_), (place >= 0) & ~own
+    for period in range(1, min(_LONGEST, len(rows) // _REPEATS) + 1):
+        same = (key[period:] == key[:-period]) & (step[period:] == step[:-period])
+        for first, last in _runs(same, (_REPEATS - 1) * period):
+            last += period
+            if taken[first:last].any() or phase[first] == "optimizer" or of_fsdp[first:last].any():
+                continue
+            start, end = int(events.start_ns[rows[first]]), int(events.end_ns[rows[last - 1]])
+            repeats = (last - first) // period
+            inside = frozenset(names[at] for at in range(first, first + period))
+            layers = modules.get(fqn[first] or "") if fqn[first] is not None else 0
+            stack = repeats <= layers if layers is not None else any(_of_layer(name or "") for name in inside)
+            if stack or end - start > _SMALL_NS * (last - first):
+                continue
+            taken[first:last] = True
+            yield _Loop(start, end, phase[first] or "other", fqn[first], inside, last - first)
+
+
+def _of_layer(name: str) -> bool:
+    return name in _PRODUCTS or "conv" in name or ATTENTION.fullmatch(name) is not None
+
+
+def _runs(same: BoolArray, least: int) -> Iterator[tuple[int, int]]:
+    """Yield ``[first, last)`` of each stretch of true values of at least a length."""
+    edges = np.flatnonzero(np.diff(same.astype(np.int8), prepend=0, append=0))
+    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        if last - first >= least:
+            yield first, last
+
+
+def _modules(tables: RankTables) -> dict[str, int]:
+    """Return how many modules with parameters each FSDP unit has, by the unit's name."""
+    manifest = tables.manifest
+    if manifest is None:
+        return {}
+    found: dict[str, set[str]] = defaultdict(set)
+    for group in manifest.param_groups:
+        named = qualified_fqn(group.fqn, group.root, manifest.root_count)
+        found[named] |= {one.fqn.rpartition(".")[0] for one in group.parameters}
+    return {name: len(inside) for name, inside in found.items()}

@@ -15,21 +15,23 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from fsdp2prof.analyzers.layers import natural_key
+from fsdp2prof.analyzers.layers import named_layer, natural_key
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.words import trace_advice, trace_verdict
 from fsdp2prof.analyzers.means import mean, means
 from fsdp2prof.analyzers.steps import window_count
-from fsdp2prof.analyzers.trace.by_layer import fold, layer_rows, layer_totals
-from fsdp2prof.analyzers.trace.host_syncs import host_sync_places
-from fsdp2prof.analyzers.trace.late import arrivals, late_rows
-from fsdp2prof.analyzers.trace.overlap import overlap_frac
-from fsdp2prof.analyzers.wording import named_layer
-from fsdp2prof.results.communication import Attribution, BandwidthRow, PrefetchRow
-from fsdp2prof.results.cross_rank import CrossRank, RankWait
+from fsdp2prof.analyzers.trace.by_layer import (
+    arrivals,
+    fold,
+    late_rows,
+    layer_rows,
+    layer_totals,
+    overlap_frac,
+)
+from fsdp2prof.analyzers.trace.idle import host_sync_places
+from fsdp2prof.results.communication import Attribution, BandwidthRow, CrossRank, PrefetchRow, RankWait
 from fsdp2prof.results.step import RankMeans, StepBreakdown, Throughput, TraceTotals
-from fsdp2prof.results.trace import RankTrace, TraceAnalysis
-from fsdp2prof.results.work import BandwidthFit, LayerWait
+from fsdp2prof.results.trace import BandwidthFit, LayerWait, RankTrace, TraceAnalysis
 from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import layer_name
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
+from fsdp2prof.analyzers.layers import numbered
 from fsdp2prof.analyzers.whatif.edits import (
     Gather,
     batches_at_hand,
@@ -24,7 +25,6 @@ from fsdp2prof.analyzers.whatif.edits import (
 )
 from fsdp2prof.analyzers.whatif.program import Activity, Job, Point
 from fsdp2prof.analyzers.whatif.run import Pace
-from fsdp2prof.analyzers.wording import numbered
 from fsdp2prof.errors import UsageError
 
 _SETTINGS = (

@@ -16,8 +16,16 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import has_ends
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.fast_costs import BlockCost, FastCosts, Layout, bubble_ns, padded_numel
-from fsdp2prof.estimators.planner.fast_memory import Sizes, outside_bytes, reserved_bytes
+from fsdp2prof.estimators.planner.fast_costs import (
+    BlockCost,
+    FastCosts,
+    Layout,
+    Sizes,
+    bubble_ns,
+    outside_bytes,
+    padded_numel,
+    reserved_bytes,
+)
 from fsdp2prof.estimators.planner.profile import BlockKind, BlockProfile
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC

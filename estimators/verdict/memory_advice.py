@@ -10,8 +10,8 @@ from fsdp2prof.estimators.config.optimizers import OptimizerFactory
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter
 from fsdp2prof.estimators.sharding.optimizer_state import optimizer_state_bytes
-from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.estimate import PredictedPeak
+from fsdp2prof.results.peak import Remedy
 from fsdp2prof.units import format_bytes
 
 _CHUNKS = 8

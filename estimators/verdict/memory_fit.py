@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fsdp2prof.analyzers.memory.wording import where
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.verdict.memory_range import NOT_DECIDING, RECORD_STREAMS
-from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.estimate import Fit, OutsideAllocator, PredictedPeak, Unknown
+from fsdp2prof.results.peak import Remedy
 from fsdp2prof.units import format_bytes, format_frac
 from fsdp2prof.vocabulary import category_label
 

@@ -17,9 +17,8 @@ import click
 
 from fsdp2prof.commands.gate import Gate, fail_on_option
 from fsdp2prof.commands.help import ANALYSIS, INPUT, SHOWN_PART, Group, with_options
-from fsdp2prof.commands.options import JobChoice, job_options, numbers_option, one_of, refuse_given
+from fsdp2prof.commands.options import InputPath, JobChoice, job_options, numbers_option, one_of, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import (
     WHOLE_ANALYSIS,
     cluster_option,

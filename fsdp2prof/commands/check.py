@@ -8,11 +8,9 @@ from pathlib import Path
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware
 from fsdp2prof.commands.help import ANALYSIS, BATCH, CLUSTER, CONDITIONS, INPUT, MODEL, OUTPUT, Group
-from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
+from fsdp2prof.commands.options import InputPath, JobChoice, complete_hardware, job_options, refuse_given
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.errors import ThresholdError, UsageError
 from fsdp2prof.results.finding import SEVERITIES, Finding
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.core import ParameterSource
 
-from fsdp2prof.commands.completion import complete_model, complete_stack
 from fsdp2prof.commands.help import (
     BATCH,
     CLUSTER,
@@ -30,6 +29,8 @@ from fsdp2prof.commands.options import (
     MEASURED,
     MODEL_OPTIONS,
     Place,
+    complete_model,
+    complete_stack,
     measured_of,
     place_options,
     refuse_given,

@@ -9,9 +9,8 @@ import click
 
 from fsdp2prof.commands.help import OUTPUT, Group
 from fsdp2prof.commands.messages import say
-from fsdp2prof.commands.options import JobChoice, job_options, refuse_given
+from fsdp2prof.commands.options import InputPath, JobChoice, job_options, refuse_given
 from fsdp2prof.commands.output import Output, destination_options, refuse_existing
-from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.units import format_bytes, plural

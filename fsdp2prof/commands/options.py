@@ -1,9 +1,11 @@
-"""Options that verbs share: ranks, steps and files to read; options without effect are refused."""
+"""Options that verbs share: paths and URLs, ranks, steps, and what a shell completes; idle options are
+refused.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -12,15 +14,58 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from fsdp2prof.commands.completion import complete_hardware, complete_model, complete_network
 from fsdp2prof.commands.help import CLUSTER, INPUT, MODEL, RUN, Heading, with_options
 from fsdp2prof.errors import UsageError
+from fsdp2prof.workflows.job.urls import is_url, local_path
 
 if TYPE_CHECKING:
+    import click
+    from click.shell_completion import CompletionItem
+
     from fsdp2prof.estimators.config.cluster import Cluster
     from fsdp2prof.estimators.config.hardware import HardwareSpec
     from fsdp2prof.estimators.config.measured import Measured, MeasuredRun
     from fsdp2prof.workflows.job.job_files import JobFiles
+
+
+def complete_model(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer built-in models; where none begins like this, files (a ``config.json``)."""
+    from fsdp2prof.estimators.models.catalog import BUILTIN_MODELS
+
+    return _names(BUILTIN_MODELS, begun) or [_files(begun)]
+
+
+def complete_hardware(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer accelerators."""
+    from fsdp2prof.estimators.config.hardware import known_hardware
+
+    return _names(dict.fromkeys(spec.name for spec in known_hardware().values()), begun)
+
+
+def complete_network(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer networks."""
+    from fsdp2prof.estimators.config.hardware import known_networks
+
+    return _names(known_networks(), begun)
+
+
+def complete_stack(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Offer stacks of software."""
+    from fsdp2prof.estimators.config.stacks import known_stacks
+
+    return _names(known_stacks(), begun)
+
+
+def _names(names: Iterable[str], begun: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(name) for name in names if name.startswith(begun.lower())]
+
+
+def _files(begun: str) -> CompletionItem:
+    from click.shell_completion import CompletionItem
+
+    return CompletionItem(begun, type="file")
 
 
 MODEL_OPTIONS = (
@@ -230,3 +275,54 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> frozenset[int
             raise click.BadParameter(f"{item!r} is more than {_MOST_NUMBERS} numbers")
         chosen.update(range(low, high + 1))
     return frozenset(chosen)
+
+
+_SCRATCH = "fsdp2prof.scratch"
+
+
+class _PathOrUrl(click.Path):
+    """A local path as it is; for a URL what :meth:`here` makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return a local path. Raises ``InputError`` for a URL that cannot be used."""
+        if not isinstance(value, str) or not is_url(value):
+            return super().convert(value, param, ctx)
+        path = local_path(value)
+        return self.here(value) if path is None else path
+
+    def here(self, url: str) -> Path:
+        """Return the local path that represents a URL."""
+        raise AssertionError(url)
+
+
+class InputPath(_PathOrUrl):
+    """What is read. What is at a URL is copied here while the command runs, recordings when needed."""
+
+    def here(self, url: str) -> Path:
+        """Copy the contents of the URL."""
+        from fsdp2prof.workflows.job.remote import open_url
+
+        return open_url(url, _scratch())
+
+
+class OutputPath(_PathOrUrl):
+    """What is written. For a URL it is a place here, from which the result goes there."""
+
+    def here(self, url: str) -> Path:
+        """Name a place whose content is sent to the URL."""
+        from fsdp2prof.workflows.job.remote import stage
+
+        return stage(url, _scratch())
+
+
+def _scratch() -> Path:
+    """Return the command's folder for copies, which is removed when it ends."""
+    from fsdp2prof.workflows.job.remote import scratch_folder
+
+    root = click.get_current_context().find_root()
+    if _SCRATCH not in root.meta:
+        root.meta[_SCRATCH] = scratch_folder(root.call_on_close)
+    return root.meta[_SCRATCH]  # type: ignore[no-any-return]

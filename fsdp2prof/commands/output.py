@@ -16,8 +16,7 @@ import click
 
 from fsdp2prof.commands.help import OUTPUT, with_options
 from fsdp2prof.commands.messages import say, show
-from fsdp2prof.commands.options import refuse_given
-from fsdp2prof.commands.paths import OutputPath
+from fsdp2prof.commands.options import OutputPath, refuse_given
 from fsdp2prof.errors import InputError, UsageError
 from fsdp2prof.files import replacing, watched
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions

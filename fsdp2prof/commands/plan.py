@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fsdp2prof.commands.completion import complete_model
 from fsdp2prof.commands.help import BATCH, CLUSTER, COST, MODEL, SEARCH, Command
 from fsdp2prof.commands.options import (
     CONFIG_OPTIONS,
     MEASURED,
     MODEL_OPTIONS,
     Place,
+    complete_model,
     measured_of,
     place_options,
 )

@@ -47,7 +47,7 @@ def rehearse(
     more do the durations of collectives. The exit code is the command's own.
     """
     from fsdp2prof.recorder.launch.launcher import launch
-    from fsdp2prof.recorder.one_process import as_one_process
+    from fsdp2prof.recorder.rehearsal import as_one_process
 
     refuse_given("--ranks", "--verify", because="a rehearsal is one rank, whose values mean nothing")
     if rank >= world_size:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from fsdp2prof.commands.help import OUTPUT, Command
-from fsdp2prof.commands.options import JobChoice, job_options
+from fsdp2prof.commands.options import InputPath, JobChoice, job_options
 from fsdp2prof.commands.output import Output, output_options, refuse_existing
-from fsdp2prof.commands.paths import InputPath
 from fsdp2prof.commands.trace_options import cluster_options, refuse_without_traces, trace_options
 from fsdp2prof.errors import UsageError
 from fsdp2prof.vocabulary import printable

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp2prof.commands.completion import complete_hardware
 from fsdp2prof.commands.help import ANALYSIS, with_options
-from fsdp2prof.commands.options import numbers_option, refuse_given
+from fsdp2prof.commands.options import complete_hardware, numbers_option, refuse_given
 from fsdp2prof.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import click
 from fsdp2prof.commands.help import ANALYSIS, CLUSTER, Command
 from fsdp2prof.commands.options import (
     IN_A_NODE,
+    InputPath,
     JobChoice,
     Place,
     job_options,
@@ -18,7 +19,6 @@ from fsdp2prof.commands.options import (
     refuse_given,
 )
 from fsdp2prof.commands.output import Output, output_options
-from fsdp2prof.commands.paths import InputPath
 
 
 @click.command(

@@ -3,7 +3,7 @@
 Every rank watches its own steps. In a hang no rank's step ends, so all of them leave their part at about the
 same moment: the last collectives that torch kept (the Flight Recorder) and the Python stacks of all threads.
 A main thread that hangs in C++ and keeps the interpreter to itself is not heard; the launcher sees that it is
-silent (:mod:`fsdp2prof.recorder.launch.host_hangs`).
+silent (:mod:`fsdp2prof.recorder.launch.host_processes`).
 """
 
 from __future__ import annotations

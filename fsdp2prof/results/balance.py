@@ -58,7 +58,7 @@ class TokenBalance:
     padding_frac: float
     """Padding as a part of the computed tokens."""
     padding_ns: float
-    """Mean time of a step that padding costs if all work grows with the tokens: the most that packing gains."""
+    """Mean time of a step that padding costs if work grows with the tokens: the most that packing gains."""
     imbalance_frac: float
     """Mean over the steps of the most tokens that a rank computes over the mean of the ranks, less 1."""
     explained_frac: float | None

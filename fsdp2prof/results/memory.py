@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, Remedy
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.peak import Peak
+from fsdp2prof.results.peak import Fragmentation, OutOfMemory, Peak, Remedy
 from fsdp2prof.results.shown import Shown
 from fsdp2prof.results.timeline import Focus
 

@@ -41,8 +41,18 @@ from fsdp2prof.tables.columns import (
     concat_strings,
     concat_tables,
 )
-from fsdp2prof.tables.steps import CollectiveTable, LabelTable, PhaseTable, StepTable
-from fsdp2prof.tables.trace import CollectiveArgs, EventTable, MemoryEventTable, ShapeTable, SyncTable, Trace
+from fsdp2prof.tables.trace import (
+    CollectiveArgs,
+    CollectiveTable,
+    EventTable,
+    LabelTable,
+    MemoryEventTable,
+    PhaseTable,
+    ShapeTable,
+    StepTable,
+    SyncTable,
+    Trace,
+)
 
 __all__ = [
     "GIVEN",

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from fsdp2prof.tables.columns import BoolArray, IntArray, Strings, Table
-from fsdp2prof.tables.steps import LabelTable, StepTable
+from fsdp2prof.tables.trace import LabelTable, StepTable
 
 NEVER = int(np.iinfo(np.int64).max)
 """The free time and order of an allocation that was still alive when the recording ended."""

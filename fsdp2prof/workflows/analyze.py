@@ -16,8 +16,14 @@ from fsdp2prof.errors import RunDirectoryError, SnapshotError, TraceError, Usage
 from fsdp2prof.files import counted
 from fsdp2prof.workflows.job.job_files import JobFiles, require, was_tried
 from fsdp2prof.workflows.job.one_job import Found, RankFile
-from fsdp2prof.workflows.ranks.one_rank import RankWork, Reduced, TraceOptions, read_rank_trace, reduce_rank
-from fsdp2prof.workflows.ranks.places import place_of
+from fsdp2prof.workflows.ranks.one_rank import (
+    RankWork,
+    Reduced,
+    TraceOptions,
+    place_of,
+    read_rank_trace,
+    reduce_rank,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,7 +120,7 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
     from fsdp2prof.analyzers.run_analysis import with_trial
-    from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
+    from fsdp2prof.analyzers.sharding.recorded import mesh_of_run, shards_of_run
 
     analysis = replace(
         _analyze_run(job, options),

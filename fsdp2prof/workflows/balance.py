@@ -10,7 +10,7 @@ from fsdp2prof.analyzers.balance import RankStep, StepTokens, tokens_of_steps
 from fsdp2prof.analyzers.balance import check_balance as judge
 from fsdp2prof.errors import InputError, RunDirectoryError
 from fsdp2prof.manifest import RankManifest
-from fsdp2prof.readers.run.watched_steps import read_last_steps, read_lengths
+from fsdp2prof.readers.run.documents import read_last_steps, read_lengths
 from fsdp2prof.results.balance import BalanceCheck
 from fsdp2prof.run_directory import STEPS_FILE
 from fsdp2prof.workflows.analyze import analyze_ranks

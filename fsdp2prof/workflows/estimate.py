@@ -31,7 +31,7 @@ from fsdp2prof.estimators.verdict.memory_range import MeasuredPeaks
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.readers.execution_trace import read_execution_trace
 from fsdp2prof.readers.run.directory import open_run, read_sharded_manifests
-from fsdp2prof.readers.run.watched_steps import read_lengths
+from fsdp2prof.readers.run.documents import read_lengths
 from fsdp2prof.results.estimate import (
     CheckpointEstimate,
     CommEstimate,

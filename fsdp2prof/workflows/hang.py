@@ -16,8 +16,8 @@ from fsdp2prof.readers.run.directory import is_run_directory, open_run
 from fsdp2prof.results.hang import HangAnalysis
 from fsdp2prof.run_directory import FLIGHT_RECORDER_FILE
 from fsdp2prof.tables.flight_recorder import FlightDump, RankStacks
-from fsdp2prof.workflows.job.file_names import read_name
 from fsdp2prof.workflows.job.folders import files_below
+from fsdp2prof.workflows.job.one_job import read_name
 
 _LAST_NUMBER = re.compile(r"(\d{1,7})(?:\.[a-z]{1,9})?$")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fsdp2prof.analyzers.watching import watch_steps
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.readers.run.directory import open_run
-from fsdp2prof.readers.run.watched_steps import read_last_steps
+from fsdp2prof.readers.run.documents import read_last_steps
 from fsdp2prof.results.watch import WatchedRun
 from fsdp2prof.run_directory import STEPS_FILE
 

@@ -21,8 +21,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.sharding_table import shard_model
-from fsdp2prof.readers.checkpoint import METADATA_FILE, read_checkpoint
-from fsdp2prof.readers.pickle_records import ClassName, Record, load_records
+from fsdp2prof.readers.checkpoint import METADATA_FILE, ClassName, Record, load_records, read_checkpoint
 from fsdp2prof.tables.sharding import CheckpointTable, StoredChunk, StoredTensor
 
 FACTORY = "support.linear_model:factory"

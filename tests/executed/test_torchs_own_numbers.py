@@ -14,7 +14,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdp2prof.analyzers.balance import tokens_of_steps
 from fsdp2prof.analyzers.hang.analysis import analyze_hang
-from fsdp2prof.analyzers.trace.flops import operations
+from fsdp2prof.analyzers.trace.accounting import operations
 
 WORLD = {"0": [0, 1, 2]}
 

@@ -17,7 +17,7 @@ from fsdp2prof.analyzers.watching import watch_steps
 from fsdp2prof.errors import RunDirectoryError
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, RunInfo, StepInfo, WatchedStep
-from fsdp2prof.readers.run.watched_steps import read_last_steps
+from fsdp2prof.readers.run.documents import read_last_steps
 from fsdp2prof.recorder.rank.watching import StepLines
 from fsdp2prof.reporters.open_metrics import open_metrics
 from fsdp2prof.workflows.watch import watch_run

@@ -12,13 +12,21 @@ from typing import Any
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.run_analysis import combine
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, PoolBytes, Remedy
-from fsdp2prof.results.communication import Attribution, Communication, GroupRow
+from fsdp2prof.results.communication import Attribution, Communication, CrossRank, GroupRow, Straggler
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta, RunComparison
-from fsdp2prof.results.cross_rank import CrossRank, Straggler
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import LayerPeak, MemoryAnalysis, MemoryFigures, PhaseSpan, RankMemory
-from fsdp2prof.results.peak import CategoryBytes, LayerBytes, LayerMemory, LiveBlock, Peak
+from fsdp2prof.results.peak import (
+    CategoryBytes,
+    Fragmentation,
+    LayerBytes,
+    LayerMemory,
+    LiveBlock,
+    OutOfMemory,
+    Peak,
+    PoolBytes,
+    Remedy,
+)
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, ShardFamily, ShardGroup, StepTime
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown, UnrecordedStep
 from fsdp2prof.results.trace import RankTrace, TraceAnalysis

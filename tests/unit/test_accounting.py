@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.traces import WORKER, TraceBuilder
 
-from fsdp2prof.analyzers.trace import overlap
+from fsdp2prof.analyzers.trace import by_layer
 from fsdp2prof.analyzers.trace.accounting import breakdown
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.results.communication import GroupRow
@@ -24,7 +24,7 @@ def parts(tables: RankTables) -> list[dict[str, int]]:
 
 
 def groups(tables: RankTables) -> list[GroupRow]:
-    return overlap.group_rows(0, tables.windows, tables.collectives, tables.exposure, tables.waits)
+    return by_layer.group_rows(0, tables.windows, tables.collectives, tables.exposure, tables.waits)
 
 
 def test_precedence_is_compute_then_fsdp_copy_then_comm_then_memcpy_then_idle() -> None:
@@ -86,7 +86,7 @@ def test_an_empty_trace_has_no_window() -> None:
     tables = rank_tables(TraceBuilder().build())
     assert len(tables.windows) == 0
     assert tables.warnings == ["hand.json: nothing ran in this trace"]
-    assert overlap.communication(tables.run, tables.windows, tables.exposure).overlap_frac is None
+    assert by_layer.communication(tables.run, tables.windows, tables.exposure).overlap_frac is None
 
 
 def test_on_cpu_the_operators_of_issuing_threads_compute_that_do_the_work_themselves() -> None:
@@ -179,5 +179,5 @@ def test_any_timeline_is_accounted_for_like_its_raster(
         rows = [row for row in groups(tables) if row.step == step.step]
         assert sum(row.exposed_ns for row in rows) == exposed
         assert all(0 <= row.exposed_ns <= row.total_ns for row in rows)
-    whole = overlap.communication(tables.run, tables.windows, tables.exposure)
+    whole = by_layer.communication(tables.run, tables.windows, tables.exposure)
     assert whole.exposed_ns == sum(row.exposed_ns for row in groups(tables)) <= whole.total_ns

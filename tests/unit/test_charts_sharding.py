@@ -9,7 +9,7 @@ from support.nccl_files import manifest
 from support.shards import sharding_table
 
 from fsdp2prof.analyzers.sharding.layout import lay_out_shards
-from fsdp2prof.analyzers.sharding.run_layout import mesh_of_run, shards_of_run
+from fsdp2prof.analyzers.sharding.recorded import mesh_of_run, shards_of_run
 from fsdp2prof.manifest import MeshInfo
 from fsdp2prof.reporters.charts.sharding import sharding_chart
 from fsdp2prof.reporters.document import Table

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from synthetic import Activity, Recording, Schedule, record, transformer, truth_of, write, write_run
 from synthetic.strategies import schedules
 
-from fsdp2prof.results.cross_rank import CrossRank
+from fsdp2prof.results.communication import CrossRank
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
 

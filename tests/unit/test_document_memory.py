@@ -24,10 +24,9 @@ from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.reporters.document import Findings
 from fsdp2prof.reporters.documents import build
-from fsdp2prof.results.allocator import Remedy
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import AtPeak, MemoryAnalysis, RankMemory
-from fsdp2prof.results.peak import LayerBytes, OtherPeak
+from fsdp2prof.results.peak import LayerBytes, OtherPeak, Remedy
 from fsdp2prof.vocabulary import CATEGORIES, Word
 
 

@@ -15,8 +15,7 @@ from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters.document import Findings, Sentences
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.documents.trace import step_title
-from fsdp2prof.results.communication import BandwidthRow
-from fsdp2prof.results.cross_rank import Straggler
+from fsdp2prof.results.communication import BandwidthRow, Straggler
 from fsdp2prof.results.step import Throughput
 from fsdp2prof.results.trace import HostSyncRow
 from fsdp2prof.results.what_if import WhatIfChange

@@ -20,8 +20,7 @@ from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds, parse_thres
 from fsdp2prof.analyzers.trace.analysis import References
 from fsdp2prof.errors import UsageError
 from fsdp2prof.manifest import OptimizerInfo, RankManifest, RootInfo
-from fsdp2prof.results.communication import GroupRow
-from fsdp2prof.results.cross_rank import CrossRank, LateRank, LateRanks, Straggler
+from fsdp2prof.results.communication import CrossRank, GroupRow, LateRank, LateRanks, Straggler
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace

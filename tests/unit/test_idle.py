@@ -12,9 +12,8 @@ from support.traces import WORKER, TraceBuilder
 from synthetic import Schedule, record, transformer, write
 
 from fsdp2prof.analyzers.steps import host_steps
-from fsdp2prof.analyzers.trace.accounting import breakdown
+from fsdp2prof.analyzers.trace.accounting import breakdown, operations, step_flops
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, throughput
-from fsdp2prof.analyzers.trace.flops import operations, step_flops
 from fsdp2prof.analyzers.trace.idle import idle_causes
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.readers.trace.chrome_trace import read_trace

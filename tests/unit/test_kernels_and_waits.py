@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from synthetic import Schedule, record, transformer, write_run
 
-from fsdp2prof.analyzers.trace.kernels import KernelSum, kernel_rows
+from fsdp2prof.analyzers.trace.operators import KernelSum, kernel_rows
 from fsdp2prof.analyzers.trace.summary import bandwidth_fits
 from fsdp2prof.reporters.charts.trace import bandwidth_chart, prefetch_chart, wait_chart
 from fsdp2prof.reporters.documents import build

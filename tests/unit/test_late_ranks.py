@@ -13,7 +13,7 @@ from synthetic.tables import summary_of
 from synthetic.timeline import Collective, Timeline
 
 from fsdp2prof.analyzers.ranks import comparison as ranks
-from fsdp2prof.results.cross_rank import CrossRank, LateRanks
+from fsdp2prof.results.communication import CrossRank, LateRanks
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.trace import TraceAnalysis
 

@@ -23,7 +23,7 @@ from fsdp2prof.analyzers.trace.rank_tables import sighted
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
-from fsdp2prof.results.work import KernelRow
+from fsdp2prof.results.trace import KernelRow
 from fsdp2prof.vocabulary import LEDGER_CAUSES, layer_name
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job

@@ -21,7 +21,7 @@ from fsdp2prof.manifest import (
     RootInfo,
     StepInfo,
 )
-from fsdp2prof.results.cross_rank import LateRank, LateRanks
+from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.trace import HostSyncRow
 

@@ -9,9 +9,8 @@ import pytest
 from support.sharded_groups import sharded_group
 from support.traces import TraceBuilder
 
-from fsdp2prof.analyzers.trace.loops import find_loops
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
-from fsdp2prof.analyzers.trace.script import Script
+from fsdp2prof.analyzers.trace.script import Script, find_loops
 from fsdp2prof.manifest import HostSpan, HostStep, RankManifest
 
 US = 1_000

@@ -24,8 +24,8 @@ from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.usage import live_at, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.readers.memory.recording import read_memory
-from fsdp2prof.results.allocator import Fragmentation
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
+from fsdp2prof.results.peak import Fragmentation
 from fsdp2prof.tables import NEVER, AllocationTable, MemoryRecording, Stacks, StepTable, Strings
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.prepared import ending_failures
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.safe_pickle import load_containers
-from fsdp2prof.results.allocator import OutOfMemory
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
+from fsdp2prof.results.peak import OutOfMemory
 
 MIB = 1 << 20
 

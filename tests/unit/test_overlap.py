@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.traces import WORKER, TraceBuilder
 
-from fsdp2prof.analyzers.trace import overlap
+from fsdp2prof.analyzers.trace import by_layer
 from fsdp2prof.analyzers.trace.accounting import breakdown
 from fsdp2prof.analyzers.trace.rank_tables import RankTables, rank_tables
 from fsdp2prof.results.communication import GroupRow
@@ -20,7 +20,7 @@ def part(tables: RankTables) -> BreakdownNs:
 
 
 def groups(tables: RankTables) -> list[GroupRow]:
-    return overlap.group_rows(0, tables.windows, tables.collectives, tables.exposure, tables.waits)
+    return by_layer.group_rows(0, tables.windows, tables.collectives, tables.exposure, tables.waits)
 
 
 def two_gathers() -> TraceBuilder:
@@ -79,7 +79,7 @@ def test_a_collective_over_a_step_boundary_is_counted_once_and_timed_where_it_ra
 def test_attribution_counts_every_collective_once() -> None:
     trace = two_gathers()
     trace.device("ncclDevKernel_AllReduce_Sum_f32", 300, 320, launch=250)
-    found = overlap.attribution((tables := rank_tables(trace.build())).windows, tables.collectives)
+    found = by_layer.attribution((tables := rank_tables(trace.build())).windows, tables.collectives)
     assert (found.collectives, found.attributed) == (3, 2)
     assert (found.comm_ns, found.attributed_ns) == (110, 90)
     assert found.unattributed_reasons == {"issued outside every FSDP module": 1}
@@ -89,7 +89,7 @@ def test_attribution_counts_every_collective_once() -> None:
     ("exposed", "total", "expected"), [(0, 0, None), (0, 5, 1.0), (5, 5, 0.0), (1, 4, 0.75)]
 )
 def test_overlap_frac(exposed: int, total: int, expected: float | None) -> None:
-    assert overlap.overlap_frac(exposed, total) == expected
+    assert by_layer.overlap_frac(exposed, total) == expected
 
 
 def cpu(prefetched: bool) -> TraceBuilder:

@@ -11,7 +11,7 @@ from support.cli import call
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.packing import best_fit, estimate_packing
-from fsdp2prof.readers.run.watched_steps import read_lengths
+from fsdp2prof.readers.run.documents import read_lengths
 
 
 def test_by_hand():

@@ -8,8 +8,7 @@ import pytest
 from support.results import MS, trace_analysis
 
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.results.communication import LateCause, PrefetchRow
-from fsdp2prof.results.cross_rank import CrossRank, Straggler
+from fsdp2prof.results.communication import CrossRank, LateCause, PrefetchRow, Straggler
 from fsdp2prof.results.step import Throughput, TraceTotals
 from fsdp2prof.results.trace import HostSyncRow, TraceAnalysis
 

@@ -15,9 +15,9 @@ from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
 from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.steps import added_ns, unrecorded_step
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise
-from fsdp2prof.analyzers.unrecorded import added_ns, unrecorded_step
 from fsdp2prof.errors import InputError
 from fsdp2prof.manifest import RankManifest, StepInfo
 from fsdp2prof.readers.trace.chrome_trace import read_trace

@@ -14,9 +14,9 @@ import msgspec
 
 from fsdp2prof.errors import TraceError
 from fsdp2prof.readers.trace import kineto_schema as schema
+from fsdp2prof.readers.trace.event_args import TextTimeNeededError
 from fsdp2prof.readers.trace.event_columns import Share
 from fsdp2prof.readers.trace.event_stream import PIECE_BYTES, WrongCutError, decode_pieces, read_head
-from fsdp2prof.readers.trace.json_values import TextTimeNeededError
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, read_nsys_report
 from fsdp2prof.readers.trace.tables import assemble, header_integer
 from fsdp2prof.tables import Trace

@@ -14,14 +14,18 @@ import numpy.typing as npt
 
 from fsdp2prof import backends
 from fsdp2prof.readers.trace.event_args import (
+    LONGEST_US,
+    Interner,
     Metadata,
     Shape,
     Sync,
     collective_metadata,
+    int_column,
+    narrow,
     recorded_shapes,
     sync_waits,
+    to_ns,
 )
-from fsdp2prof.readers.trace.json_values import LONGEST_US, Interner, int_column, narrow, to_ns
 from fsdp2prof.readers.trace.kineto_schema import Args, Complete, EventKinds, Instant
 
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]

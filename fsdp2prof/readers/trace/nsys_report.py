@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdp2prof.errors import TraceError
-from fsdp2prof.readers.trace.event_args import Shape, nvtx_shape
+from fsdp2prof.readers.trace.event_args import Shape, int_column, narrow, nvtx_shape
 from fsdp2prof.readers.trace.event_columns import Piece, Share
-from fsdp2prof.readers.trace.json_values import int_column, narrow
 from fsdp2prof.readers.trace.kineto_schema import Header
 from fsdp2prof.readers.trace.tables import assemble
 from fsdp2prof.tables import IntArray, Trace

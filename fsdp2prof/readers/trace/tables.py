@@ -13,9 +13,15 @@ from fsdp2prof import backends
 from fsdp2prof.errors import TraceError
 from fsdp2prof.manifest import DeviceInfo, ProcessGroupInfo
 from fsdp2prof.readers.limits import MOST_DEVICES, MOST_RANKS, too_many_labels
-from fsdp2prof.readers.trace.event_args import collective_args, shape_table, sync_table
+from fsdp2prof.readers.trace.event_args import (
+    Interner,
+    collective_args,
+    compact,
+    int_column,
+    shape_table,
+    sync_table,
+)
 from fsdp2prof.readers.trace.event_columns import Columns, Share
-from fsdp2prof.readers.trace.json_values import Interner, compact, int_column
 from fsdp2prof.readers.trace.kineto_schema import Header
 from fsdp2prof.tables import (
     CompactArray,

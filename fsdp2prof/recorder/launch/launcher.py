@@ -21,8 +21,7 @@ from fsdp2prof.errors import InputError, RunDirectoryError
 from fsdp2prof.files import remove_scratch, temporaries, write_json
 from fsdp2prof.manifest import RankManifest, RecordOptions, Rehearsal, RunInfo, State
 from fsdp2prof.recorder.hanging import buffer_variables
-from fsdp2prof.recorder.launch.host_hangs import HangReport
-from fsdp2prof.recorder.launch.host_processes import RankProcesses, end_orphans
+from fsdp2prof.recorder.launch.host_processes import HangReport, RankProcesses, end_orphans
 from fsdp2prof.recorder.requests import request_recording
 from fsdp2prof.recorder.run_folder import is_alone, now, prepare_run, records_of_node
 from fsdp2prof.recorder.settings import ALIVE_VARIABLE, VARIABLE, Settings

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp2prof.reporters.charts.figure import INK, STALL, Figure, bar, figure, label, labels, logarithmic
 from fsdp2prof.reporters.step_rows import StepRow
 from fsdp2prof.results.communication import BandwidthRow, LateRow, LayerRow, LayerTotal
-from fsdp2prof.results.work import BandwidthFit, LayerWait, OperatorRow
+from fsdp2prof.results.trace import BandwidthFit, LayerWait, OperatorRow
 from fsdp2prof.units import format_numbers
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LANES, OPS, dtype_label, layer_name, op_label
 

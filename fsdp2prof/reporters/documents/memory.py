@@ -17,9 +17,9 @@ from fsdp2prof.reporters.documents import memory_tables as tables
 from fsdp2prof.reporters.documents.brief import in_order, memory_brief
 from fsdp2prof.reporters.documents.check import findings_section
 from fsdp2prof.reporters.documents.links import memory_links
-from fsdp2prof.results.allocator import OutOfMemory
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
+from fsdp2prof.results.peak import OutOfMemory
 from fsdp2prof.units import format_bytes, format_frac, plural
 from fsdp2prof.vocabulary import PHASES, layer_name
 

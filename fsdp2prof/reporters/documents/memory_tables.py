@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Column, Table, Value
 from fsdp2prof.reporters.formats import byte_unit, decimals, scaled, show_category
-from fsdp2prof.results.allocator import Fragmentation, OutOfMemory, Remedy
 from fsdp2prof.results.estimate import PredictedPeak
 from fsdp2prof.results.memory import AtPeak, MemoryAnalysis, RankMemory
-from fsdp2prof.results.peak import LayerMemory, LiveBlock, Peak
+from fsdp2prof.results.peak import Fragmentation, LayerMemory, LiveBlock, OutOfMemory, Peak, Remedy
 from fsdp2prof.units import format_bytes
 from fsdp2prof.vocabulary import CATEGORIES, remedy_label
 

@@ -14,8 +14,7 @@ from pathlib import Path, PurePath
 from fsdp2prof.errors import InputError, TraceError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
-from fsdp2prof.workflows.job.file_names import in_order, read_name
-from fsdp2prof.workflows.job.one_job import Candidate, Found, of_one_job
+from fsdp2prof.workflows.job.one_job import Candidate, Found, in_order, of_one_job, read_name
 
 _MOST_FOLDERS_DEEP = 5
 """From an output folder to a trace: ``profiling/traces/iteration_10/replica_0/``."""

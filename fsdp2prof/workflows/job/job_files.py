@@ -17,7 +17,6 @@ from fsdp2prof.errors import InputError
 from fsdp2prof.readers.trace.chrome_trace import peek_rank
 from fsdp2prof.readers.trace.nsys_report import is_nsys_report, nsys_processes
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, TRIAL_FILE
-from fsdp2prof.workflows.job.file_names import read_name
 from fsdp2prof.workflows.job.folders import (
     find_memory_files,
     find_traces,
@@ -25,7 +24,7 @@ from fsdp2prof.workflows.job.folders import (
     is_trace_name,
     refuse_special,
 )
-from fsdp2prof.workflows.job.one_job import Found, RankFile, same_files
+from fsdp2prof.workflows.job.one_job import Found, RankFile, read_name, same_files
 from fsdp2prof.workflows.job.remote import fetched
 from fsdp2prof.workflows.job.urls import is_url, url_of
 
