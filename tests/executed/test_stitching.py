@@ -39,11 +39,12 @@ def positions(allocations) -> np.ndarray:
             "6 and 8 blocks",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             12,
             MeshSpec(dp_replicate=2, dp_shard=4),
             replace(POLICY, ac="full", grad_accum=2, reduce_dtype="bfloat16", offload=True),
             "4 and 5 blocks",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             18,

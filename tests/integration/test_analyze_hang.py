@@ -48,6 +48,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HangAnaly
     return analyze
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_has_not_come(ended: Callable[[str], HangAnalysis]) -> None:
     found = ended("sleep")
     assert (found.cause, found.culprits) == ("not_come", [1])

@@ -613,6 +613,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_preference_tuning_of_real_ranks(tmp_path, monkeypatch):
     """A DPO loop written apart, over two ranks: policy, reference and reward model, to the byte."""
     script = load_script(script_path("preferences"), "preferences")

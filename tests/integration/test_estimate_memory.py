@@ -95,7 +95,11 @@ VARIANTS = {"hsdp": 4, "accumulation": 2, "checkpointing": 2, "never_reshard": 2
 """Recorded scripts and their ranks."""
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(
+    scope="module",
+    params=["hsdp", "accumulation"]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("checkpointing", "never_reshard", "uneven")],
+)
 def both(request, recorded):
     """What was recorded of a variant and what its manifest and model predict."""
     name = request.param
@@ -146,7 +150,7 @@ def most_on_device(recording, manifest):
     return int(changes[np.argsort(orders, kind="stable")].cumsum().max())
 
 
-@pytest.mark.parametrize("name", ["hsdp", "accumulation"])
+@pytest.mark.parametrize("name", [pytest.param("hsdp", marks=pytest.mark.slow), "accumulation"])
 def test_the_command_reads_mesh_and_policy_from_the_run(recorded, name):
     run = recorded(name, VARIANTS[name]).run
     command = [sys.executable, "-m", "fsdp2prof", "estimate", "memory", "--from-run", str(run)]

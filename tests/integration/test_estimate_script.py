@@ -30,6 +30,7 @@ def estimated(verb: str, *options: str, command: list[str], mark: str = "") -> A
     return json.loads(done.stdout) if done.returncode == 0 else (done.returncode, done.stderr)
 
 
+@pytest.mark.slow
 def test_a_script_without_end_is_estimated_and_ended(tmp_path: Path) -> None:
     """Shards and Adam's states of 64 ranks; gathers and reductions of each of its groups."""
     mark = str(tmp_path)

@@ -34,10 +34,10 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 RUNS = [
     ("train_tiny_fsdp2", 2),
     ("hsdp", 4),
-    ("uneven", 4),
+    pytest.param("uneven", 4, marks=pytest.mark.slow),
     ("accumulation", 2),
-    ("checkpointing", 2),
-    ("never_reshard", 2),
+    pytest.param("checkpointing", 2, marks=pytest.mark.slow),
+    pytest.param("never_reshard", 2, marks=pytest.mark.slow),
 ]
 
 

@@ -235,7 +235,7 @@ def test_a_killed_rank_is_marked_by_the_launcher(tmp_path):
     ("how", "number", "message"),
     [
         ("wait", signal.SIGTERM, "1 of 3 traced steps"),
-        ("wait", signal.SIGINT, "1 of 3 traced steps"),
+        pytest.param("wait", signal.SIGINT, "1 of 3 traced steps", marks=pytest.mark.slow),
         ("hang", signal.SIGTERM, "main thread hung"),
     ],
 )
@@ -358,7 +358,10 @@ def test_dataloader_workers_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("wrapper", "name"),
-    [("ddp", "DistributedDataParallel"), ("fsdp1", "FullyShardedDataParallel (FSDP1)")],
+    [
+        ("ddp", "DistributedDataParallel"),
+        pytest.param("fsdp1", "FullyShardedDataParallel (FSDP1)", marks=pytest.mark.slow),
+    ],
 )
 def test_another_wrapper_is_named(tmp_path, wrapper, name):
     done = record(tmp_path / "run", sys.executable, SCRIPTS / "other_wrappers.py", wrapper, env=one_rank())

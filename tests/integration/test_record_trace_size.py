@@ -74,7 +74,7 @@ def record(
     )
 
 
-@pytest.mark.parametrize(("world", "recorded"), [(2, [0]), (4, [1, 2])])
+@pytest.mark.parametrize(("world", "recorded"), [(2, [0]), pytest.param(4, [1, 2], marks=pytest.mark.slow)])
 def test_ranks_left_out_do_nothing_and_the_others_record_the_same_steps(tmp_path, world, recorded):
     chosen = ",".join(map(str, recorded))
     manifests, seen, _ = record(tmp_path, world, "--ranks", chosen, "--active", "2")
@@ -92,6 +92,7 @@ def test_ranks_left_out_do_nothing_and_the_others_record_the_same_steps(tmp_path
             assert (manifest.pauses, manifest.steps) == ([], [])
 
 
+@pytest.mark.slow
 def test_as_many_steps_are_traced_as_fit_on_every_rank(tmp_path):
     """Rank 1 runs 2,000 operators more a step, so that its file is some ten times as large."""
     first, others = tmp_path / "first", tmp_path / "others"

@@ -67,6 +67,7 @@ def test_a_hang_that_is_kept_and_repeated_summaries_change_nothing(compare):
     assert analyze_run(run.path).trace is not None
 
 
+@pytest.mark.slow
 def test_compiled_code_stays_compiled(compare):
     run = compare(torchrun(script_path("checksums"), 2, "--compiled"))
     assert (run.info.state, len(run.messages)) == ("complete", 1)
@@ -78,6 +79,7 @@ def test_compiled_code_stays_compiled(compare):
         assert (rank.trace is not None, rank.memory) == (True, None)
 
 
+@pytest.mark.slow
 def test_forks_in_recorded_steps(compare):
     run = compare(torchrun(script_path("forking"), 1, "--at", "1", "3", "5", "6"))
     assert (run.info.state, run.messages) == ("complete", ())
@@ -93,6 +95,7 @@ def test_an_argument_that_is_no_text(compare):
     assert run.info.command[-1] == r"caf\xe9"
 
 
+@pytest.mark.slow
 def test_an_argument_that_is_no_text_in_a_rank(compare):
     run = compare(torchrun(script_path("never_reshard"), 1, "--note", os.fsdecode(b"caf\xe9")))
     assert run.info.state == "complete"

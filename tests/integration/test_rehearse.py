@@ -89,7 +89,7 @@ def recorded_memory(run: Path, rank: int = 0) -> Counter[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(8, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow), 512]
+    "world_size", [64, pytest.param(8, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow)]
 )
 def test_a_world_of_any_size_is_what_the_estimator_says(tmp_path, world_size):
     run = rehearse(tmp_path / "run", *python("train_tiny_fsdp2"), world_size=world_size)
@@ -143,6 +143,7 @@ def test_a_real_run_equals_its_rehearsal(recorded, tmp_path, script, nproc, rank
     assert recorded_memory(run, rank) == recorded_memory(real, rank)
 
 
+@pytest.mark.slow
 def test_the_run_is_marked_and_misses_no_rank(tmp_path):
     run = rehearse(tmp_path / "run", *python("uneven"), world_size=100, options=("--rank", "99"))
     opened = open_run(run)

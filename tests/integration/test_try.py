@@ -109,6 +109,7 @@ def test_what_changes_results_is_tried_only_on_demand(tmp_path):
     assert reductions == 4  # of three layers and the root, once for two micro-batches
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_script_changes_stays_the_scripts(tried):
     result = tried(
         "--steps", "64", settings=["forward_prefetch=1"], script=("--steps", "40", "--own-change-at", "12")
@@ -118,6 +119,7 @@ def test_a_setting_that_the_script_changes_stays_the_scripts(tried):
 
 
 @pytest.mark.parametrize("method", ["_assign", pytest.param("_save", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_failure_on_one_rank_restores_and_goes_on(tried, tmp_path, method):
     script = ("--steps", "40", "--fail-on-rank", "1", "--fail-in", method, "--fail-at", "3")
     result = tried("--steps", "64", settings=["reshard=never"], script=script)
