@@ -103,7 +103,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     reason = f"{text or 'unknown'}{at}"
     problem = (
         f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}: "
-        f"{{cost}}, with what keeps it.{beside} Rank {rank} is late mostly because {reason}."
+        f"{{cost}}, including the cause of its lateness.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
     lagged = lagged_ns(book.manifests, rank)
@@ -340,7 +340,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
         problem = (
             f"{waited}, most of it for {names}, late in {late.late_steps} of {plural(late.steps, 'step')}: "
         )
-        problem += "too few steps to tell a slow rank from chance."
+        problem += "too few steps to tell a slow rank from coincidence."
         needed = late.steps_needed
         remedy = Remedy(
             change=f"Trace at least {needed} steps (fsdp2prof record --active {needed}).",

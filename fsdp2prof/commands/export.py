@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _RUN = click.argument("path", metavar="RUN", type=InputPath())
 
 
-@click.group(
-    cls=Group, short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra."
-)
+@click.group(cls=Group, short_help="Export a run: Perfetto, Parquet, CSV, OpenMetrics, Chakra.")
 def export() -> None:
     """Write a run in the formats of other tools."""
 

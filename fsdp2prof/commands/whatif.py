@@ -23,7 +23,7 @@ from fsdp2prof.commands.output import Output, output_options
 
 @click.command(
     cls=Command,
-    short_help="What a change to a recorded run would gain.",
+    short_help="Predict the gain of a change to a recorded run.",
     examples=[
         "fsdp2prof whatif runs/first",
         "fsdp2prof whatif runs/first --set reshard=never --set bandwidth=2x",
