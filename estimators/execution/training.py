@@ -341,10 +341,8 @@ def _mixed_precision(unit: WrapUnit) -> MixedPrecisionPolicy:
 
 
 def _prefetch(root: FSDPModule, units: Sequence[WrapUnit]) -> None:
-    modules = dict(cast(nn.Module, root).named_modules())
-
     def first_of(fqns: Sequence[str]) -> FSDPModule:
-        module = modules[fqns[0]]
+        module = cast(nn.Module, root).get_submodule(fqns[0])  # through the wrappers of checkpointed blocks
         assert isinstance(module, FSDPModule)
         return module
 

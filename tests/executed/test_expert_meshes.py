@@ -286,3 +286,21 @@ def test_what_does_not_divide(mesh: MeshSpec, reason: str) -> None:
     config = replace(PLAIN, experts=replace(EXPERTS, ffn_dim=24))
     with pytest.raises(ModelError, match=reason):
         check_parallelism(build_builtin(config, 16, "float32"), mesh, POLICY)
+
+
+def test_experts_apart_in_checkpointed_blocks_are_prefetched() -> None:
+    """Prefetching issues every gather after as few kernels or fewer; the bytes are the same."""
+    spec, mesh = ModelSpec(source="tiny-experts"), MeshSpec(dp_shard=4, ep=2)
+    apart = replace(POLICY, wrap=("block", "GroupedExperts"), ac="full")
+    issued: list[list[int]] = []
+    for policy in (apart, replace(apart, forward_prefetch=2, backward_prefetch=2)):
+        issued.append([])
+        kernels = 0
+        for command in program_of(spec, mesh, policy).commands:
+            kernels += isinstance(command, Kernel)
+            if isinstance(command, Collective) and command.op == "all_gather":
+                issued[-1].append(kernels)
+    late, early = issued
+    assert len(late) == len(early)
+    assert all(one >= other for one, other in zip(late, early, strict=True))
+    assert sum(late) > sum(early)
