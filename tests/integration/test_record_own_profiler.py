@@ -181,7 +181,7 @@ def test_a_profiler_inside_every_forward(compare, tmp_path):
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
         "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote; "
-        "memory found no gap either"
+        "no gap for the memory recording either"
     )
     assert (tmp_path / "run" / "rank-00000" / "trace.json.gz").exists()
 
