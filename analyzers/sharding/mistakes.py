@@ -68,7 +68,7 @@ def _root_only(evidence: RunEvidence) -> Iterator[Finding]:
             f"all-gather of {format_bytes(whole)}, which nothing overlaps, and all stay in memory together."
         )
         change = "Call fully_shard on every block before the root."
-        severity: Severity = "high" if whole >= _LARGE_BYTES else "medium"
+        severity: Severity = "high" if whole >= _LARGE_BYTES else "medium" if whole >= _TINY_BYTES else "low"
         yield finding("root_only", severity, problem, change, fqn="", gathered_bytes=whole)
 
 

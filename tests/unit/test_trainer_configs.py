@@ -543,6 +543,12 @@ def test_a_rank_that_no_file_says_is_asked(tmp_path: Path) -> None:
         read(tmp_path, ("run.yaml", AXOLOTL + "adapter: lora\n"), world_size=8)
 
 
+def test_an_allocator_that_a_file_sets_replaces_the_stacks(tmp_path: Path) -> None:
+    assert made(read(tmp_path, ("sft.toml", PRIME)))["allocator"] == "expandable"
+    said = PRIME + '[env_vars]\nPYTORCH_CUDA_ALLOC_CONF = "expandable_segments:False"\n'
+    assert made(read(tmp_path, ("sft.toml", said)))["allocator"] == "classic"
+
+
 def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     older = """
     [model]
@@ -563,7 +569,18 @@ def test_older_files_of_torchtitan_name_their_time(tmp_path: Path) -> None:
     assert run.values["stack"] == "torchtitan-2025-01"
     got = made(run)
     assert (got["model"], got["tp"], got["dp_shard"], got["batch_size"]) == ("llama3-70b", 8, 8, 8)
-    assert (got["compile"], got["loss"]) == (True, "compiled")
+    # then torchtitan compiled no loss, and its AdamW was foreach
+    assert (got["compile"], got["loss"], got["optimizer_impl"]) == (True, "full", "foreach")
+    eldest = older.replace("data_parallel_shard_degree", "data_parallel_degree")
+    eldest = eldest.replace('flavor = "70B"', 'flavor = "70B"\n    norm_type = "fused_rmsnorm"')
+    run = read(tmp_path, ("old.toml", eldest), world_size=64)
+    assert run.values["stack"] == "torchtitan-2024-07"
+    assert made(run)["norm"] == "fused"
+    assert not run.read.not_known
+    between = older.replace("data_parallel_shard_degree = -1", "").replace("batch_size", "local_batch_size")
+    run = read(tmp_path, ("old.toml", between + "[float8]\n"), world_size=64)
+    assert run.values["stack"] == "torchtitan-2025-08"
+    assert made(run)["loss"] == "compiled"
 
 
 def test_pipelines_keep_their_parameters_by_default(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def _memory(run: Reading) -> None:
             f"{state.key} is on ({state.source}): optimizer state on the host is not modelled alone; it is "
             "counted on the device, an upper bound, and its transfers are not in the step's time"
         )
+    allocator = get("env_vars.PYTORCH_CUDA_ALLOC_CONF")
+    if allocator.given:
+        segments = "expandable" if "expandable_segments:true" in allocator.word() else "classic"
+        run.set("allocator", segments, allocator)
     run.set("offload", is_on(get("model.fsdp_cpu_offload")), get("model.fsdp_cpu_offload"))
     if get("model.full_offload").value not in (None, False):
         run.refuse(get("model.full_offload"), "full offload is not modelled; fsdp_cpu_offload is")

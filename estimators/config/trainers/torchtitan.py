@@ -10,6 +10,13 @@ _FLOAT8 = ("float8", "quantize.linear.float8")
 _MX = ("mx", "quantize.linear.mx")
 _NOT_FLOAT8 = ("output", "lm_head", "router.gate", "auto_filter_small_kn")
 """Layers that an estimate leaves out of float8, too, by their names there."""
+_ERAS = (
+    ("training.data_parallel_degree", "torchtitan-2024-07"),  # until db6b39acd, September 2024
+    ("training.data_parallel_shard_degree", "torchtitan-2025-01"),  # until 785c34c99, March 2025
+    ("training.batch_size", "torchtitan-2025-06"),  # until 8570415c3, June 2025
+    ("float8", "torchtitan-2025-08"),  # until 8a2686c4a, September 2025
+)
+"""Keys and sections that files had until a date, oldest first -> the software of that time."""
 _REGISTRY_BATCH = (8, "torchtitan/config/configs.py:37, before 73aed7f6c (August 2026)")
 """Of a registry that gives ``seq_len``, a name of before batches were counted in tokens."""
 
@@ -25,10 +32,14 @@ def read_torchtitan(run: Reading) -> None:
     _loss_in_pieces(run)
     _converters(run)
     _optimizer(run)
-    if run.has("training.data_parallel_shard_degree", "training.data_parallel_degree"):
-        run.stack = "torchtitan-2025-01"
-    elif run.has("training.batch_size"):
-        run.stack = "torchtitan-2025-06"
+    eras = [stack for key, stack in _ERAS if run.has(key)]
+    if eras:
+        run.stack = eras[0]
+
+
+def _is_of_before_march_2025(run: Reading) -> bool:
+    """Then AdamW was not fused by default (6e4988550) and the loss not compiled (e8977b007, bbb1b616e)."""
+    return run.has("training.data_parallel_shard_degree", "training.data_parallel_degree")
 
 
 def _model(run: Reading) -> None:
@@ -38,6 +49,11 @@ def _model(run: Reading) -> None:
     size = _FLAVORS.get(flavor.word(), flavor.word()).replace("_", "-")
     family = f"{name.word().replace('_', '-')}-" if name.word() in _MODELS else ""
     run.set_model(f"{family}{size}", name, flavor)
+    norm = run.get("model.norm_type")
+    if norm.value is not None and "rmsnorm" not in norm.word():
+        run.refuse(norm, "RMSNorm is modelled")
+    if norm.value is not None:
+        run.set("norm", "composed" if norm.word() == "rmsnorm" else "fused", norm)
     attention = run.get("model.use_flex_attn", "model.attn_type", "model.attn_backend").word()
     if attention in ("true", "flex", "varlen"):
         kind = "flex" if attention == "true" else attention
@@ -171,6 +187,8 @@ def _compilation(run: Reading) -> None:
                 run.notes.append(f"{key.key} does nothing: compile.enable is false")
         return
     named = ["model", "loss"] if parts.value is None else [str(one) for one in parts.value]
+    if _is_of_before_march_2025(run):
+        named = ["model"]
     if "model" in named:
         run.set("compile", True, enable, parts)
     if "loss" in named:
@@ -184,7 +202,7 @@ def _compilation(run: Reading) -> None:
 def _converters(run: Reading) -> None:
     converters = run.get("model.converters")
     named = converters.value if isinstance(converters.value, list) else []
-    enabled = run.get("float8.enable_float8_linear")
+    enabled = run.get("float8.enable_float8_linear", "training.fp8_linear")
     if enabled:
         named = [*named, "float8"]
     for one in named:
@@ -228,7 +246,7 @@ def _optimizer(run: Reading) -> None:
         run.missing("optimizer", name)
     else:
         run.set("optimizer", name.word(), name)
-    word = implementation.word()
+    word = implementation.word() if implementation.given or not _is_of_before_march_2025(run) else ""
     if word in ("fused", "foreach", "for-loop"):
         run.set("optimizer_impl", word, implementation)
     elif word:
