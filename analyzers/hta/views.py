@@ -14,7 +14,7 @@ import numpy as np
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, choose_step, event_rows, hta_trace, need_device
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.hta import (
     BoundByNs,
     CriticalPath,

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.summary import GARBAGE, RankSummary
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.communication import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
 

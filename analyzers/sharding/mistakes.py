@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, finding, listed
-from fsdp2prof.analyzers.sharding.variables import find_in_variables
+from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding, listed
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural

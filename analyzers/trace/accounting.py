@@ -20,8 +20,8 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.trace.collectives import Collectives
-from fsdp2prof.analyzers.trace.gloo import gloo_ranges
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
 

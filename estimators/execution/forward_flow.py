@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.fake_copy import copy_without, materialize_fake
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.fake_tensors import fake_tensors
+from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
-from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results.communication import Attribution, Communication, CrossRank, GroupRow, Straggler
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta, RunComparison

@@ -19,7 +19,7 @@ from support.results import (
 )
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
-from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.peak import category_shares, fold_layers, layer_rows
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.reporters.document import Findings

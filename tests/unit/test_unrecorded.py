@@ -14,7 +14,7 @@ from synthetic import Schedule, record, transformer, write
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
-from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.steps import added_ns, unrecorded_step
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise

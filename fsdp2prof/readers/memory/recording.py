@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp2prof.errors import SnapshotError
-from fsdp2prof.readers.memory.recording_checks import check_recording
-from fsdp2prof.readers.memory.snapshot import read_snapshot
+from fsdp2prof.readers.memory.snapshot import check_recording, read_snapshot
 from fsdp2prof.tables import (
     AllocationTable,
     BlockTable,

@@ -14,8 +14,7 @@ from fsdp2prof.reporters.charts.memory import (
 from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import memory_tables as tables
-from fsdp2prof.reporters.documents.brief import in_order, memory_brief
-from fsdp2prof.reporters.documents.check import findings_section
+from fsdp2prof.reporters.documents.brief import findings_section, in_order, memory_brief
 from fsdp2prof.reporters.documents.links import memory_links
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Document, KeyFigure, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.check import findings_section
+from fsdp2prof.reporters.documents.brief import findings_section
 from fsdp2prof.results.nccl import NcclAnalysis
 from fsdp2prof.vocabulary import layer_name
 

@@ -9,8 +9,7 @@ from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, Facts, Section, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.brief import in_order, run_brief
-from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.brief import changes_worth_most, findings_section, in_order, run_brief
 from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks

@@ -12,6 +12,7 @@ from fsdp2prof.reporters.charts.trace import (
     prefetch_chart,
     roofline_chart,
     step_chart,
+    step_rows,
     wait_chart,
 )
 from fsdp2prof.reporters.document import (
@@ -25,13 +26,17 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
-from fsdp2prof.reporters.documents.brief import causes_section, in_order, trace_brief
-from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.brief import (
+    causes_section,
+    changes_worth_most,
+    findings_section,
+    in_order,
+    trace_brief,
+)
 from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.formats import show_gb_per_s, show_op
-from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LEDGER_CAUSES, layer_name

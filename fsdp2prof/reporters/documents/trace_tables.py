@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from fsdp2prof.reporters import columns as c
+from fsdp2prof.reporters.charts.trace import StepRow, every_step, step_rows
 from fsdp2prof.reporters.document import Table, Value
 from fsdp2prof.reporters.formats import show_bytes
-from fsdp2prof.reporters.step_rows import StepRow, every_step, step_rows
 from fsdp2prof.results.communication import BandwidthRow, GroupRow
 from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
