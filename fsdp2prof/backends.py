@@ -119,7 +119,7 @@ BACKENDS: tuple[Backend, ...] = (
         },
     ),
     Backend(
-        name="an accelerator out of torch's tree",
+        name="an accelerator outside torch's tree",
         device_type="privateuseone",
         calls=("privateuse1_runtime", "privateuse1_driver"),
         waits=re.compile(r"\w*Synchronize\w*"),

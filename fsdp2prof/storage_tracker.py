@@ -10,7 +10,7 @@ How a storage is seen:
 - freed: its finalizer runs. A storage keeps one Python object for life, so a weak reference to it dies with
   the memory and not with some tensor;
 - freed and born again in place: ``UntypedStorage.resize_``, with which FSDP frees and re-allocates unsharded
-  parameters, is no operator and is wrapped;
+  parameters, is not an operator, so it is wrapped;
 - alive before the start: every tensor the garbage collector knows, and the gradients they hold.
 
 Views share their storage and count once. Not seen: workspaces inside an operator's kernel and buffers inside

@@ -149,7 +149,7 @@ def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
         problem = f"NCCL's tuning is overridden: {what}."
         change = "Unset them, measure, and set again only what is faster on this cluster and version."
         if not on_device:
-            problem += " This run had no GPU for it to matter on."
+            problem += " This run used no GPU, so they had no effect."
         severity: Severity = "low" if on_device else "info"
         yield finding("nccl_overridden", severity, problem, change, variables=set_ones)
     if not on_device:
@@ -171,7 +171,7 @@ def find_in_variables(evidence: RunEvidence) -> Iterator[Finding]:
     if slow:
         what = ", ".join(f"{name}={value} ({_DEBUGGING[name][1]})" for name, value in slow.items())
         yield finding(
-            "debugging_variables", "medium", f"Made for debugging: {what}.", "Unset them.", variables=slow
+            "debugging_variables", "medium", f"For debugging only: {what}.", "Unset them.", variables=slow
         )
     yield from _differing_variables({rank: one.environment for rank, one in on_device.items()})
 

@@ -292,7 +292,7 @@ def _short(names: Strings) -> Strings:
 
 
 def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int, int]:
-    """Host time of a step: its label's, or the window's where the window is no labelled step."""
+    """Host time of a step: its label's, or the window's where it has no step label."""
     rows = np.flatnonzero(tables.analysed.step == step)
     if not len(rows):
         return low, high

@@ -64,7 +64,7 @@ class Selective:
         )
 
     def saves(self, target: object) -> bool:
-        """Whether the results of an operator that is no such product are saved."""
+        """Whether the results of any other operator are saved."""
         if target in MATMULS:
             return False
         name = str(target).rpartition(".")[0]

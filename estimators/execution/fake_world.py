@@ -44,7 +44,7 @@ def fake_process_group(mesh: MeshSpec, *, rank: int = 0) -> Iterator[DeviceMesh]
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    sys.excepthook = hook  # each group puts one of its own around it, which names a rank that nobody is
+    sys.excepthook = hook  # each group wraps it in one that names a rank of the fake world
     try:
         with _events(), _labels_outside_of_checkpointing():
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))

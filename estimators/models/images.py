@@ -287,7 +287,7 @@ def _is_called(module: nn.Module, fqn: str) -> bool:
 
 
 def _features(found: Any) -> Any:
-    """The features that stand in the place of tokens; of several results the first or the pooled one."""
+    """The features that replace tokens; of several results the first or the pooled one."""
     pooled = getattr(found, "pooler_output", None)
     if pooled is not None:
         return pooled

@@ -264,7 +264,7 @@ def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until:
 
 
 def _batch(request: PlanRequest, model: Model) -> int:
-    """A batch whose tokens are no size of the model's own, so that shapes tell tokens from features."""
+    """A batch whose token count differs from every size of the model, so that shapes show which is which."""
     shapes = {size for parameter in model.module.parameters() for size in parameter.shape}
     if model.experts:  # whose rows are a part of the tokens
         return next((prime for prime in _PRIMES if all(size % prime for size in shapes)), _PRIMES[-1])
@@ -417,7 +417,7 @@ class Alive:
 
 
 _MOST = 2
-"""Modules on one side of the blocks that make groups: more of them are no plain decoder's."""
+"""Modules on one side of the blocks that make groups: a plain decoder has no more."""
 
 
 def units_of_ends(model: Model) -> tuple[str, ...] | None:

@@ -208,7 +208,7 @@ def _memory(memory: MemoryAnalysis) -> Iterator[Metric]:
     yield _gauge(
         "peak_category_bytes",
         "bytes",
-        "What fills the peak",
+        "Peak by kind",
         [
             ({**labels, "category": name}, size)
             for labels, one in places

@@ -325,7 +325,7 @@ def memory_comparison() -> MemoryComparison:
         ],
         verdict=[
             "The peak is 10.0 MiB higher (+11.1%): 90.0 MiB before, 100.0 MiB after.",
-            "What changed most: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
+            "Largest changes: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
             "Where: the root module (+10.0 MiB).",
         ],
     )

@@ -134,7 +134,7 @@ def test_a_size_that_is_unknown_in_one_group_is_unknown_in_the_family() -> None:
 
 def test_a_run_that_left_only_its_manifests() -> None:
     text = text_of(combine(run_summary(), None, None))
-    assert "What was run" in text
+    assert "Command and environment" in text
     assert "Where the step goes" not in text
     assert "3 ranks on node0" in text
 

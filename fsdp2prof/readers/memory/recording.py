@@ -95,7 +95,7 @@ RECORDING_TABLES: dict[str, type[Table]] = {
 
 
 class RecordingHeader(msgspec.Struct, kw_only=True):
-    """Everything of a recording that is no numeric column."""
+    """Everything of a recording except its numeric columns."""
 
     schema: str
     source: Literal["cuda_snapshot", "storage_count", "kineto", "estimate"]

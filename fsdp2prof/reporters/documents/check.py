@@ -15,7 +15,7 @@ from fsdp2prof.results.check import CheckRow, EnvironmentCheck, ParityCheck, Par
 def parity_document(parity: ParityCheck) -> Document:
     """Lay out a parity check: the steps, then what differs, then every tensor for data formats."""
     wrong = [row for row in parity.rows if row.state in ("differs", "missing")]
-    title = "What differs"
+    title = "Differences"
     hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
     return Document(
         title=f"Parity of {parity.model}",
@@ -148,7 +148,7 @@ def _communication(check: EnvironmentCheck) -> list[Table]:
     ]
     note = "median, of the slowest rank"
     gathers = c.table("gathers", "All-gathers over all ranks", sizes, check.gathers, note=note, noun="size")
-    title = "What NCCL connects with"
+    title = "NCCL transports"
     transports = c.table("transports", title, ways, check.transports, limit=_ROWS, noun="connection")
     return [gathers, *([transports] if check.transports else ())]
 

@@ -17,7 +17,7 @@ _RANKS = 16
 def nccl_document(found: NcclAnalysis) -> Document:
     """Lay out what NCCL said of a job."""
     return Document(
-        title="What NCCL says",
+        title="NCCL logs",
         numbers=[
             KeyFigure(value=str(found.inspected), label="processes inspected"),
             KeyFigure(value=str(found.logged), label="processes with a log"),
@@ -62,7 +62,7 @@ def _communicators(found: NcclAnalysis) -> list[Table]:
         ),
         c.table(
             "transports",
-            "What connects their ranks",
+            "Connections between ranks",
             transports,
             rows,
             note=note,

@@ -189,10 +189,10 @@ def _operator_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]
     if analysis.operators:
         peaks = analysis.peak_flops_per_s
         roof = roofline_chart(analysis.operators, peaks, analysis.peak_memory_bytes_per_s) if peaks else None
-        blocks += _chart("roofline_chart", operators_title(analysis), roof, "larger: more time")
+        blocks += _chart("roofline_chart", operators_title(analysis), roof, "larger points: more time")
         blocks.append(tables.operator_table(analysis))
     elif not predicted and analysis.kernels and _no_flops(analysis):
-        blocks.append(Sentences(title="What products and attention achieve", lines=[_NO_SHAPES]))
+        blocks.append(Sentences(title="Achieved rates of products and attention", lines=[_NO_SHAPES]))
     return c.section("operators", kernels.title, *blocks, detail=True)
 
 
@@ -278,9 +278,9 @@ def arrivals_title(analysis: TraceAnalysis) -> str:
     """Name the longest wait."""
     late = max(analysis.arrivals, key=lambda row: row.stall_ns, default=None)
     if late is None or not late.stall_ns:
-        return "Every collective came in time"
+        return "Every collective finished in time"
     what = f"{layer_name(late.fqn)} {show_op(late.op)} in {late.phase}"
-    return f"Waited for longest: {what}, {format_ns(late.stall_ns)} a step"
+    return f"Longest wait: {what}, {format_ns(late.stall_ns)} a step"
 
 
 def bandwidth_title(analysis: TraceAnalysis) -> str:
@@ -308,4 +308,4 @@ def operators_title(analysis: TraceAnalysis) -> str:
     rate = format_flops(first.flops_per_s)
     share = f", {format_frac(first.roof_frac)} of its roof" if first.roof_frac is not None else ""
     what = f"{first.name.removeprefix('aten::')} of {first.shapes}"
-    return f"Longest of products and attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"
+    return f"Longest matrix product or attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"
