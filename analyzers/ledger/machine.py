@@ -110,26 +110,3 @@ def oversubscribed(manifests: Sequence[RankManifest]) -> tuple[str, str]:
         if threads > cores and cores < max(one.cores for one in machines):
             return said, "Let the ranks run on more of their host's processors (taskset, --cpus-per-task)."
     return "", ""
-
-
-def lagged_ns(manifests: Sequence[RankManifest], rank: int) -> tuple[float, float] | None:
-    """Return by how much longer a rank's step is for want of a processor, and for more work on one.
-
-    Means of a captured step, against the median of the other ranks: of the time that the training's thread
-    waited for a processor, and of its work, at the pace that its waiting leaves it. None: not counted.
-    """
-    means = {}
-    for one in manifests:
-        waited = waited_ns(one)
-        ran = [step.main_thread_cpu_ns for step in one.host_steps if step.step in waited]
-        if ran and sum(ran):
-            means[one.rank] = sum(waited.values()) / len(ran), sum(ran) / len(ran)
-    others = [mean for other, mean in means.items() if other != rank]
-    if rank not in means or not others:
-        return None
-    waited_here, ran_here = means[rank]
-    work = ran_here - median(ran for _, ran in others)
-    waiting = waited_here - median(waited for waited, _ in others)
-    pace = (ran_here + waited_here) / ran_here
-    more_work = max(0.0, work) * pace
-    return max(0.0, waiting - max(0.0, work) * (pace - 1)), more_work

@@ -32,13 +32,11 @@ def notes(book: Book) -> list[Finding]:
 REMOVE_ANOMALY = (
     "Remove torch.autograd.set_detect_anomaly(True), or detect_anomaly(): they are for debugging."
 )
-_CHECKED = 8
-"""Checked gradients a step from which on autograd checks them, not the script."""
 
 
 def _anomaly(book: Book) -> list[Finding]:
     checks = sum(one.count for _, one in book.booked if one.why == "anomaly") / book.rank_steps
-    if checks < _CHECKED:
+    if not checks:
         return []
     problem = (
         f"Anomaly detection of autograd is on: backward checks {checks:,.0f} gradients a step for NaN "

@@ -10,7 +10,7 @@ from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.host_rules import steady_pauses
-from fsdp2prof.analyzers.ledger.machine import lagged_ns, oversubscribed, starved_ranks
+from fsdp2prof.analyzers.ledger.machine import oversubscribed, starved_ranks
 from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.results.communication import LateRank, LateRanks
@@ -21,50 +21,44 @@ _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
 _STEPS_OF_MORE_WORK = 2
 """Steps in which one rank has to have most work."""
-_STEPS_ON_A_CPU = 5
-"""Steps in which ranks that share processors are compared before one is called slow."""
-_ONE_PLACE = 0.5
-"""Part of a rank's lateness at one place from which on it is the rank's own, where processors are shared."""
+_EXPLAINED = 0.5
+"""Part of the waiting for a rank that its additional work has to explain."""
 _UNEVEN_WORK = 0.05
 """Difference of the operations of ranks in one step, from which on their inputs are called uneven."""
 
+_WORKING = ("compute", "host", "host_pause", "fsdp_copy")
+"""Causes that a rank with more to do has more of."""
 _OWN_LOSS = {"data_loader": ("data_loader",), "host": ("host_pause", "garbage_collection")}
 """What a late rank lost itself while the others waited, by kind of work."""
 _REMEDY = {
     "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
-    "operator": "Compare the input sizes of rank {rank}, and what else runs on its cores, with the others'.",
     "host": "Check what only rank {rank} does between its operators (logging, checkpoints, evaluation, "
     "garbage collection), its CPU affinity and other processes on its host.",
     "data_loader": "Give the data loader of rank {rank} more workers and prefetch, and check its storage.",
     "communication": "Check the rank that rank {rank} waits for, and the links between them.",
     "unknown": "Record more steps to see what rank {rank} does before.",
 }
-"""What to change, by kind of work; ``operator`` is a kernel of a CPU."""
+"""What to change, by kind of work."""
 
 
 def enter_waits(book: Book) -> None:
-    """Enter all waiting for ranks that came late."""
+    """Enter all waiting for ranks that came late.
+
+    Ranks that share processors are late for several steps on end though they do the same: the system takes
+    their processors at any line, and inside of operators. There only more work, a slow loader or pauses at
+    one place are a rank's own.
+    """
     _from_the_start(book)
+    more = _more_work(book)
     late = book.analysis.cross_rank.late
-    if late is not None and _is_settled(book, late):
+    if late is not None and late.steady and book.on_device:
         for one in late.ranks:
             _straggler(book, late, one)
     _for_loaders(book)
     _for_pauses(book)
-    if not _more_work(book):
+    if not more:
         _uneven_inputs(book)
     _take_turns(book, late)
-
-
-def _is_settled(book: Book, late: LateRanks) -> bool:
-    """Whether ranks are late and not by chance.
-
-    Those of a CPU share its cores, and one of two that are alike may lag behind for a few steps on end:
-    there it takes the steps that chance asks for, however clear each of them is.
-    """
-    if book.on_device or not late.steady:
-        return late.steady
-    return len(late.ranks) == 1 and late.steps >= max(late.steps_needed, _STEPS_ON_A_CPU)
 
 
 def _from_the_start(book: Book) -> None:
@@ -86,7 +80,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     cost = sum(one.ns for one in mine)
     outside = max(1, among.compared - len(among.ranks))
     share = book.frac(cost) * len(book.analysis.ranks) / outside
-    net = max(0.0, cost / outside - late.wait_ns) * len(book.analysis.ranks)
+    net = max(0.0, min(cost / outside - late.wait_ns, _least(mine, among))) * len(book.analysis.ranks)
     if share < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
@@ -103,25 +97,15 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     reason = f"{text or 'unknown'}{at}"
     problem = (
         f"In {late.late_steps} of {plural(among.steps, 'step')} {others} in collectives for rank {rank}: "
-        f"{{cost}}, with what keeps it.{beside} Rank {rank} is late mostly because {reason}."
+        f"{{cost}}, including its own excess.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
-    lagged = lagged_ns(book.manifests, rank)
-    late_ns = net / len(book.analysis.ranks) / max(1, among.steps)
-    busy = not book.on_device and lagged is not None and lagged[0] >= late_ns / 2 > lagged[1]
-    if not book.on_device and kind != "data_loader" and not (busy or starved):
-        worked = lagged is not None and lagged[1] >= late_ns / 2
-        if not worked and _of_one_place(mine) < _ONE_PLACE:
-            book.put_back(mine)  # a little of everything: what a busy machine does to ranks that are alike
-            return
-    remedy = _REMEDY["operator" if kind == "kernel" and not book.on_device else kind].format(rank=rank)
-    named, cause, calm = "straggler", "late_rank", False
-    if (starved is not None or busy) and kind in ("host", "kernel", "unknown"):
+    remedy = _REMEDY[kind].format(rank=rank)
+    named, cause = "straggler", "late_rank"
+    if starved is not None and kind in ("host", "kernel", "unknown"):
         named = "starved_host"
         crowded, change = oversubscribed(book.manifests)
-        calm = not change and not book.on_device
-        problem += f" {starved or 'It waits longer for a processor than the others.'}"
-        problem += f" The {crowded}." if crowded else " The machine was busy."
+        problem += f" {starved} The {crowded}." if crowded else f" {starved} The machine was busy."
         remedy = change or f"Free the processors of rank {rank}'s host from other programs."
     elif kind == "data_loader":
         named, cause = "data_loader", "data_loader"
@@ -129,7 +113,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         remedy = "Call gc.freeze() once the model is built, and gc.collect() on all ranks in the same steps."
     elif kind == "host" and site is not None:
         remedy = f"Move the work of rank {rank} at {site} out of the step, or into another process."
-    elif kind == "host" and book.on_device:
+    elif kind == "host":
         problem += " (The profiler was running, which slows hosts down.)"
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
@@ -141,7 +125,6 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         cause=cause,
         title=f"waiting for rank {rank}" + (" and its data loader" if kind == "data_loader" else ""),
         problem=problem,
-        calm=calm,
         remedy=Remedy(
             change=remedy,
             gain_ns=min(net, sum(one.ns for one in mine)),
@@ -164,13 +147,13 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     )
 
 
-def _of_one_place(charges: Sequence[Charge]) -> float:
-    """Return the part of some waiting that one line, or one kind of work, made."""
-    sums: Counter[str | None] = Counter()
-    for one in charges:
-        sums[one.site or one.detail] += one.ns
-    whole = sum(sums.values())
-    return max(sums.values()) / whole if whole else 0.0
+def _least(waits: Sequence[Charge], among: LateRanks) -> int:
+    """Return what an end of some waits gains on the rank that gains least: the others wait for that one."""
+    late = {one.rank for one in among.ranks}
+    gained: Counter[int] = Counter()
+    for one in waits:
+        gained[one.rank] += 0 if one.caught_up else one.ns
+    return min((ns for rank, ns in gained.items() if rank not in late), default=0)
 
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
@@ -187,7 +170,7 @@ def _own_excess(book: Book, taken: Sequence[Charge], rank: int, wanted: float) -
     left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
     others = max(1, len(book.analysis.ranks) - 1)
     found: list[Charge] = []
-    for cause in ("compute", "host", "host_pause", "fsdp_copy"):
+    for cause in _WORKING:
         spent: Counter[int] = Counter()
         for one in book.left(cause):
             spent[one.rank] += one.ns
@@ -229,7 +212,7 @@ def _for_loaders(book: Book) -> None:
 
 
 def _for_pauses(book: Book) -> None:
-    """Waiting for a rank that pauses at the same place in most steps joins its pauses."""
+    """Waiting for a rank that pauses at one place in most steps, or collects garbage, joins its pauses."""
     steady = steady_pauses(book)
     pausing = {
         (one.rank, one.site)
@@ -238,40 +221,60 @@ def _for_pauses(book: Book) -> None:
     }
     mine = book.take("uneven_ranks", lambda one: one.why == "host" and (one.late_rank, one.site) in pausing)
     book.put_back(replace(one, cause="host_pause") for one in mine)
+    collecting = {one.rank for one in book.left("garbage_collection")}
+    mine = book.take("uneven_ranks", lambda one: one.site == GARBAGE and one.late_rank in collecting)
+    book.put_back(replace(one, cause="garbage_collection", count=0) for one in mine)
 
 
-def _operations(book: Book) -> dict[int, dict[int, int]]:
-    """Return step -> rank -> operations, of the steps in which all ranks count theirs."""
+def _by_step(book: Book, work: str) -> dict[int, dict[int, int]]:
+    """Return step -> rank -> ``flops`` or ``operators``, of the steps in which all ranks count theirs."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for rank in book.analysis.ranks:
         for step in rank.steps:
-            if step.flops:
-                found[step.step][rank.rank] = step.flops
+            if count := getattr(step, work):
+                found[step.step][rank.rank] = count
     return {step: ranks for step, ranks in found.items() if len(ranks) == len(book.analysis.ranks) > 1}
 
 
-def _more_work(book: Book) -> bool:
-    """Enter waiting for one rank that computes more than the others in every step; False without one."""
-    steps = _operations(book)
+def _most_work(book: Book, work: str) -> tuple[int, float] | None:
+    """Return the rank that has most to do in every step, and how many times the others' work that is."""
+    steps = _by_step(book, work)
     most = {max(ranks, key=lambda rank: ranks[rank]) for ranks in steps.values()}
     if len(most) != 1 or len(steps) < _STEPS_OF_MORE_WORK:
-        return False
+        return None
     (rank,) = most
-    times = [
-        ranks[rank] / max(1, max(other for each, other in ranks.items() if each != rank))
-        for ranks in steps.values()
-    ]
-    least = min(times)
-    if least < 1 + _UNEVEN_WORK:
+    others = [max(count for other, count in ranks.items() if other != rank) for ranks in steps.values()]
+    least = min(ranks[rank] / max(1, other) for ranks, other in zip(steps.values(), others, strict=True))
+    return (rank, least) if least >= 1 + _UNEVEN_WORK else None
+
+
+def _busy_ns(book: Book, rank: int) -> int:
+    """Return the time in which a rank is in no collective."""
+    whole = sum(step.duration_ns for one in book.analysis.ranks if one.rank == rank for step in one.steps)
+    causes = ("uneven_ranks", "communication", "other_communication")
+    return whole - sum(one.ns for cause in causes for one in book.left(cause) if one.rank == rank)
+
+
+def _more_work(book: Book) -> bool:
+    """Enter waiting for one rank that has more to do than the others in every step; False without one."""
+    found = [(more[1], more[0], work) for work in ("flops", "operators") if (more := _most_work(book, work))]
+    if not found:
         return False
-    mine = book.take("uneven_ranks", lambda one: one.late_rank == rank)
-    if not mine:
-        return False
+    least, rank, work = max(found)
+    mine = book.take("uneven_ranks", lambda one: one.late_rank == rank and one.why != "data_loader")
     waited = sum(one.ns for one in mine) / max(1, len(book.analysis.ranks) - 1)
+    if not mine or _busy_ns(book, rank) * (1 - 1 / least) < _EXPLAINED * waited:
+        book.put_back(mine)
+        return False
     mine += _own_excess(book, mine, rank, waited)
+    does = (
+        "computes {} times as many operations as"
+        if work == "flops"
+        else "calls {} times as many operators as"
+    )
     problem = (
-        f"Rank {rank} computes {least:.3g} times as many operations as any other rank in every step, and the "
-        "others wait for it: {cost}, with its own time for them."
+        f"Rank {rank} {does.format(f'{least:.3g}')} any other rank in every step, and the "
+        "others wait for it: {cost}, including its own time for them."
     )
     book.enter(
         mine,
@@ -284,7 +287,7 @@ def _more_work(book: Book) -> bool:
             reason="what the others wait for it, and its own time for that work",
         ),
         rank=rank,
-        why_sure="operations are counted from recorded shapes",
+        why_sure="counted from recorded operators",
         evidence={"rank": rank, "times_the_work": least, "kind": "kernel"},
     )
     return True
@@ -292,7 +295,7 @@ def _more_work(book: Book) -> bool:
 
 def _uneven_inputs(book: Book) -> None:
     """Ranks whose work differs from step to step: batches of other sizes."""
-    by_step = {step: list(ranks.values()) for step, ranks in _operations(book).items()}
+    by_step = {step: list(ranks.values()) for step, ranks in _by_step(book, "flops").items()}
     spread = [(max(row) - min(row)) / max(row) for row in by_step.values() if len(row) > 1]
     if not spread or sum(spread) / len(spread) < _UNEVEN_WORK:
         return
@@ -330,17 +333,13 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
     cost = sum(one.ns for one in mine)
     waited = f"Ranks wait {book.per_step(cost)} for one another"
     facts: dict[str, EvidenceValue] = {} if late is None else _facts(late)
-    if (
-        late is not None
-        and not _is_settled(book, late)
-        and late.steps < late.steps_needed
-        and late.late_steps == late.steps
-    ):
+    unclear = late is not None and not late.steady and late.late_steps == late.steps < late.steps_needed
+    if late is not None and unclear and book.on_device:
         names = numbered("rank", [one.rank for one in late.ranks])
         problem = (
             f"{waited}, most of it for {names}, late in {late.late_steps} of {plural(late.steps, 'step')}: "
         )
-        problem += "too few steps to tell a slow rank from chance."
+        problem += "too few steps to tell a slow rank from coincidence."
         needed = late.steps_needed
         remedy = Remedy(
             change=f"Trace at least {needed} steps (fsdp2prof record --active {needed}).",
@@ -364,7 +363,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
     kind, _, _ = _main_cause(mine)
     problem = f"{waited}; no rank is late in most steps."
     if not book.on_device:
-        problem += " Ranks that share the cores of a host do that."
+        problem = f"{waited}, at no place of their own: ranks that share processors do that."
     book.enter(
         mine,
         id="ranks_take_turns",
@@ -379,7 +378,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
         else None,
         calm=not book.on_device,
         confidence="medium",
-        why_sure="no rank is late in most steps",
+        why_sure="no rank is late in most steps" if book.on_device else "no place or work is a rank's own",
         evidence={**facts, "kind": kind},
     )
 

@@ -19,6 +19,7 @@ def with_replays(
     """Return the analysis with the gains that replays found in place of stated bounds.
 
     A remedy that a replay shows to gain next to nothing is not proposed: the ledger still holds the time.
+    None gains more than the time of its entry: what a replay gains beside is charged to other causes.
     """
     ledger = analysis.ledger
     if ledger is None:
@@ -90,7 +91,8 @@ def _replayed(
     best = max(rows, key=lambda row: row.gained_ns or 0.0, default=None)
     if best is None:
         return entry
-    gain, part = max(0.0, best.gained_ns or 0.0), max(0.0, best.gained_frac or 0.0)
+    gain = min(entry.ns, max(0.0, best.gained_ns or 0.0))
+    part = min(entry.frac, max(0.0, best.gained_frac or 0.0))
     severity = severity_of(part, limits, on_device)
     return replace(
         entry,

@@ -129,7 +129,7 @@ def too_coarse(book: Book) -> None:
     ops = ("all_gather",) if root and not alone else ("all_gather", "reduce_scatter", "all_reduce")
     mine = book.take("communication", lambda one: one.fqn == fqn and one.op in ops)
     cost = sum(one.ns for one in mine)
-    name = named_layer(fqn)
+    name, parts = named_layer(fqn), _parts(book, fqn)
     if alone:
         problem = (
             f"All parameters ({format_bytes(payload)}) are in one FSDP unit, {name}, and are gathered "
@@ -150,7 +150,7 @@ def too_coarse(book: Book) -> None:
         problem = f"One unit, {name}, holds {format_frac(share)} of all parameters ({format_bytes(payload)})"
         change = (
             f"Also apply fully_shard to the modules inside {name}: its blocks, or its large Linear layers."
-            if _parts(book, fqn) != 1
+            if parts != 1
             else f"{name[0].upper()}{name[1:]} has no modules inside to wrap: gather it earlier "
             "(set_modules_to_forward_prefetch, set_modules_to_backward_prefetch on the blocks before it), or "
             "split it into several modules."
@@ -161,7 +161,6 @@ def too_coarse(book: Book) -> None:
         f"its collectives are exposed for {exposed}" if book.on_device else f"its collectives take {exposed}"
     )
     why = "" if book.on_device else " (on a CPU they are not hidden either way)"
-    parts = _parts(book, fqn)
     gain = book.hideable_ns(mine) * (parts - 1) / parts if parts > 1 else book.hideable_ns(mine)
     reason = "compute of the same phase can hide no more"
     reason += f", and the first of {parts} units stays exposed" if parts > 1 else ""
@@ -178,6 +177,7 @@ def too_coarse(book: Book) -> None:
             basis="bound" if book.on_device else "unknown",
         ),
         fqn=fqn,
+        calm=parts == 1 and not root and not book.on_device,
         confidence="high" if book.on_device else "medium",
         why_sure="units and sizes are recorded",
         evidence={"payload_bytes": payload, "share_frac": share},

@@ -54,9 +54,23 @@ def _evaluation(book: Book) -> None:
             change=_GENERATING if site and "generat" in site else _evaluate_less(site),
             reason="all of their time",
         ),
+        calm=steps <= _without_some_model(book),
         why_sure="forwards and backwards are counted by their labels",
         evidence={"forwards_per_step": each, "steps": len(steps), "site": site},
     )
+
+
+def _without_some_model(book: Book) -> set[int]:
+    """Return the steps that reduce no gradient of a root which others reduce: models updated in turns.
+
+    A model may well run forward there for the sake of another: a generator for its discriminator.
+    """
+    reduced: dict[int, set[str]] = {step.step: set() for rank in book.analysis.ranks for step in rank.steps}
+    for row in book.rows("reduce_scatter"):
+        if row.fqn is not None and row.count:
+            reduced.setdefault(row.step, set()).add(row.fqn.partition(":")[0])
+    roots = set().union(*reduced.values())
+    return {step for step, some in reduced.items() if some and some != roots}
 
 
 def _evaluate_less(site: str | None) -> str:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.nccl.calls import Calls, by_communicator, payload_bytes, side_by_side
-from fsdp2prof.analyzers.nccl.causes import Reason, folded, forced_settings, logged_warnings, reasons
+from fsdp2prof.analyzers.nccl.causes import (
+    OF_SOME_RANKS,
+    Reason,
+    behind,
+    folded,
+    forced_settings,
+    logged_warnings,
+    reasons,
+)
 from fsdp2prof.analyzers.nccl.layers import groups_of
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES
@@ -25,9 +33,6 @@ from fsdp2prof.vocabulary import op_label, printable
 
 _DEVICE = re.compile(r"NET/([^/]+)/(\d+)(?:\(\d+\))?")
 _NUMBERS = re.compile(r"/\d+(?:\(\d+\))?(?:\[\d+\])?")
-
-_OF_SOME_RANKS = ("send_recv", "broadcast")
-"""Calls that not every rank of a communicator makes, or not with the same size."""
 
 _CLEAR = 0.5
 """Part of the collectives in which one rank came last from which on it is named."""
@@ -59,6 +64,7 @@ def analyze_nccl(
         one = _communicator(names[key], key, inspected.get(key, []), logged.get(key, []), dims.get(key))
         own = {(part.host, part.pid) for part in logged.get(key, [])}
         why = reasons(one, [process for process in log.processes if (process.host, process.pid) in own])
+        why += behind(logged.get(key, []))
         causes.append((one, why))
         communicators.append(replace(one, causes=[reason.id for reason in why]))
     findings = folded(causes)
@@ -112,7 +118,7 @@ def _logged(log: NcclLog) -> dict[str, list[LoggedCommunicator]]:
             made[key] += 1
             unnamed[one.size, nth].append(one)
         elif one.size is not None and one.calls:
-            called = frozenset(call for call in one.calls if call.op not in _OF_SOME_RANKS)
+            called = frozenset(call for call in one.calls if call.op not in OF_SOME_RANKS)
             nth = made_alike[alike := (one.host, one.pid, one.size, called)]
             made_alike[alike] += 1
             called_alike[one.size, called, nth].append(one)
@@ -285,7 +291,8 @@ def _warnings(
         found.append("each collective was written by one rank alone: its time holds the waiting for others")
     if processes and asked and len(known) < len(processes):
         found.append(
-            f"{plural(len(processes) - len(known), 'process')} match no rank of the run: no layers of theirs"
+            f"{plural(len(processes) - len(known), 'process')} match no rank of the run: "
+            "their collectives have no layers"
         )
     return found
 
@@ -299,12 +306,12 @@ def _verdict(result: NcclAnalysis, matched: int) -> list[str]:
     sentences = causes[:1]
     if not causes and result.logged:
         logged = plural(len(result.communicators), "communicator")
-        sentences = [f"NCCL's log names no cause of slowness in {logged}."]
+        sentences = [f"NCCL's log shows no cause of slowness in {logged}."]
     timed = [row for row in result.collectives if row.mean_ns is not None]
     if timed:
         sentences.append(_slowest(timed))
     elif not causes:
-        sentences.append("No file says how long a collective took: NCCL Inspector does.")
+        sentences.append("No file has durations of collectives; NCCL Inspector records them.")
     late = _late(result.ranks, matched)
     return [*sentences, *late]
 

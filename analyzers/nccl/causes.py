@@ -1,13 +1,14 @@
-"""Why a communicator is slow: only what a line of NCCL's log says."""
+"""Why a communicator is slow, or where it stopped: only what lines of NCCL's log say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from fsdp2prof.analyzers.layers import numbered
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
 from fsdp2prof.results.nccl import NcclCommunicator
-from fsdp2prof.tables.nccl import LoggedProcess
+from fsdp2prof.tables.nccl import LoggedCommunicator, LoggedProcess
 from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import printable
 
@@ -15,6 +16,8 @@ _FAR = {"PIX": "a PCI switch", "PXB": "PCI switches", "PHB": "the CPU's PCI brid
 """How GPUs reach each other where no NVLink does (``topoPathTypeStr``)."""
 _FORCED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_NTHREADS", "NCCL_BUFFSIZE")
 _SHOWN = 3
+OF_SOME_RANKS = ("send_recv", "broadcast")
+"""Calls that not every rank of a communicator makes, or not with the same size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,28 @@ def reasons(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
         *_no_gdr(communicator, processes),
         *_one_nic(communicator, processes),
         *_far_paths(communicator),
+    ]
+
+
+def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
+    """Return the ranks that logged fewer collectives than the others, where every rank logged some."""
+    counts = {
+        one.rank: sum(count for call, count in one.calls.items() if call.op not in OF_SOME_RANKS)
+        for one in logged
+        if one.rank is not None
+    }
+    most, fewest = max(counts.values(), default=0), min(counts.values(), default=0)
+    if len(counts) < max(((one.size or 0) for one in logged), default=0) or not 0 < fewest < most:
+        return []
+    ranks = sorted(rank for rank, count in counts.items() if count == fewest)
+    return [
+        Reason(
+            "nccl-behind",
+            "medium",
+            f"has {fewest:,} collectives in the log of {numbered('rank', ranks)} and {most:,} in others'",
+            "If the job hangs, look there first (`fsdp2prof analyze hang`); else the log ends early.",
+            {"ranks": list(ranks), "fewest": fewest, "most": most},
+        )
     ]
 
 

@@ -33,8 +33,9 @@ WHY = (None, "loop", "outside", "outside_loop")
 ANOMALY = "anomaly"
 HOOK = ", a hook)"
 """How a line ends that a module called, and not as its forward."""
-_CHECK = "aten::isnan"
-"""What autograd calls on every gradient while anomaly detection is on (torch/csrc/autograd/engine.cpp)."""
+_CHECK = "aten::_is_any_true"
+"""What autograd calls on the NaNs of every gradient while anomaly detection is on
+(torch/csrc/autograd/engine.cpp), and no script: ``torch.isnan(x).any()`` is ``aten::any``."""
 
 
 class Script:

@@ -61,7 +61,7 @@ def _read_stacks(files: Sequence[Path]) -> tuple[list[RankStacks], list[str]]:
 
 
 def _read_dumps(root: Path, files: Sequence[Path], *, needed: bool) -> tuple[list[FlightDump], list[str]]:
-    nothing = f"{root}: no Flight Recorder dump, no log of NCCL's watchdog and no stacks of a rank in it"
+    nothing = f"{root}: no Flight Recorder dump, no log of a timeout and no stacks of a rank in it"
     if root.is_file() and not looks_like_watchdog(root):
         if needed and not looks_like_dump(root):
             raise FlightRecorderError(nothing)

@@ -75,7 +75,7 @@ def test_mistakes_of_a_real_run_are_named(tmp_path: Path, capfd: pytest.CaptureF
         "optimizer_before_fully_shard": "high",
         "unreduced_parameters": "high",
         "unreduced_dimension": "high",
-        "root_only": "medium",
+        "root_only": "low",
         "half_precision_states": "medium",
         "frozen_in_fp32": "low",
         "reshard_cannot_help": "low",

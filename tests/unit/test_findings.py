@@ -179,7 +179,7 @@ def test_one_rank_of_many_cannot_tell_waiting_from_transfer(name: str, tmp_path:
     assert name not in found
     assert analysis.ledger is not None
     (entry,) = [one for one in analysis.ledger.entries if one.id == ALONE[name]]
-    assert "Traces of the other ranks of this group would tell" in entry.said
+    assert "would separate waiting from transfer" in entry.said
     assert entry.remedy is None
     assert {row.of_best_frac for row in analysis.bandwidth} == {None}
     assert not any("no schedule" in finding.message for finding in analysis.findings)
@@ -252,7 +252,9 @@ def test_a_rank_that_waits_less_than_it_is_waited_for_is_one() -> None:
             Straggler(rank=0, fqn="layers.0", wait_caused_ns=10 * MS, cause="slower work", kind="kernel"),
         ],
     )
-    found = {f.id: f for f in find(replace(trace_analysis(), cross_rank=late))}
+    analysis = trace_analysis()
+    ranks = [replace(one, device_type="cuda") for one in analysis.ranks]
+    found = {f.id: f for f in find(replace(analysis, ranks=ranks, cross_rank=late))}
     assert (found["straggler"].evidence["rank"], found["straggler"].fqn) == (1, "layers.1")
     own = 20
     assert found["straggler"].evidence["cost_frac"] == pytest.approx((30 + own) / 200)
@@ -297,8 +299,7 @@ def test_three_clear_steps_blame_a_rank_on_a_gpu_and_not_on_shared_cores() -> No
     cross = replace(cross, late=replace(cross.late, steps=3, late_steps=3, chance=0.25, steps_needed=5))
     assert "straggler" in found_late(cross, 2)
     found = found_late(cross, 2, device="cpu")
-    assert "straggler" not in found
-    assert "Trace at least 5 steps" in found["late_rank_unclear"][0].change
+    assert [one.severity for one in found["ranks_take_turns"]] == ["info"]
 
 
 def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
@@ -309,17 +310,10 @@ def test_a_rank_late_when_the_recording_began_is_not_blamed() -> None:
     assert [one.severity for one in found["late_from_the_start"]] == ["info"]
 
 
-def test_a_cpu_has_no_clocks_to_compare() -> None:
-    (blamed,) = found_late(always_late(0), 2, device="cpu")["straggler"]
-    assert "temperature" not in blamed.message
-    assert "what else runs on its cores" in blamed.change
-    assert "temperature" in found_late(always_late(0), 2)["straggler"][0].message
-
-
 def test_a_late_rank_has_one_number() -> None:
     """90 of 150 ms of one rank wait for as much of the other: both are of the cause, which gains no more."""
     (blamed,) = found_late(always_late(0), 2)["straggler"]
-    assert "30.0 ms (60.0%) a step, with what keeps it. Rank 0 is late mostly because" in blamed.message
+    assert "30.0 ms (60.0%) a step, including its own excess" in blamed.message
     assert blamed.evidence["gain_ns_per_step"] == pytest.approx(30 * MS)
 
 

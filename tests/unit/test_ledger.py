@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,14 @@ from synthetic import Layer, Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.notes import without_tensor_cores
-from fsdp2prof.analyzers.ledger.replayed import that_fit
+from fsdp2prof.analyzers.ledger.replayed import that_fit, with_replays
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.analyzers.trace.collective_names import is_collective_kernel
 from fsdp2prof.analyzers.trace.rank_tables import sighted
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import HostSpan, HostStep, MachineInfo, RankManifest, StepInfo
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
-from fsdp2prof.results.trace import KernelRow
+from fsdp2prof.results.trace import KernelRow, TraceAnalysis
 from fsdp2prof.vocabulary import LEDGER_CAUSES, layer_name
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
@@ -131,6 +134,38 @@ def test_a_replay_that_gains_nothing_proposes_nothing(tmp_path: Path) -> None:
     for entry in ledger.entries:
         if entry.remedy is not None and entry.remedy.basis == "replay" and not entry.remedy.gain_ns:
             assert not entry.told
+
+
+@functools.cache
+def waiting() -> TraceAnalysis:
+    """Ranks of which one is late, with gathers that nothing hides: remedies that replays answer."""
+    steps = replace(healthy(), steps=3)
+    with tempfile.TemporaryDirectory() as folder:
+        run = write_run(record(steps, steps.scaled(1.6, "layers.1")), Path(folder) / "run")
+        return analyze_trace(open_job(run), workers=1, what_if=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(gains=st.lists(st.floats(-0.5, 1.0), min_size=1))
+def test_no_remedy_gains_more_than_its_cause_takes(gains: list[float]) -> None:
+    """Whatever replays of the changes gained, in parts of a step."""
+    analysis = waiting()
+    assert analysis.ledger is not None
+    step_ns = analysis.ledger.step_ns
+    rows = [
+        replace(row, gained_ns=gain * step_ns, gained_frac=gain)
+        for row, gain in zip(analysis.what_if, itertools.cycle(gains), strict=False)
+    ]
+    ledger = with_replays(analysis, rows).ledger
+    assert ledger is not None
+    answered = [entry for entry in ledger.entries if "what_if" in entry.evidence]
+    assert answered
+    for entry in answered:
+        assert entry.remedy is not None
+        assert entry.remedy.gain_ns is not None
+        assert entry.remedy.gain_frac is not None
+        assert entry.remedy.gain_ns <= entry.ns
+        assert entry.remedy.gain_frac <= entry.frac + 1e-9
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,9 @@ from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import lagged_ns
 from fsdp2prof.manifest import (
-    HostStep,
     RankManifest,
     RootInfo,
-    StepInfo,
 )
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
@@ -34,22 +31,27 @@ def ledger_of(
     *,
     device: str = "cuda",
     syncs: Sequence[HostSyncRow] = (),
-    late: LateRanks | None = None,
+    operators: Sequence[int | None] = (None, None),
+    among: LateRanks | None = None,
 ) -> Ledger:
     """Charge the same to every step of two ranks; what is left of its 50 ms is compute in forward."""
     analysis = trace_analysis()
-    ranks = [replace(one, device_type=device) for one in analysis.ranks]
+    ranks = [
+        replace(one, device_type=device, steps=[replace(step, operators=calls) for step in one.steps])
+        for one, calls in zip(analysis.ranks, operators, strict=True)
+    ]
     charges = []
     for rank in ranks:
         for step in rank.steps:
-            mine = [Charge(rank=rank.rank, step=step.step, **one) for one in found]
+            here = [one for one in found if one.get("rank", rank.rank) == rank.rank]
+            mine = [Charge(**{"rank": rank.rank, "step": step.step, **one}) for one in here]
             left = step.duration_ns - sum(one.ns for one in mine)
             charges += [
                 *mine,
                 Charge(rank=rank.rank, step=step.step, cause="compute", ns=left, phase="forward"),
             ]
     analysis = replace(analysis, ranks=ranks, unrecorded_step=None, host_syncs=list(syncs))
-    analysis = replace(analysis, cross_rank=replace(analysis.cross_rank, late=late))
+    analysis = replace(analysis, cross_rank=replace(analysis.cross_rank, late=among))
     ledger = with_ledger(analysis, charges, manifests).ledger
     assert ledger is not None
     assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
@@ -154,6 +156,30 @@ def test_generation_is_not_to_be_left_out(site: str, change: str) -> None:
     assert re.match(change, first.remedy.change)
 
 
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_forward_for_another_model_that_is_updated_in_turns_is_not_to_be_left_out(in_turns: bool) -> None:
+    """The generator runs forward alone in the first step, which updates the discriminator (or both)."""
+    analysis = trace_analysis()
+    first, *_ = sorted(step.step for step in analysis.ranks[0].steps)
+    reduced = [
+        replace(row, op="reduce_scatter", fqn=f"{root}:layers.0", step=step.step, count=1)
+        for row in analysis.groups[:1]
+        for step in analysis.ranks[0].steps
+        for root in ("root0", "root1")
+        if not (in_turns and root == "root0" and step.step == first)
+    ]
+    charges = [
+        Charge(rank=rank.rank, step=step.step, cause=cause, ns=ns, count=1, phase="forward")
+        for rank in analysis.ranks
+        for step in rank.steps
+        for cause, ns in (("evaluation", 20 * MS if step.step == first else 0), ("compute", 30 * MS))
+        if ns
+    ]
+    ledger = with_ledger(replace(analysis, groups=reduced), charges).ledger
+    assert ledger is not None
+    assert [one.id for one in told(ledger)] == ([] if in_turns else ["forward_without_backward"])
+
+
 def test_units_that_are_gathered_again_and_again_are_one_cause() -> None:
     gathers = [
         {"cause": "communication", "ns": 4 * MS, "op": "all_gather", "fqn": f"layers.{i}"} for i in range(4)
@@ -185,50 +211,25 @@ def test_overlap_hides_no_more_than_its_phase_computes() -> None:
     assert (first.id, first.ns, first.remedy.gain_ns) == ("wrapping_too_coarse", 40 * MS, 10 * MS)
 
 
-@pytest.mark.parametrize(("places", "named"), [(1, True), (5, False)])
-def test_ranks_that_share_processors_are_slow_only_at_a_place_of_their_own(places: int, named: bool) -> None:
-    """Rank 1 is late by 10 ms in every step: at one line, or a little everywhere."""
-    late = LateRanks(
-        ranks=[LateRank(rank=1, wait_caused_ns=50 * MS, wait_ns=0, late_steps=5)], compared=2, steps=5,
-        late_steps=5, explained_frac=1.0, least_explained_frac=1.0,
-        chance=0.0625, steps_needed=5, steady=True,
-    )  # fmt: skip
-    found = [
-        {
-            "cause": "uneven_ranks",
-            "ns": 10 * MS // places,
-            "late_rank": 1,
-            "why": "host",
-            "site": f"a.py:{i} (f)",
-        }
-        for i in range(places)
-    ]
-    entries = [one.id for one in told(ledger_of(found, device="cpu", late=late))]
-    assert entries == (["straggler"] if named else [])
+def late(**fields: Any) -> dict[str, Any]:
+    """Rank 0 waits 10 ms of each step for rank 1."""
+    return {"rank": 0, "cause": "uneven_ranks", "ns": 10 * MS, "late_rank": 1, "why": "kernel", **fields}
 
 
-def busy(*ranks: tuple[int, int]) -> list[RankManifest]:
-    """Ranks whose training threads ran and waited for a processor for so many milliseconds a step."""
-    return [
-        RankManifest(
-            rank=rank,
-            host="node0",
-            steps=[StepInfo(step=3, start_ns=0, duration_ns=200 * MS)],
-            host_steps=[
-                HostStep(
-                    step=3, main_thread_cpu_ns=ran * MS, main_thread_waiting_ns=waited * MS, cpu_time_ns=1
-                )
-            ],
-        )
-        for rank, (ran, waited) in enumerate(ranks)
-    ]
+@pytest.mark.parametrize(("times", "named"), [(1.0, False), (1.04, False), (2.0, True)])
+def test_ranks_that_share_processors_are_slow_only_with_more_to_do(times: float, named: bool) -> None:
+    """Rank 1 is late in every step, with as many operators as rank 0, or more."""
+    entries = told(ledger_of([late()], device="cpu", operators=(1000, int(1000 * times))))
+    assert [one.id for one in entries] == (["straggler"] if named else [])
+    assert [one.rank for one in entries] == ([1] if named else [])
 
 
-def test_waiting_longer_for_a_processor_is_told_from_more_work() -> None:
-    """The same work with 40 ms more waiting; then three times the work, at the same pace."""
-    assert lagged_ns(busy((40, 20), (40, 60)), 1) == (40 * MS, 0)
-    assert lagged_ns(busy((20, 20), (60, 60)), 1) == (0, 80 * MS)
-    assert lagged_ns([], 1) is None
+@pytest.mark.parametrize("where", ["a.py:1 (f)", "a.py:2 (f)"])
+def test_waiting_for_a_rank_that_pauses_at_one_place_joins_its_pauses(where: str) -> None:
+    """Rank 1 pauses at one line in every step; rank 0 waits for it there, or for another line."""
+    pause = {"rank": 1, "cause": "host_pause", "ns": 10 * MS, "site": "a.py:1 (f)"}
+    (first,) = told(ledger_of([late(why="host", site=where), pause], device="cpu"))
+    assert (first.id, first.rank, first.ns) == ("straggler", 1, (10 if where == "a.py:1 (f)" else 5) * MS)
 
 
 EMA = "train.py:12 (ema)"
@@ -278,7 +279,7 @@ def test_a_loop_takes_its_backward_along() -> None:
     assert "with its backward" in first.said
 
 
-@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (2, False)])
+@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (0, False)])
 def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) -> None:
     analysis = trace_analysis()
     charges = [
@@ -311,3 +312,15 @@ def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
     (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
     assert first.said.startswith(f"In forward, the script computes at {site} for 10.0 ms (20.0%)")
     assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_the_end_of_waits_gains_nothing_where_the_host_is_the_limit(caught_up: bool) -> None:
+    """Rank 0 waits 10 ms of each step for rank 1, and its device then idles for launches or does not."""
+    among = LateRanks(
+        ranks=[LateRank(rank=1, wait_caused_ns=50 * MS, wait_ns=0, late_steps=5)], compared=2, steps=5,
+        late_steps=5, explained_frac=1.0, least_explained_frac=1.0,
+        chance=0.0625, steps_needed=5, steady=True,
+    )  # fmt: skip
+    entries = [one.id for one in told(ledger_of([late(caught_up=caught_up)], among=among))]
+    assert entries == ([] if caught_up else ["straggler"])

@@ -91,12 +91,16 @@ def test_the_line_is_that_seen_most(seen: bool) -> None:
     assert site == ("model.py:7 (forward)" if seen else None)
 
 
-def test_checks_of_gradients_are_counted_in_backward_alone() -> None:
+@pytest.mark.parametrize(("reduced", "counted"), [("aten::_is_any_true", [(3, 12)]), ("aten::any", [])])
+def test_checks_of_gradients_are_autograds_own_in_backward(
+    reduced: str, counted: list[tuple[int, int]]
+) -> None:
+    """Anomaly detection, or a script's hook with torch.isnan(gradient).any()."""
     trace = TraceBuilder()
     trace.label("ProfilerStep#3", 0, 1000 * US)
     trace.label("FSDP::pre_backward (blocks.0)", 500 * US, 510 * US)
     trace.label("FSDP::post_backward (blocks.0)", 900 * US, 910 * US)
-    trace.host("aten::isnan", 100 * US, 110 * US)
-    for i in range(12):
-        trace.host("aten::isnan", (520 + 10 * i) * US, (525 + 10 * i) * US)
-    assert Script(rank_tables(trace.build())).gradient_checks() == [(3, 12)]
+    for start in (100, *range(520, 640, 10)):
+        trace.host("aten::isnan", start * US, (start + 2) * US)
+        trace.host(reduced, (start + 3) * US, (start + 5) * US)
+    assert Script(rank_tables(trace.build())).gradient_checks() == counted

@@ -165,7 +165,7 @@ def test_a_log_gives_rings_transports_sizes_and_algorithms(tmp_path):
     )
     assert (row.mean_ns, row.bus_bytes_per_s) == (None, None)
     assert found.findings == []
-    assert "names no cause" in found.verdict[0]
+    assert "shows no cause" in found.verdict[0]
 
 
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
@@ -386,6 +386,18 @@ def test_data_types_are_those_of_the_log(tmp_path: Path) -> None:
     (tmp_path / "nccl.0.log").write_text("\n".join(lines) + "\n")
     rows = [(one.dtype, one.message_bytes, one.count) for one in analyze_path(tmp_path).collectives]
     assert sorted(rows, key=str) == [("bfloat16", 2048, 2), ("float32", 2048, 1)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "ranks"), [((5, 5, 5, 5), []), ((5, 5, 3, 5), [2]), ((4, 5, 4, 5), [0, 2])]
+)
+def test_a_rank_whose_log_has_fewer_collectives_is_named(
+    tmp_path: Path, calls: tuple[int, ...], ranks: list[int]
+) -> None:
+    for rank, count in enumerate(calls):
+        (tmp_path / f"nccl.{rank}.log").write_text("\n".join(log_lines(rank, size=4, calls=count)) + "\n")
+    found = [one for one in analyze_path(tmp_path).findings if one.id == "nccl-behind"]
+    assert [one.evidence["ranks"] for one in found] == ([ranks] if ranks else [])
 
 
 def calls_alone(rank: int, comm: str, *, size: int, count: int) -> list[str]:

@@ -222,3 +222,39 @@ def test_the_timeout_line_of_torch_2_2(tmp_path: Path) -> None:
     ]
     found = analyze_hang(write(tmp_path, *lines))
     assert found.verdict[0].startswith("All of ranks 0, 1, 2, 3 issued all-gather 50 (group 0")
+
+
+def fingerprint(rank: int, op: str, size: int) -> str:
+    options = "TensorOptions(dtype=float (default), device=cpu)"
+    shape = f"TensorShape=[{size}], TensorDtypes=Float, TensorDeviceTypes={options}"
+    return f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType={op}, {shape})"
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "kind"), [("BROADCAST", 8, "op"), ("ALLREDUCE", 9, "size"), ("ALLREDUCE", 8, None)]
+)
+def test_fingerprints_of_ranks_that_differ(tmp_path: Path, op: str, size: int, kind: str | None) -> None:
+    """``TORCH_DISTRIBUTED_DEBUG=DETAIL`` on gloo, as torch 2.13 writes it."""
+    told = [fingerprint(0, "ALLREDUCE", 8), fingerprint(1, op, size)]
+    error = "RuntimeError: Detected mismatch between collectives on ranks."
+    lines = [f"[rank{i}]: {error} {told[i]}, but {told[1 - i]}.Collectives differ" for i in range(2)]
+    found = analyze_hang(write(tmp_path, *lines))
+    assert [one.kind for one in found.mismatches] == ([kind] if kind else [])
+    assert [(one.call.op, one.call.seq) for one in found.standings] == [("all_reduce", 5)]
+
+
+@pytest.mark.parametrize("late", [[1], [1, 3]])
+def test_ranks_that_miss_a_monitored_barrier(tmp_path: Path, late: list[int]) -> None:
+    names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+    lines = [f"[rank0]: RuntimeError: [Rank 0]: {names} failed to pass monitoredBarrier in 3000 ms"]
+    found = analyze_hang(write(tmp_path, *lines))
+    assert (found.cause, found.culprits) == ("not_come", late)
+    assert found.standings[0].call.op == "barrier"
+
+
+def test_a_timeout_of_gloo_names_the_ranks_that_say_nothing(tmp_path: Path) -> None:
+    gloo = (
+        "RuntimeError: [/gloo/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+    )
+    found = analyze_hang(write(tmp_path, f"[rank0]: {gloo}", "[rank1]: ValueError: no such file"))
+    assert (found.cause, found.culprits) == ("no_dump", [1])

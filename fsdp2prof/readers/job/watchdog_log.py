@@ -1,8 +1,11 @@
-"""What torch's NCCL watchdog writes into a training's log when a collective times out, rank by rank.
+"""What torch writes into a training's log when a collective times out or ranks differ, rank by rank.
 
-Lines are those of ``ProcessGroupNCCL.cpp`` in torch 2.1 to 2.13. ``[rank3]:`` before them is the rank of the
-job; the rank inside brackets is the one in the process group. A rank that does not time out itself often says
-how far it has come when another rank's timeout makes it dump.
+Lines of NCCL's watchdog are those of ``ProcessGroupNCCL.cpp`` in torch 2.1 to 2.13. ``[rank3]:`` before them
+is the rank of the job; the rank inside brackets is the one in the process group. A rank that does not time
+out itself often says how far it has come when another rank's timeout makes it dump.
+
+With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` every rank says what two ranks call where they differ, and which ranks
+do not come (``monitoredBarrier``). Gloo says only that a rank's peer did not send: no number, no group.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ from fsdp2prof.tables.flight_recorder import SOME_OP, FlightDump, Issued
 
 _LONGEST_LINE = 1 << 14
 _MOST_BYTES = 1 << 34
-_MARKS = (b"Watchdog caught collective operation timeout", b"dump signal due to a collective timeout")
+_MARKS = (
+    b"Watchdog caught collective operation timeout",
+    b"dump signal due to a collective timeout",
+    b"CollectiveFingerPrint(SequenceNumber=",
+    b"failed to pass monitoredBarrier",
+    b"for recv operation to complete",
+)
 """The second is all that a rank writes which waits in no collective itself."""
 
 _RANK = re.compile(r"\[rank(\d{1,7})\]:")
@@ -33,6 +42,12 @@ _PROGRESS = re.compile(
     r"last enqueued (?:NCCL )?work: (-?\d{1,18}), last completed (?:NCCL )?work: (-?\d{1,18})", re.I
 )
 _AT_WORK = re.compile(r"at (?:NCCL )?work(?: sequence id)?: (\d{1,18})")
+_FINGERPRINT = re.compile(
+    r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,18}), "
+    r"OpType=(\w{1,60})(?:, TensorShape=\[([\d, ]{1,200})\], TensorDtypes=(\w{1,40}))?"
+)
+_BARRIER = re.compile(r"\[Rank (\d{1,7})\]: Ranks? ([\d, ]{1,10000}) failed to pass monitoredBarrier")
+_GLOO = re.compile(r"Timed out waiting \d+ms for recv operation to complete")
 _SPEAKER = re.compile(rb"(?=\[rank\d{1,7}\]:)|(?<!\]:)(?=\[E )")
 """Where a message begins: ranks that share a pipe write several into one line."""
 
@@ -50,6 +65,8 @@ _OPS = {
 }
 """``OpType`` of torch to ours; others keep torch's name in small letters."""
 _NO_GROUP = "unknown"
+_MONITORED, _OF_GLOO = "monitoredBarrier", "gloo"
+"""Stand for the process groups that such lines do not name."""
 
 
 @dataclass(slots=True)
@@ -92,7 +109,7 @@ def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
     for path, rank in files.items():
         for raw in _lines(path):
             for message in _SPEAKER.split(raw):
-                if b"[rank" in message or b"[Rank" in message or b"[PG " in message:
+                if b"[rank" in message or b"[Rank" in message or b"[PG " in message or rank is not None:
                     _add(log, message.decode(errors="replace"), rank)
     _place(log)
     members = _members(log)
@@ -134,6 +151,7 @@ def _add(log: _Log, line: str, of_file: int | None) -> None:
     if rank is None or rank > MOST_RANKS:
         return
     log.ranks.add(rank)
+    _add_of_any_backend(log, line, rank)
     if timeout is not None:
         log.timeouts[rank].setdefault(_timed_out(timeout), int(timeout[1]))
     if group is None:
@@ -148,6 +166,21 @@ def _add(log: _Log, line: str, of_file: int | None) -> None:
         one_group = log.progress[rank].setdefault(name, _Progress(description, int(group[4])))
         if one_group.enqueued is None:
             one_group.enqueued, one_group.completed = int(progress[1]), int(progress[2])
+
+
+def _add_of_any_backend(log: _Log, line: str, rank: int) -> None:
+    """Add what ranks call where they differ, who misses a barrier, and that gloo's peer is silent."""
+    if (barrier := _BARRIER.search(line)) is not None:
+        log.progress[int(barrier[1])][_MONITORED] = _Progress(timed_out=_call(1, "barrier"))
+        for late in re.findall(r"\d{1,7}", barrier[2]):
+            log.progress[int(late)][_MONITORED] = _Progress(enqueued=0, completed=0)
+    elif _GLOO.search(line):
+        log.progress[rank].setdefault(_OF_GLOO, _Progress(timed_out=_call(1, "collective")))
+    for one in _FINGERPRINT.finditer(line):
+        sizes = tuple(int(size) for size in (one[4] or "").split(",") if size.strip())
+        dtypes = (one[5].lower(),) if one[5] else ()
+        call = replace(_call(int(one[2]), one[3]), input_sizes=(sizes,), input_dtypes=dtypes)
+        log.progress[int(one[1])].setdefault(_NO_GROUP, _Progress(timed_out=call))
 
 
 def _is_behind(before: _Progress | None, completed: int) -> bool:
@@ -166,18 +199,24 @@ def _forget(log: _Log, rank: int) -> None:
 
 def _timed_out(said: re.Match[str]) -> Issued:
     sizes = [((int(one),),) if one is not None else () for one in (said[4], said[5])]
+    call = _call(int(said[2]), said[3])
+    return replace(call, input_sizes=sizes[0], output_sizes=sizes[1], p2p=said[3] in ("SEND", "RECV"))
+
+
+def _call(seq: int, op: str, *, finished: bool = False) -> Issued:
+    """A call of which a log gives the number and torch's name."""
     return Issued(
         group=_NO_GROUP,
         group_desc="",
-        seq=int(said[2]),
+        seq=seq,
         backend="nccl",
-        op=_OPS.get(said[3], said[3].strip("_").lower()),
-        p2p=said[3] in ("SEND", "RECV"),
-        input_sizes=sizes[0],
-        output_sizes=sizes[1],
+        op=_OPS.get(op, op.strip("_").lower()),
+        p2p=False,
+        input_sizes=(),
+        output_sizes=(),
         input_dtypes=(),
         output_dtypes=(),
-        finished=False,
+        finished=finished,
         created_ns=0,
         place=None,
     )
@@ -234,7 +273,9 @@ def _members(log: _Log) -> dict[str, list[int]]:
         fits = step > 0 and not rest and all(even[at] == rank for at, rank in places.items())
         if told and fits and even[0] >= 0:
             found[name] = even
-    return found
+    barred = sorted(rank for rank, groups in log.progress.items() if _MONITORED in groups)
+    found |= {_MONITORED: barred} if barred else {}
+    return found | ({_OF_GLOO: sorted(log.ranks)} if len(log.ranks) > 1 else {})
 
 
 def _size(one: Issued | None) -> int:
@@ -250,31 +291,12 @@ def _issued(group: str, one: _Progress) -> list[Issued]:
     first = one.timed_out
     calls: dict[int, Issued] = {}
     if first is None and one.completed is not None and one.completed > 0:
-        calls[one.completed] = _some(one.completed, finished=True)
+        calls[one.completed] = _call(one.completed, SOME_OP, finished=True)
     if first is not None:
         calls[first.seq] = first
     elif one.enqueued is not None and one.enqueued > max(0, one.completed or 0):
-        calls[max(0, one.completed or 0) + 1] = _some(max(0, one.completed or 0) + 1, finished=False)
+        calls[max(0, one.completed or 0) + 1] = _call(max(0, one.completed or 0) + 1, SOME_OP)
     newest = one.enqueued or 0
     if newest > max(calls, default=newest):
-        calls[newest] = _some(newest, finished=False)
+        calls[newest] = _call(newest, SOME_OP)
     return [replace(call, group=group, group_desc=one.description) for call in calls.values()]
-
-
-def _some(seq: int, *, finished: bool) -> Issued:
-    """A call of which only the number is known."""
-    return Issued(
-        group="",
-        group_desc="",
-        seq=seq,
-        backend="nccl",
-        op=SOME_OP,
-        p2p=False,
-        input_sizes=(),
-        output_sizes=(),
-        input_dtypes=(),
-        output_dtypes=(),
-        finished=finished,
-        created_ns=0,
-        place=None,
-    )
