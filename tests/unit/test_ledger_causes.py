@@ -15,6 +15,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.manifest import (
+    HostStep,
     RankManifest,
     RootInfo,
 )
@@ -41,8 +42,9 @@ def ledger_of(
     charges = []
     for rank in ranks:
         for step in rank.steps:
-            here = [one for one in found if one.get("rank", rank.rank) == rank.rank]
-            mine = [Charge(**{"rank": rank.rank, "step": step.step, **one}) for one in here]
+            at = {"rank": rank.rank, "step": step.step}
+            here = [one for one in found if at.items() <= (at | one).items()]
+            mine = [Charge(**(at | one)) for one in here]
             left = step.duration_ns - sum(one.ns for one in mine)
             charges += [
                 *mine,
@@ -234,6 +236,23 @@ EMA = "train.py:12 (ema)"
 
 def at(site: str | None, ms: int, why: str, cause: str = "compute", phase: str = "other") -> dict[str, Any]:
     return {"cause": cause, "ns": ms * MS, "site": site, "why": why, "phase": phase}
+
+
+@pytest.mark.parametrize(("why", "begins"), [(None, "Load in workers"), ("workers", "Give it more workers")])
+def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str) -> None:
+    (first,) = told(ledger_of([{"cause": "data_loader", "ns": 20 * MS, "why": why}]))
+    assert first.remedy is not None
+    assert first.remedy.change.startswith(begins)
+
+
+@pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
+def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: int, named: bool) -> None:
+    """Rank 0 pauses for 20 of 50 ms in its first step alone."""
+    step = min(one.step for one in trace_analysis().ranks[0].steps)
+    waits = HostStep(step=step, cpu_time_ns=1, main_thread_cpu_ns=MS, main_thread_waiting_ns=waiting_ms * MS)
+    pause = {"rank": 0, "step": step, "cause": "host_pause", "ns": 20 * MS, "site": "a.py:1 (f)"}
+    ledger = ledger_of([pause], [RankManifest(rank=0, host_steps=[waits])], device="cpu")
+    assert ("a.py:1 (f)" in " ".join(one.said for one in told(ledger))) is named
 
 
 def test_neighbouring_lines_of_a_function_are_one_place() -> None:
