@@ -36,6 +36,9 @@ class Charge:
     """Why a collective is exposed: a ``LateCause``; what made a late rank late: a ``Straggler.kind``."""
     late_rank: int | None = None
     """Of a wait: the rank that came last."""
+    caught_up: bool = False
+    """Of a wait: afterwards the device idles for the host's launches, before the host next stops for it, and
+    without the wait it would only idle longer."""
     detail: str | None = None
     """More on the why, in words."""
     operator: str | None = None
@@ -60,6 +63,8 @@ class CollectivePieces(Table):
     end_ns: IntArray
     evaluation: BoolArray
     """Whether a forward without backward was under way."""
+    caught_up: BoolArray
+    """As in :class:`Charge`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,22 +104,23 @@ def settle(
         None,
     )
     rest = pieces.end_ns - pieces.start_ns - waited
-    sums: dict[tuple[int, int, bool], list[int]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[int, int, bool, bool], list[int]] = defaultdict(lambda: [0, 0])
     rows = zip(
         row.tolist(),
         pieces.step.tolist(),
         pieces.evaluation.tolist(),
+        pieces.caught_up.tolist(),
         waited.tolist(),
         rest.tolist(),
         strict=True,
     )
-    for collective, step, evaluation, peer, other in rows:
-        entry = sums[collective, step, evaluation]
+    for collective, step, evaluation, caught_up, peer, other in rows:
+        entry = sums[collective, step, evaluation, caught_up]
         entry[0] += peer
         entry[1] += other
     found: dict[Charge, list[int]] = defaultdict(lambda: [0, 0, 0])
     counted = np.zeros(len(collectives), dtype=np.bool_)
-    for (collective, step, evaluation), (peer, other) in sums.items():
+    for (collective, step, evaluation, caught_up), (peer, other) in sums.items():
         place = Charge(
             rank=rank,
             step=step,
@@ -133,6 +139,7 @@ def settle(
                 detail=late.text,
                 site=late.site,
                 fqn=late.fqn,
+                caught_up=caught_up,
             )
             found[key][0] += ns
         own, size = bool(charges.by_fsdp[collective]), max(0, int(collectives.payload_bytes[collective]))

@@ -80,7 +80,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     cost = sum(one.ns for one in mine)
     outside = max(1, among.compared - len(among.ranks))
     share = book.frac(cost) * len(book.analysis.ranks) / outside
-    net = max(0.0, cost / outside - late.wait_ns) * len(book.analysis.ranks)
+    net = max(0.0, min(cost / outside - late.wait_ns, _least(mine, among))) * len(book.analysis.ranks)
     if share < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
@@ -145,6 +145,15 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
             **_facts(among),
         },
     )
+
+
+def _least(waits: Sequence[Charge], among: LateRanks) -> int:
+    """Return what an end of some waits gains on the rank that gains least: the others wait for that one."""
+    late = {one.rank for one in among.ranks}
+    gained: Counter[int] = Counter()
+    for one in waits:
+        gained[one.rank] += 0 if one.caught_up else one.ns
+    return min((ns for rank, ns in gained.items() if rank not in late), default=0)
 
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:

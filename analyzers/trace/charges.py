@@ -55,8 +55,9 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
     charging.work("compute", tables.parts.compute, ~tables.work.is_fsdp & ~tables.work.is_memcpy)
     charging.work("fsdp_copy", tables.parts.fsdp_copy, tables.work.is_fsdp)
     charging.work("memcpy", tables.parts.memcpy, tables.work.is_memcpy)
-    blocked = charging.idle(idle_parts(tables))
-    pieces = charging.collectives(blocked)
+    idle = idle_parts(tables)
+    dry = np.sort(np.concatenate([idle["host_bound"].start, idle["data_loader"].start]))
+    pieces = charging.collectives(charging.idle(idle), dry)
     analysed, own = np.isin(tables.collectives.table.step, tables.windows.step), _is_fsdps(tables)
     return RankCharges(
         own=charging.charges(),
@@ -305,7 +306,7 @@ class _Charging:
                     found[row] = name
         return found
 
-    def collectives(self, blocked: Intervals) -> CollectivePieces:
+    def collectives(self, blocked: Intervals, dry: IntArray) -> CollectivePieces:
         """Return the pieces of every analysed collective; charge those of collectives of no analysed step."""
         tables, table, waits = self._tables, self._tables.collectives.table, self._tables.waits
         order = charging_order(tables.collectives, waits)
@@ -337,7 +338,24 @@ class _Charging:
             start_ns=start[mine],
             end_ns=end[mine],
             evaluation=intervals.containing(self._evaluating.start, self._evaluating.end, start[mine]) >= 0,
+            caught_up=_catches_up(tables, dry, end[mine]),
         )
+
+
+def _catches_up(tables: RankTables, dry: IntArray, times: IntArray) -> BoolArray:
+    """Return whether the device runs dry for want of launches after some times, before the host stops for it.
+
+    The host of a CPU is the device: it never does.
+    """
+    if not len(tables.device):
+        return np.zeros(len(times), dtype=np.bool_)
+    events = tables.trace.events
+    stops = np.flatnonzero(events.name.matches(backends.always_blocks) & (events.thread >= 0))
+    never = np.iinfo(np.int64).max
+    next_dry = np.append(dry, never)[np.searchsorted(dry, times)]
+    stop = np.sort(events.end_ns[stops])
+    caught: BoolArray = next_dry < np.append(stop, never)[np.searchsorted(stop, times)]
+    return caught
 
 
 _NAMES_A_PAUSE = frozenset({"user_annotation", "cpu_op", "python_function"})

@@ -19,6 +19,7 @@ from fsdp2prof.manifest import (
     RankManifest,
     RootInfo,
 )
+from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
 from fsdp2prof.results.trace import HostSyncRow
 
@@ -32,6 +33,7 @@ def ledger_of(
     device: str = "cuda",
     syncs: Sequence[HostSyncRow] = (),
     operators: Sequence[int | None] = (None, None),
+    among: LateRanks | None = None,
 ) -> Ledger:
     """Charge the same to every step of two ranks; what is left of its 50 ms is compute in forward."""
     analysis = trace_analysis()
@@ -51,6 +53,7 @@ def ledger_of(
                 Charge(rank=rank.rank, step=step.step, cause="compute", ns=left, phase="forward"),
             ]
     analysis = replace(analysis, ranks=ranks, unrecorded_step=None, host_syncs=list(syncs))
+    analysis = replace(analysis, cross_rank=replace(analysis.cross_rank, late=among))
     ledger = with_ledger(analysis, charges, manifests).ledger
     assert ledger is not None
     assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
@@ -328,3 +331,15 @@ def test_a_hook_that_computes_in_forward_is_named_with_its_line() -> None:
     (first,) = told(ledger_of([at(site, 10, "outside", phase="forward")]))
     assert first.said.startswith(f"In forward, the script computes at {site} for 10.0 ms (20.0%)")
     assert (first.remedy.change if first.remedy else "").startswith("Remove the hook at debug.py:7")
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_the_end_of_waits_gains_nothing_where_the_host_is_the_limit(caught_up: bool) -> None:
+    """Rank 0 waits 10 ms of each step for rank 1, and its device then idles for launches or does not."""
+    among = LateRanks(
+        ranks=[LateRank(rank=1, wait_caused_ns=50 * MS, wait_ns=0, late_steps=5)], compared=2, steps=5,
+        late_steps=5, explained_frac=1.0, least_explained_frac=1.0,
+        chance=0.0625, steps_needed=5, steady=True,
+    )  # fmt: skip
+    entries = [one.id for one in told(ledger_of([late(caught_up=caught_up)], among=among))]
+    assert entries == ([] if caught_up else ["straggler"])
