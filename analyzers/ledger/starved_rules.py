@@ -27,9 +27,8 @@ _RUNNING = ("host_pause", "host")
 def enter_starved(book: Book) -> None:
     """Enter the time in which ranks were ready to run, and had no processor or not the interpreter."""
     _threads(book)
-    causes = (*_RUNNING, "garbage_collection")
-    causes = causes if book.on_device else (*causes, "compute", "fsdp_copy")
-    mine = _taken(book, waits_for_processors(book.manifests), causes)
+    own = () if book.on_device else ("compute", "fsdp_copy")
+    mine = _taken(book, waits_for_processors(book.manifests), (*_RUNNING, "garbage_collection", *own))
     cost = sum(one.ns for one in mine)
     if not cost:
         return

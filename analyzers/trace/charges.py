@@ -275,7 +275,9 @@ class _Charging:
     def _has_workers(self) -> bool:
         """Whether worker processes make the batches that the training gets."""
         rows = loading_rows(self._tables.trace, self._tables.phases)
-        return any("_MultiProcessing" in (name or "") for name in self._tables.trace.labels.name.take(rows))
+        return any(
+            "_MultiProcessing" in (name or "") for name in self._tables.trace.labels.name.take(rows).to_list()
+        )
 
     @cached_property
     def _pause_names(self) -> IntArray:
