@@ -41,8 +41,7 @@ from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simulate
 from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.verdict.step_notes import assumptions_of
-from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, range_of
+from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis

@@ -80,7 +80,7 @@ def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunCompar
     unrecorded = unrecorded_change(before.unrecorded_step, now.unrecorded_step)
     communication = changes_of_sums(_sums(before), _sums(now))
     if step is None and unrecorded is None and (before.peak is None or now.peak is None):
-        raise InputError(f"{path} and {after.path} know nothing in common: nothing to compare")
+        raise InputError(f"{path} and {after.path} have no data in common to compare")
     settings = changed(before.settings, now.settings) if before.settings and now.settings else []
     spreads = _spreads(before, now)
     peaks = None if before.peak is None or now.peak is None else (_peak(before.peak), _peak(now.peak))

@@ -205,7 +205,7 @@ def _processors(side: Side) -> ProcessorUse | None:
 
 
 def _busy(side: Side) -> list[str]:
-    """Say that the machine of a side was busy: then a slower step may be the machine's."""
+    """Say that the machine of a side was busy: then the machine may explain a slower step."""
     ledger = None if side.trace is None else side.trace.ledger
     waited = (
         0.0 if ledger is None or not ledger.step_ns else ledger.causes_ns.get("starved", 0.0) / ledger.step_ns
@@ -214,8 +214,7 @@ def _busy(side: Side) -> list[str]:
         return []
     return [
         f"{side.path}: the host was busy, its ranks waited {format_frac(waited)} of a step for a "
-        "processor: a "
-        "change of step time may be the machine's"
+        "processor; the machine may explain a change of step time"
     ]
 
 

@@ -72,7 +72,7 @@ def _step(comparison: RunComparison) -> Iterator[str]:
 
 def _beyond(comparison: RunComparison, before: StepSpread, after: StepSpread) -> str:
     if comparison.beyond_spread is None:
-        return f"too few steps to tell it from chance ({before.steps} and {after.steps})"
+        return f"too few steps to exclude coincidence ({before.steps} and {after.steps})"
     return f"beyond the spread of the steps ({_range(before)} before, {_range(after)} after)"
 
 

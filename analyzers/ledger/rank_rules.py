@@ -334,7 +334,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
         problem = (
             f"{waited}, most of it for {names}, late in {late.late_steps} of {plural(late.steps, 'step')}: "
         )
-        problem += "too few steps to tell a slow rank from chance."
+        problem += "too few steps to tell a slow rank from coincidence."
         needed = late.steps_needed
         remedy = Remedy(
             change=f"Trace at least {needed} steps (fsdp2prof record --active {needed}).",

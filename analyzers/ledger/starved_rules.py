@@ -33,7 +33,7 @@ def enter_starved(book: Book) -> None:
     if not cost:
         return
     crowded, change = oversubscribed(book.manifests)
-    whose = f": {crowded}" if crowded else "; the machine was busy with more than it has processors for"
+    whose = f": {crowded}" if crowded else "; more threads were ready to run than the machine has processors"
     book.enter(
         mine,
         id="starved_host",

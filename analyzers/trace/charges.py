@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.labels import RECOMPUTED, parse_label
 from fsdp2prof.tables import BoolArray, IntArray, Strings
 

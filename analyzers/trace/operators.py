@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, operations
 from fsdp2prof.analyzers.trace.collective_names import dtype_name
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.trace import KernelRow, OperatorRow
 from fsdp2prof.tables import IntArray, Trace
 from fsdp2prof.units import dtype_bytes

@@ -9,8 +9,7 @@ import pytest
 
 from fsdp2prof.analyzers.memory.attribution import attribute
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda
-from fsdp2prof.estimators.allocator.older_torch import as_in_torch, with_recorded_streams
+from fsdp2prof.estimators.allocator.cuda_kernels import as_in_torch, as_on_cuda, with_recorded_streams
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.inputs import make_spec

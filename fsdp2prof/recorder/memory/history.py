@@ -38,7 +38,7 @@ _COMPILED = (
     "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
     "record without torch.compile, or on a GPU"
 )
-_MODE = "the training has a TorchDispatchMode on: torch would take off the count of storages instead of it"
+_MODE = "the training uses a TorchDispatchMode, which cannot be combined with counting storages"
 _HISTORY = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 MAX_ENTRIES = 2_000_000
 """Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
@@ -47,7 +47,7 @@ MAX_ENTRIES = 2_000_000
 def why_not(device_type: str) -> str | None:
     """Say why memory cannot be recorded, at all or without a change to the training; None if it can."""
     if device_type not in ("cuda", "cpu"):
-        return f"fsdp2prof reads no history of the allocator of {device_type} devices"
+        return f"fsdp2prof cannot read the allocator history of {device_type} devices"
     fake = fake_mode()
     if device_type == "cuda" and fake is None:
         if any(torch.cuda.memory._snapshot()["device_traces"]):
@@ -201,7 +201,7 @@ class CudaMemoryCapture:
         if self._running:
             self.lost = (
                 f"the training turned its own allocator history {'on' if enabled else 'off'} in step "
-                f"{self._number}; torch has one history, which is the training's from there on"
+                f"{self._number}; torch has only one history"
             )
             self._leave()
 
