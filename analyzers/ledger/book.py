@@ -53,10 +53,12 @@ class Book:
         charges: Iterable[Charge],
         manifests: Sequence[RankManifest],
         thresholds: FindingThresholds,
+        additional_ns: Mapping[int, int],
     ) -> None:
         self.analysis = analysis
         self.manifests = manifests
         self.thresholds = thresholds
+        self.additional_ns = additional_ns
         self.rank_steps = window_count(analysis.ranks)
         self.total_ns = sum(step.duration_ns for rank in analysis.ranks for step in rank.steps)
         self.entries: list[LedgerEntry] = []

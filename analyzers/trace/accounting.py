@@ -325,13 +325,6 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     return found[:-1]
 
 
-def step_operators(trace: Trace, steps: StepTable) -> IntArray:
-    """Return how many operators each host-time step calls, those inside others included."""
-    calls = np.flatnonzero(trace.events.name.matches(lambda name: name.startswith("aten::")))
-    step = _step(trace, steps, calls)
-    return np.bincount(step[step >= 0], minlength=len(steps))
-
-
 def _step(trace: Trace, steps: StepTable, rows: IntArray) -> IntArray:
     return intervals.containing(steps.start_ns, steps.end_ns, trace.events.start_ns[rows])
 

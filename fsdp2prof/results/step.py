@@ -38,8 +38,6 @@ class StepBreakdown:
     flops: int | None = None
     """Floating-point operations of matrix products and attention, recomputation included; null without
     recorded shapes, or with operators whose shapes do not tell (convolutions)."""
-    operators: int | None = None
-    """Calls of torch's operators (``aten::``), those inside others included; null where none is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

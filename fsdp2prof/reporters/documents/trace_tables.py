@@ -160,8 +160,7 @@ def layer_table(analysis: TraceAnalysis) -> Table:
         columns,
         rows,
         every=analysis.by_layer,
-        note="worst exposed first; mean per rank and step; stall: how long its layer waited for it, queueing "
-        "before its start included",
+        note="most exposed first; mean per rank and step; stall: time the layer waited, queueing included",
         limit=_LAYER_ROWS,
         remarks=[_overlap_sentence(analysis), *_attribution_sentences(analysis)],
     )
