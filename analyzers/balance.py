@@ -203,8 +203,9 @@ def _judged(check: BalanceCheck, *, is_even: bool) -> BalanceCheck:
             f"The slowest rank of a step has {format_ns(check.lost_ns)} more to do than the mean of "
             f"{plural(len(check.ranks), 'rank')}: {format_frac(check.lost_frac)} of a step of "
             f"{format_ns(check.step_ns)}.",
-            f"{format_ns(check.constant_ns)} of it are rank {check.ranks[0].rank}'s in the mean of "
-            f"{plural(len(check.steps), 'step')}; {format_ns(check.varying_ns)} move from rank to rank.",
+            f"Rank {check.ranks[0].rank} causes {format_ns(check.constant_ns)} of it in the mean of "
+            f"{plural(len(check.steps), 'step')}; "
+            f"the rank that causes {format_ns(check.varying_ns)} changes.",
         ]
     )
     if check.tokens is not None:
@@ -268,7 +269,7 @@ def _padding(check: BalanceCheck) -> list[Finding]:
     tokens = check.tokens
     if tokens is None or tokens.padding_frac < _PADDING_FRAC:
         return []
-    change = "Pack documents (estimate packing says what that leaves)."
+    change = "Pack documents; `estimate packing` shows the padding that remains."
     message = (
         f"{format_frac(tokens.padding_frac)} of the tokens computed are padding: up to "
         f"{format_ns(tokens.padding_ns)} of a step."

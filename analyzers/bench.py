@@ -140,7 +140,7 @@ def _best(rates: Sequence[BenchRate], kind: str, dtype: str | None = None) -> fl
 def _part(measured: Measured, rates: Sequence[BenchRate], slowdown: float | None) -> MeasuredPart:
     copied, attended, paced = (_best(rates, kind) for kind in ("copy", "attention", "operator"))
     if copied is None or attended is None or paced is None:
-        raise InputError("the ranks measured no copy, attention or operator: nothing describes the device")
+        raise InputError("the ranks measured no copy, attention or operator: the device cannot be described")
     launched, pinned = _best(rates, "launch"), _best(rates, "host_to_device_pinned")
     on_host = measured.device_type == "cpu"
     products = {

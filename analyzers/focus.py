@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar
 
 from fsdp2prof.analyzers.memory import analysis as memory_analysis
-from fsdp2prof.analyzers.memory.layers import fold_layers
+from fsdp2prof.analyzers.memory.peak import fold_layers
 from fsdp2prof.analyzers.steps import window_count
 from fsdp2prof.analyzers.trace.by_layer import arrivals, fold, late_rows
 from fsdp2prof.analyzers.trace.summary import summarise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from statistics import median, quantiles
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import StepInfo
-from fsdp2prof.results.run import StepTime
 from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import RankTrace
 from fsdp2prof.tables import IntArray, LabelTable, StepTable, Trace
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.run import StepTime
 
 Window: TypeAlias = Literal["steps", "trace"]
 """What is analysed: every labelled step, or everything from the first to the last activity as one step."""

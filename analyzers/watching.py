@@ -144,7 +144,7 @@ def _with_verdict(run: WatchedRun, behind: Mapping[int, Sequence[int]]) -> Watch
         others = "the other" if len(behind) == 2 else "the median of ranks"
         lines.append(
             f"Rank {slowest.rank} needs {format_ns(slowest.behind_ns or 0)} more for its own work than "
-            f"{others}: it is waited for."
+            f"{others}: the others wait for it."
         )
     return replace(run, verdict=[*lines, *_growth(run)])
 

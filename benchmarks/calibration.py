@@ -4,7 +4,7 @@
 
 Records a small transformer under torchrun with several batches, depths, ranks and reshard policies, the first
 one twice, in several rounds. Then the first calibrates ``estimate step`` for every other one, and every other
-one for the first; the prediction stands beside the mean traced step of the run that has it, recorded in the
+one for the first; the prediction is printed beside the mean traced step of the run that has it, of the
 same round, and the median of the rounds counts. How far the repeated recording is from the first, of a round,
 is the noise of the machine: no prediction can be expected to be closer. Configurations of more ranks than
 there are cores are left out: their ranks would take turns.

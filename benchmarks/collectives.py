@@ -18,7 +18,7 @@ from statistics import mean
 
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
-from fsdp2prof.estimators.timeline.collective_costs import transfer
+from fsdp2prof.estimators.timeline.costs import transfer
 
 _MIB = 1 << 20
 _LARGE = 512 * _MIB

@@ -1,4 +1,4 @@
-"""How long a training stands still while its trace is stopped and written, by the number of events in it.
+"""How long a training pauses while its trace is stopped and written, by the number of events in it.
 
     python benchmarks/recording_pause.py [--operators 2000,100000,200000] [--json pauses.json]
 

@@ -10,11 +10,15 @@ import numpy as np
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.attribution import attribute
-from fsdp2prof.analyzers.memory.usage import allocated_totals, reserved_totals
+from fsdp2prof.analyzers.memory.prepared import allocated_totals, reserved_totals
 from fsdp2prof.errors import ModelError
-from fsdp2prof.estimators.allocator.cuda_kernels import as_on_cuda, with_fused_blocks
-from fsdp2prof.estimators.allocator.older_torch import as_in_torch, with_recorded_streams
-from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.allocator.caching import allocator_settings, replay
+from fsdp2prof.estimators.allocator.cuda_kernels import (
+    as_in_torch,
+    as_on_cuda,
+    with_fused_blocks,
+    with_recorded_streams,
+)
 from fsdp2prof.estimators.compiler.graphs import CannotCompile
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
@@ -26,10 +30,15 @@ from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.timeline.micro_batches import captured_policy
-from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.traffic.parts import part_of
-from fsdp2prof.estimators.verdict.memory_advice import advice, expert_padding, remedies
-from fsdp2prof.estimators.verdict.memory_fit import depends_on, room_on, verdict
+from fsdp2prof.estimators.traffic.limits import check_parallelism, part_of
+from fsdp2prof.estimators.verdict.memory_fit import (
+    advice,
+    depends_on,
+    expert_padding,
+    remedies,
+    room_on,
+    verdict,
+)
 from fsdp2prof.estimators.verdict.memory_notes import (
     assumptions,
     check_modelled,

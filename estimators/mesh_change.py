@@ -16,8 +16,7 @@ from fsdp2prof.analyzers.whatif.program import Activity, Job, Point, RankProgram
 from fsdp2prof.errors import ModelError, UsageError
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.timeline.collective_costs import transfer
-from fsdp2prof.estimators.timeline.costs import HostPace
+from fsdp2prof.estimators.timeline.costs import HostPace, transfer
 
 _SHARDED = ("all_gather", "reduce_scatter")
 _GROUP = "dp_replicate of the new mesh"

@@ -41,8 +41,7 @@ from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
 from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simulate
 from fsdp2prof.estimators.traffic.limits import check_parallelism
-from fsdp2prof.estimators.verdict.step_notes import assumptions_of
-from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, range_of
+from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.results.trace import TraceAnalysis
@@ -278,7 +277,7 @@ def simulate_program(
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = _step_of(analysis, whole, timeline)
-    spread = range_of(program, costs, policy, bubble, step.duration_ns)
+    spread = range_of(program, costs, policy, bubble, step.duration_ns, cluster.hardware)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     if bubble:
         trace = _trace(whole, with_waiting(whole, timeline, bubble), model, mesh, costs)

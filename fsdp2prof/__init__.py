@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fsdp2prof.results.run import RunAnalysis as RunAnalysis
     from fsdp2prof.results.trace import TraceAnalysis as TraceAnalysis
     from fsdp2prof.results.what_if import WhatIf as WhatIf
-    from fsdp2prof.workflows.references import references as references
+    from fsdp2prof.workflows.ranks.one_rank import references as references
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _HOMES = {
     "fsdp2prof.results.run": ("RunAnalysis",),
     "fsdp2prof.results.trace": ("TraceAnalysis",),
     "fsdp2prof.results.what_if": ("WhatIf",),
-    "fsdp2prof.workflows.references": ("references",),
+    "fsdp2prof.workflows.ranks.one_rank": ("references",),
 }
 """Where the public names live; each is imported when it is first used."""
 

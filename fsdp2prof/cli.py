@@ -35,7 +35,7 @@ _VERBS = {
     ),
     "check": (
         "fsdp2prof.commands.check:check",
-        "Check that a run is sharded as its mesh says, and for known mistakes.",
+        "Check that a run is sharded as its mesh defines, and for known mistakes.",
     ),
     "inspect": (
         "fsdp2prof.commands.inspect:inspect",
@@ -44,19 +44,19 @@ _VERBS = {
     "bench": ("fsdp2prof.commands.bench:bench", "Measure links, devices and hosts of a cluster."),
     "compare": (
         "fsdp2prof.commands.compare:compare",
-        "Say what changed from one run, trace or estimate to another.",
+        "Compare two runs, traces or estimates.",
     ),
-    "whatif": ("fsdp2prof.commands.whatif:whatif", "Say what a change to a recorded run would gain."),
+    "whatif": ("fsdp2prof.commands.whatif:whatif", "Predict the gain of a change to a recorded run."),
     "try": (
         "fsdp2prof.commands.record:try_",
         "Measure other FSDP2 settings in a running training.",
     ),
     "export": (
         "fsdp2prof.commands.export:export",
-        "Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra.",
+        "Export a run: Perfetto, Parquet, CSV, OpenMetrics, Chakra.",
     ),
     "mcp": ("fsdp2prof.commands.mcp:mcp", "Serve the verbs to an agent, by the Model Context Protocol."),
-    "skill": ("fsdp2prof.commands.mcp:skill", "Print the page that teaches an agent to use the commands."),
+    "skill": ("fsdp2prof.commands.mcp:skill", "Print instructions for agents that use these commands."),
     "report": ("fsdp2prof.commands.report:report", "Write a run's report as one offline HTML file."),
 }
 

@@ -61,9 +61,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, document: object) -> None:
-    r"""Write a struct or dataclass as indented JSON; bytes that are no text, of a command line say, appear as
-    ``\xe9``.
-    """
+    r"""Write a struct or dataclass as indented JSON; bytes that are not text appear as ``\xe9``."""
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError:

@@ -67,11 +67,9 @@ class RecordOptions(_Record):
     on_slow: Annotated[
         float | None, _told("Record when a step takes this many times the median of the steps before.")
     ] = None
-    on_demand: Annotated[bool, _told("Stay, and record whenever `fsdp2prof trigger RUN` asks for it.")] = (
-        False
-    )
+    on_demand: Annotated[bool, _told("Record on request of `fsdp2prof trigger RUN`.")] = False
     signal: Annotated[
-        str | None, _told("Record when this signal, USR1 or USR2, comes to fsdp2prof or to a rank.")
+        str | None, _told("Record when fsdp2prof or a rank receives this signal, USR1 or USR2.")
     ] = None
     max_size: Annotated[
         str | None,
@@ -80,7 +78,7 @@ class RecordOptions(_Record):
     memory: Annotated[bool, _told("Record allocations, on steps of their own after the traced ones.")] = True
     memory_steps: Annotated[int, _told("Steps whose allocations are recorded.", ge=0)] = 2
     summary: Annotated[
-        bool, _told("Keep no trace: each rank analyses its own steps and keeps the result.")
+        bool, _told("Store no trace: each rank analyses its own steps and stores the result.")
     ] = False
     max_trace_size: Annotated[
         str | None,
@@ -101,7 +99,7 @@ class RecordOptions(_Record):
     verify: Annotated[
         bool,
         _told(
-            "Keep a checksum of every shard and gradient after the first step, for `check`: equal replicas?"
+            "Store a checksum of every shard and gradient after the first step: `check` compares replicas."
         ),
     ] = False
     stacks: Annotated[bool, _told("Record Python stacks; slows the recorded steps.")] = False

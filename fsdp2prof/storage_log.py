@@ -126,7 +126,7 @@ class LabelLog:
             self._end[row] = now
 
     def autograd(self, graph_task: int, now: int) -> None:
-        """Log a backward pass as one range, from its first operator to its last; -1 is no backward."""
+        """Log a backward pass as one range, from its first operator to its last; -1 means none."""
         if graph_task < 0:
             return
         if graph_task != self._graph_task:

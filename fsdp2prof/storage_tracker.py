@@ -10,11 +10,13 @@ How a storage is seen:
 - freed: its finalizer runs. A storage keeps one Python object for life, so a weak reference to it dies with
   the memory and not with some tensor;
 - freed and born again in place: ``UntypedStorage.resize_``, with which FSDP frees and re-allocates unsharded
-  parameters, is no operator and is wrapped;
+  parameters, is not an operator, so it is wrapped;
 - alive before the start: every tensor the garbage collector knows, and the gradients they hold.
 
 Views share their storage and count once. Not seen: workspaces inside an operator's kernel and buffers inside
 a collective's backend, which never become a tensor's storage.
+
+Every operator that runs on plain tensors, seen before and after it.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from fsdp2prof import plain_operators
-from fsdp2prof.plain_operators import Arguments, PlainOperators
 from fsdp2prof.storage_log import AllocationLog, LabelLog
 from fsdp2prof.tables import (
     GIVEN,
@@ -48,6 +49,54 @@ from fsdp2prof.tables import (
     SegmentTable,
     StepTable,
 )
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What an operator is given: by position, by name."""
+
+
+class PlainOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``before(operator, arguments)`` and ``after(operator, arguments, result)`` around every operator.
+
+    A DTensor and its like are not seen themselves: they unfold into operators on plain tensors, which are.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, before: Callable[[Any, Arguments], None], after: Callable[[Any, Arguments, Any], None]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observers: tuple[Callable[..., None], Callable[..., None]] | None = before, after
+        self._has_left = False
+
+    def leave(self) -> bool:
+        """Observe nothing more, and leave torch's stack of modes where this mode is on top of it.
+
+        It is not on top inside an operator, on another thread, or below a mode of the program, which torch
+        would take off the stack instead. There this mode stays and does nothing until it is left again.
+        Returns whether it has left.
+        """
+        self._observers = None
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._has_left = True
+        return self._has_left
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        arguments = (args, kwargs or {})
+        if (observers := self._observers) is None:
+            return func(*args, **arguments[1])
+        before, after = observers
+        before(func, arguments)
+        result = func(*args, **arguments[1])
+        after(func, arguments, result)
+        return result
+
 
 _TICK_NS = 1000
 _RESIZE = "UntypedStorage.resize_"
@@ -59,7 +108,7 @@ _TORCH = Path(torch.__file__).parent
 _DISPATCH_FILES = frozenset(
     {
         __file__,
-        plain_operators.__file__,
+        __file__,
         str(Path(__file__).parent / "recorder" / "guard.py"),
         str(_TORCH / "_compile.py"),
         str(_TORCH / "_dynamo" / "eval_frame.py"),

@@ -13,7 +13,14 @@ from fsdp2prof.analyzers.compare.communication import (
 )
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import changed, main_settings
-from fsdp2prof.analyzers.compare.sides import Side, machine_change, peak_change, unrecorded_of
+from fsdp2prof.analyzers.compare.sides import (
+    Side,
+    equalities,
+    machine_change,
+    peak_change,
+    unrecorded_of,
+    verdict,
+)
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
@@ -23,7 +30,6 @@ from fsdp2prof.analyzers.compare.times import (
     unrecorded_change,
     unrecorded_spread,
 )
-from fsdp2prof.analyzers.compare.wording import equalities, verdict
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (
@@ -80,7 +86,7 @@ def compare_with_baseline(path: str, before: Baseline, after: Side) -> RunCompar
     unrecorded = unrecorded_change(before.unrecorded_step, now.unrecorded_step)
     communication = changes_of_sums(_sums(before), _sums(now))
     if step is None and unrecorded is None and (before.peak is None or now.peak is None):
-        raise InputError(f"{path} and {after.path} know nothing in common: nothing to compare")
+        raise InputError(f"{path} and {after.path} have no data in common to compare")
     settings = changed(before.settings, now.settings) if before.settings and now.settings else []
     spreads = _spreads(before, now)
     peaks = None if before.peak is None or now.peak is None else (_peak(before.peak), _peak(now.peak))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fsdp2prof.analyzers.layers import fold_names
+from fsdp2prof.analyzers.memory.attribution import own_frame
 from fsdp2prof.analyzers.memory.peak import describe_peak
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording
-from fsdp2prof.analyzers.memory.stacks import own_frame
 from fsdp2prof.analyzers.memory.wording import comparison_verdict
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta
 from fsdp2prof.results.peak import Peak

@@ -198,7 +198,7 @@ def analyze_hang(
     *,
     stacks: Sequence[RankStacks] = (),
 ) -> HangAnalysis:
-    """Say which collective a job stands in, which ranks have not come, and which issue something else.
+    """Say which collective a job is blocked in, which ranks have not issued it, which issue another.
 
     ``manifests`` by rank name layers and mesh dimensions, ``stacks`` say at which lines the ranks stand. At
     least one dump, or one stack.

@@ -192,13 +192,13 @@ def by_place(stacks: Mapping[int, HangStack], culprits: Sequence[int]) -> list[H
 
 
 def outside_collectives(stacks: Mapping[int, HangStack]) -> list[int]:
-    """Ranks that stand elsewhere while others stand in collectives; none where all do or none does."""
+    """Ranks outside collectives while others are in one; empty where all are, or none is."""
     free = outside(stacks)
     return free if len(free) < len(stacks) else []
 
 
 def outside(stacks: Mapping[int, HangStack]) -> list[int]:
-    """Ranks whose main thread stands in no collective."""
+    """Ranks whose main thread is not in a collective."""
     return sorted(rank for rank, stack in stacks.items() if stack.doing not in _IN_COLLECTIVES)
 
 

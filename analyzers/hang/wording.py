@@ -40,7 +40,7 @@ _ADVICE = {
     "different shapes.",
     "not_come": "Find out what they do instead (`py-spy dump`): a data loader, a checkpoint, a caught error.",
     "no_dump": "Read in their logs how they ended, or see where they are (`py-spy dump`).",
-    "crashed": "Mend the exception: the other ranks waited for that rank, or failed because it was gone.",
+    "crashed": "Fix the exception: the other ranks waited for that rank, or failed because it had exited.",
     "none": "Check these lines.",
     "stacks": "Set `TORCH_FR_BUFFER_SIZE`: dumps then show which collective each rank is blocked in.",
     "order": "Issue the collectives of all process groups in the same order on every rank.",

@@ -14,7 +14,7 @@ import numpy as np
 from fsdp2prof import backends
 from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.hta.frames import RANK, calling_hta, choose_step, event_rows, hta_trace, need_device
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.hta import (
     BoundByNs,
     CriticalPath,
@@ -113,7 +113,7 @@ def _path_verdict(
     step: int | None, step_ns: int | None, duration: int, bounds: BoundByNs, rows: list[PathSegment]
 ) -> list[str]:
     if not rows:
-        return ["Nothing of any length lies on the critical path."]
+        return ["The critical path holds no event of any length."]
     bound, time = max(asdict(bounds).items(), key=lambda item: item[1])
     whole = "" if step is None or step_ns is None else f" of step {step}, which lasts {format_ns(step_ns)},"
     first = rows[0]

@@ -41,8 +41,11 @@ def with_ledger(
     charges: Iterable[Charge] | None = None,
     manifests: Sequence[RankManifest] = (),
     thresholds: FindingThresholds | None = None,
+    additional_ns: Mapping[int, int] | None = None,
 ) -> TraceAnalysis:
     """Return the analysis with its ledger and the findings made of it.
+
+    ``additional_ns`` is what the kernels or operators of a rank take that no other rank runs.
 
     Without ``charges`` of its ranks the ledger follows from the breakdown and the rows by layer: then waiting
     for other ranks is not told from communication, nor evaluation from training.
@@ -52,6 +55,7 @@ def with_ledger(
         charges_of(analysis) if charges is None else charges,
         manifests,
         thresholds or FindingThresholds(),
+        additional_ns or {},
     )
     if not book.total_ns or any(rank.misses_records for rank in analysis.ranks):
         return replace(analysis, ledger=None, findings=[])

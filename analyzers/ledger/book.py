@@ -53,10 +53,12 @@ class Book:
         charges: Iterable[Charge],
         manifests: Sequence[RankManifest],
         thresholds: FindingThresholds,
+        additional_ns: Mapping[int, int],
     ) -> None:
         self.analysis = analysis
         self.manifests = manifests
         self.thresholds = thresholds
+        self.additional_ns = additional_ns
         self.rank_steps = window_count(analysis.ranks)
         self.total_ns = sum(step.duration_ns for rank in analysis.ranks for step in rank.steps)
         self.entries: list[LedgerEntry] = []
@@ -85,8 +87,8 @@ class Book:
         worlds = [rank.world_size for rank in self.analysis.ranks if rank.world_size is not None]
         sizes = [row.group_size for row in self.analysis.groups if row.group_size is not None]
         if max([*worlds, *sizes], default=2) <= ranks:
-            return "Which collectives of the ranks belong together would tell waiting from transfer."
-        return "Traces of the other ranks of this group would tell waiting from transfer."
+            return "Waiting cannot be separated from transfer: collectives could not be matched across ranks."
+        return "Traces of the group's other ranks would separate waiting from transfer."
 
     @cached_property
     def groups(self) -> list[ParamGroupInfo]:

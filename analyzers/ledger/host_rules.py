@@ -9,6 +9,7 @@ from dataclasses import replace
 from fsdp2prof.analyzers.layers import in_phase, named_layer, times
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
 from fsdp2prof.analyzers.steps import added_ns
 from fsdp2prof.results.finding import EvidenceValue
@@ -105,10 +106,10 @@ def _data_loader(book: Book) -> None:
         )
     else:
         problem = f"Nothing runs for {book.per_step(cost)} because the data loader has no batch ready."
-        change = (
-            "Load in workers (num_workers, prefetch_factor, persistent_workers), and reduce the work "
-            "per sample."
-        )
+        working = any(one.why == "workers" for one in mine)
+        load = "Give it more workers" if working else "Load in workers"
+        more = "prefetch_factor" if working else "prefetch_factor, persistent_workers"
+        change = f"{load} (num_workers, {more}), and reduce the work per sample."
     book.enter(
         mine,
         id="data_loader",
@@ -216,7 +217,8 @@ def _pauses(book: Book) -> None:
 def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     """Return the places at which a rank pauses in most of its steps, or for long in one.
 
-    A busy host interrupts a rank here and there; the script pauses at the same place.
+    A busy host interrupts a rank here and there; the script pauses at the same place. What a pause
+    takes in one step alone counts beyond the rank's waiting for a processor there.
     """
     steps = {rank.rank: len(rank.steps) for rank in book.analysis.ranks}
     pauses: dict[tuple[str | None, str | None, str], dict[tuple[int, int], int]] = defaultdict(
@@ -225,6 +227,7 @@ def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
     for one in (one for one in book.left("host_pause") if one.late_rank is None):
         pauses[one.site, one.fqn, one.phase][one.rank, one.step] += one.ns
     mean_step = book.total_ns / max(1, book.rank_steps)
+    waited = waits_for_processors(book.manifests)
     found = set()
     for place, spent in pauses.items():
         large = book.thresholds.medium_cost_frac * mean_step
@@ -233,7 +236,8 @@ def steady_pauses(book: Book) -> set[tuple[str | None, str | None, str]]:
         autograd = place[0] is None or _RUNS_AUTOGRAD.search(place[0]) is not None
         if not book.on_device and autograd and place[2] == "backward":
             continue  # autograd runs there, not the script
-        if often or max(spent.values()) >= _LONG_PAUSE * mean_step or max(steps.values()) < 2:
+        longest = max(ns - waited.get(where, 0) for where, ns in spent.items())
+        if often or longest >= _LONG_PAUSE * mean_step or max(steps.values()) < 2:
             found.add(place)
     return found
 

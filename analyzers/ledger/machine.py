@@ -28,6 +28,11 @@ def waited_ns(manifest: RankManifest) -> dict[int, int]:
     }
 
 
+def waits_for_processors(manifests: Sequence[RankManifest]) -> dict[tuple[int, int], int]:
+    """Return the same by rank and step."""
+    return {(one.rank, step): ns for one in manifests for step, ns in waited_ns(one).items()}
+
+
 def starved_frac(manifest: RankManifest) -> float | None:
     """Return the part of a rank's captured steps that it waited for a processor; None unknown."""
     waited = waited_ns(manifest)

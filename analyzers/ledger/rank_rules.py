@@ -15,7 +15,7 @@ from fsdp2prof.analyzers.ranks.stragglers import LATE_FROM_THE_START
 from fsdp2prof.analyzers.ranks.summary import GARBAGE
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.finding import EvidenceValue
-from fsdp2prof.units import format_frac, plural
+from fsdp2prof.units import format_frac, format_ns, plural
 
 _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
@@ -226,19 +226,19 @@ def _for_pauses(book: Book) -> None:
     book.put_back(replace(one, cause="garbage_collection", count=0) for one in mine)
 
 
-def _by_step(book: Book, work: str) -> dict[int, dict[int, int]]:
-    """Return step -> rank -> ``flops`` or ``operators``, of the steps in which all ranks count theirs."""
+def _operations(book: Book) -> dict[int, dict[int, int]]:
+    """Return step -> rank -> operations, of the steps in which all ranks count theirs."""
     found: dict[int, dict[int, int]] = defaultdict(dict)
     for rank in book.analysis.ranks:
         for step in rank.steps:
-            if count := getattr(step, work):
-                found[step.step][rank.rank] = count
+            if step.flops:
+                found[step.step][rank.rank] = step.flops
     return {step: ranks for step, ranks in found.items() if len(ranks) == len(book.analysis.ranks) > 1}
 
 
-def _most_work(book: Book, work: str) -> tuple[int, float] | None:
-    """Return the rank that has most to do in every step, and how many times the others' work that is."""
-    steps = _by_step(book, work)
+def _most_operations(book: Book) -> tuple[int, float] | None:
+    """Return the rank that computes most in every step, and how many times the others' work that is."""
+    steps = _operations(book)
     most = {max(ranks, key=lambda rank: ranks[rank]) for ranks in steps.values()}
     if len(most) != 1 or len(steps) < _STEPS_OF_MORE_WORK:
         return None
@@ -257,25 +257,20 @@ def _busy_ns(book: Book, rank: int) -> int:
 
 def _more_work(book: Book) -> bool:
     """Enter waiting for one rank that has more to do than the others in every step; False without one."""
-    found = [(more[1], more[0], work) for work in ("flops", "operators") if (more := _most_work(book, work))]
-    if not found:
-        return False
-    least, rank, work = max(found)
+    rank = max(book.additional_ns, key=lambda one: book.additional_ns[one], default=0)
+    expected: float = book.additional_ns.get(rank, 0)
+    steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
+    does, change = f"runs operators for {format_ns(expected / steps)} a step that no other rank runs", "work"
+    if (most := _most_operations(book)) and (more := _busy_ns(book, most[0]) * (1 - 1 / most[1])) > expected:
+        (rank, least), expected, change = most, more, "batch and the same work"
+        does = f"computes {least:.3g} times as many operations as any other rank in every step"
     mine = book.take("uneven_ranks", lambda one: one.late_rank == rank and one.why != "data_loader")
     waited = sum(one.ns for one in mine) / max(1, len(book.analysis.ranks) - 1)
-    if not mine or _busy_ns(book, rank) * (1 - 1 / least) < _EXPLAINED * waited:
+    if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
         book.put_back(mine)
         return False
     mine += _own_excess(book, mine, rank, waited)
-    does = (
-        "computes {} times as many operations as"
-        if work == "flops"
-        else "calls {} times as many operators as"
-    )
-    problem = (
-        f"Rank {rank} {does.format(f'{least:.3g}')} any other rank in every step, and the "
-        "others wait for it: {cost}, including its own time for them."
-    )
+    problem = f"Rank {rank} {does}, and the others wait for it: {{cost}}, including its own time for them."
     book.enter(
         mine,
         id="straggler",
@@ -283,19 +278,19 @@ def _more_work(book: Book) -> bool:
         title=f"waiting for rank {rank}",
         problem=problem,
         remedy=Remedy(
-            change=f"Give rank {rank} the same batch and the same work as the others.",
+            change=f"Give rank {rank} the same {change} as the others.",
             reason="what the others wait for it, and its own time for that work",
         ),
         rank=rank,
         why_sure="counted from recorded operators",
-        evidence={"rank": rank, "times_the_work": least, "kind": "kernel"},
+        evidence={"rank": rank, "additional_ns_per_step": int(expected / steps), "kind": "kernel"},
     )
     return True
 
 
 def _uneven_inputs(book: Book) -> None:
     """Ranks whose work differs from step to step: batches of other sizes."""
-    by_step = {step: list(ranks.values()) for step, ranks in _by_step(book, "flops").items()}
+    by_step = {step: list(ranks.values()) for step, ranks in _operations(book).items()}
     spread = [(max(row) - min(row)) / max(row) for row in by_step.values() if len(row) > 1]
     if not spread or sum(spread) / len(spread) < _UNEVEN_WORK:
         return
@@ -339,7 +334,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
         problem = (
             f"{waited}, most of it for {names}, late in {late.late_steps} of {plural(late.steps, 'step')}: "
         )
-        problem += "too few steps to tell a slow rank from chance."
+        problem += "too few steps to tell a slow rank from coincidence."
         needed = late.steps_needed
         remedy = Remedy(
             change=f"Trace at least {needed} steps (fsdp2prof record --active {needed}).",

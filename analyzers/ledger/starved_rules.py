@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
 from fsdp2prof.analyzers.ledger.charges import Charge
-from fsdp2prof.analyzers.ledger.machine import oversubscribed, waited_ns
+from fsdp2prof.analyzers.ledger.machine import oversubscribed, waits_for_processors
 
 _BLOCKED = (
     "communication",
@@ -27,15 +27,13 @@ _RUNNING = ("host_pause", "host")
 def enter_starved(book: Book) -> None:
     """Enter the time in which ranks were ready to run, and had no processor or not the interpreter."""
     _threads(book)
-    waited = {
-        (manifest.rank, step): ns for manifest in book.manifests for step, ns in waited_ns(manifest).items()
-    }
-    mine = _taken(book, waited, _RUNNING if book.on_device else (*_RUNNING, "compute", "fsdp_copy"))
+    own = () if book.on_device else ("compute", "fsdp_copy")
+    mine = _taken(book, waits_for_processors(book.manifests), (*_RUNNING, "garbage_collection", *own))
     cost = sum(one.ns for one in mine)
     if not cost:
         return
     crowded, change = oversubscribed(book.manifests)
-    whose = f": {crowded}" if crowded else "; the machine was busy with more than it has processors for"
+    whose = f": {crowded}" if crowded else "; more threads were ready to run than the machine has processors"
     book.enter(
         mine,
         id="starved_host",

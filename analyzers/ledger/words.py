@@ -53,7 +53,7 @@ def _nothing(tried: Sequence[WhatIfChange]) -> str:
     if best is None or best.gained_ns is None or (best.gained_frac or 0.0) < _WORTH_NAMING:
         return f"{NOTHING}, and no other setting gains {format_frac(_WORTH_NAMING)} by replay."
     gain = f"{format_ns(best.gained_ns)} a step ({format_frac(best.gained_frac or 0.0)})"
-    return f"{NOTHING}; of other settings {best.change} gains most by replay, {gain}."
+    return f"{NOTHING}. Of the settings replayed, {best.change} gains most: {gain}."
 
 
 def try_first(entry: LedgerEntry, ledger: Ledger) -> str:
@@ -92,13 +92,13 @@ def not_judged(book: Book) -> list[str]:
     own = any(one.told and one.cause == "starved" for one in book.entries)
     if starved >= _BUSY and not own:
         found.append(
-            f"The host was busy: ranks waited {format_frac(starved)} of a step for a processor. Times of a "
+            f"The host was busy: ranks waited {format_frac(starved)} of a step for a processor. Times on a "
             "quiet machine may differ."
         )
     if not book.on_device:
         found.append(
-            "On a CPU overlap and kernels cannot be judged; counts of collectives, units, extra forwards, "
-            "data loading and late ranks were."
+            "On a CPU, overlap and kernels cannot be judged; counts of collectives, units, extra forwards, "
+            "data loading and late ranks can."
         )
     if not book.waits_known:
         found.append(f"Part of communication may be waiting for other ranks. {book.missing_traces}")
@@ -130,7 +130,7 @@ def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:
         return []
     low, high = format_ns(step.lower_quartile_ns), format_ns(step.upper_quartile_ns)
     measured = f"median of {step.steps}, half of them {low} to {high}" if step.steps > 1 else "one such step"
-    line = f"A step takes {format_ns(step.median_ns)} where nothing is recorded ({measured})."
+    line = f"A step takes {format_ns(step.median_ns)} without recording ({measured})."
     if step.traced_median_ns is not None and step.slowdown is not None and step.slowdown > 1:
         traced = format_ns(step.traced_median_ns)
         line += f" The median traced step takes {traced}, {times(step.slowdown)} as long."
@@ -162,7 +162,7 @@ def _headline(ledger: Ledger) -> str:
         return f"A step takes {format_ns(step)}."
     slowed = f", {times(traced / step)} as long" if traced >= _SLOWED * step else ""
     host = ", most of that in the host's part" if slowed else ""
-    varied = ": steps vary that much here" if traced < step else ""
+    varied = "; steps of this run vary by that much" if traced < step else ""
     return f"A step takes {format_ns(step)}, a traced one {format_ns(traced)}{slowed}{host}{varied}."
 
 

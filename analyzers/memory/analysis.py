@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from fsdp2prof.analyzers.memory.attribution import LOSS, StackKinds, own_frame
 from fsdp2prof.analyzers.memory.findings import rank_findings, rank_imbalance
 from fsdp2prof.analyzers.memory.peak import (
     describe_peak,
@@ -26,14 +27,17 @@ from fsdp2prof.analyzers.memory.peak import (
 )
 from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
 from fsdp2prof.analyzers.memory.remedies import Request, remedies_at
-from fsdp2prof.analyzers.memory.stacks import LOSS, StackKinds, own_frame
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
-from fsdp2prof.analyzers.phases import phase_spans
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.finding import SEVERITIES, Finding
-from fsdp2prof.results.memory import MemoryAnalysis, MemoryFigures, RankMemory
+from fsdp2prof.results.memory import MemoryAnalysis, MemoryFigures, PhaseSpan, RankMemory
 from fsdp2prof.results.peak import Fragmentation, OutOfMemory, Peak, PoolBytes, SegmentBytes
-from fsdp2prof.tables import BlockTable, BoolArray, MemoryRecording
+from fsdp2prof.tables import (
+    BlockTable,
+    BoolArray,
+    MemoryRecording,
+    PhaseTable,
+)
 from fsdp2prof.units import format_bytes
 
 _SEGMENTS = 10
@@ -317,3 +321,30 @@ def _merged(analyses: Iterable[tuple[int, Sequence[Finding]]]) -> list[Finding]:
         for key, finding in first.items()
     ]
     return sorted(merged, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def phase_spans(phases: PhaseTable) -> list[PhaseSpan]:
+    """Merge neighbouring rows of one step and phase, over all threads, into disjoint spans in time order.
+
+    Where threads overlap, a span ends when the next one starts. Phase ``other`` has no span.
+    """
+    named = phases.take(~phases.phase.equals("other") & (phases.phase.codes >= 0))
+    if not len(named):
+        return []
+    named = named.take(np.argsort(named.start_ns, kind="stable"))
+    opens = np.ones(len(named), dtype=np.bool_)
+    opens[1:] = (named.step[1:] != named.step[:-1]) | (named.phase.codes[1:] != named.phase.codes[:-1])
+    first = np.flatnonzero(opens)
+    starts = named.start_ns[first]
+    ends = np.maximum.reduceat(named.end_ns, first)
+    ends[:-1] = np.minimum(ends[:-1], starts[1:])
+    return [
+        PhaseSpan(start_ns=start, end_ns=end, step=step if step >= 0 else None, phase=str(phase))
+        for start, end, step, phase in zip(
+            starts.tolist(),
+            ends.tolist(),
+            named.step[first].tolist(),
+            named.phase.take(first).to_list(),
+            strict=True,
+        )
+    ]

@@ -4,18 +4,19 @@ In order of trust: the join of its host time to the phases built from FSDP's lab
 recorder set on the allocation itself, else its stack. A tag that agrees with a label that begins or ends in
 the allocation's own microsecond overrules the join: a thread keeps its last tag until it enters or leaves a
 label (backward's thread from one backward to the next), so a tag alone proves nothing.
+
+What call stacks tell of allocations: the phase, the loss, and the line of the user's own program.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fsdp2prof.analyzers import intervals
-from fsdp2prof.analyzers.memory.stacks import CONSTRUCTOR, RECOMPUTE, StackKinds
 from fsdp2prof.analyzers.phases import build_phases
 from fsdp2prof.labels import RECOMPUTED, is_root, parse_label, unqualified_fqn
 from fsdp2prof.tables import (
@@ -26,6 +27,7 @@ from fsdp2prof.tables import (
     LabelTable,
     MemoryRecording,
     PhaseTable,
+    Stacks,
     StepTable,
     Strings,
     concat_strings,
@@ -188,3 +190,54 @@ def _memory_phases(recording: MemoryRecording, steps: StepTable, roots: int) -> 
     ended = labels.with_columns(end_ns=np.minimum(labels.end_ns, end + 1))
     phases = build_phases(concat_tables([ended, closing]), steps, roots)
     return phases.take(phases.start_ns <= end)
+
+
+_PHASES = tuple(PHASES)
+_OPTIMIZER = re.compile(r"torch[/\\]optim[/\\]\w+\.py")
+_MODULE = re.compile(r"torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:_call_impl")
+_BACKWARD = re.compile(r"torch::autograd::Engine::|torch[/\\]autograd[/\\]graph\.py:\d+:_engine_run_backward")
+CHECKPOINT = re.compile(r"torch[/\\]utils[/\\]checkpoint\.py:\d+:")
+"""A frame of activation checkpointing."""
+RECOMPUTE = re.compile(CHECKPOINT.pattern + r"(?:recompute_fn|unpack_hook|backward)")
+"""A frame of a forward that activation checkpointing runs again."""
+CONSTRUCTOR = re.compile(r":__init__$")
+"""A frame that builds an object: a model, an optimizer."""
+LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|logsumexp")
+"""A frame or operator of a cross-entropy loss."""
+
+_TORCH_FRAME = re.compile(r"[/\\]torch[/\\]")
+_PATH_PARTS = 2
+
+
+class StackKinds:
+    """What stacks alone say, decided once per distinct frame; rows of stacks may be -1, for none."""
+
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._stack_of_frame = np.repeat(np.arange(len(stacks)), np.diff(stacks.offsets))
+
+    def matching(self, rows: IntArray, pattern: re.Pattern[str]) -> BoolArray:
+        """Mask of the rows of stacks that have a frame like ``pattern``."""
+        hit = self._stacks.frames.matches(lambda frame: pattern.search(frame) is not None)
+        found = np.zeros(len(self._stacks) + 1, dtype=np.bool_)
+        found[self._stack_of_frame[hit]] = True
+        return found[rows]
+
+    def phase(self, rows: IntArray) -> Strings:
+        """Phase of each row of stacks; ``other`` where a stack does not tell."""
+        code = np.full(len(rows), _PHASES.index("other"), dtype=np.int32)
+        code[self.matching(rows, _OPTIMIZER)] = _PHASES.index("optimizer")
+        code[self.matching(rows, _MODULE)] = _PHASES.index("forward")  # in a closure, too
+        code[self.matching(rows, _BACKWARD)] = _PHASES.index("backward")
+        return Strings(code, _PHASES)
+
+
+def own_frame(stack: Sequence[str]) -> str | None:
+    """Return the innermost Python frame outside torch: the line of the model or script that did it.
+
+    Its path is cut to file and folder. A stack of torch's frames alone gives the innermost of them.
+    """
+    python = [frame for frame in stack if ".py" in frame]
+    own = (frame for frame in python if not _TORCH_FRAME.search(frame))
+    frame = next(own, python[0] if python else None)
+    return None if frame is None else "/".join(re.split(r"[/\\]", frame)[-_PATH_PARTS:])

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fsdp2prof.analyzers.ledger.thresholds import finding
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording
+from fsdp2prof.analyzers.memory.attribution import own_frame
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, running_total
 from fsdp2prof.analyzers.memory.remedies import in_loss, kept_gathered, kept_gradients
-from fsdp2prof.analyzers.memory.stacks import own_frame
-from fsdp2prof.analyzers.memory.usage import running_total
 from fsdp2prof.analyzers.memory.wording import request_story, what_would_fit, where
 from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import RankManifest

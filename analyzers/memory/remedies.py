@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording
-from fsdp2prof.analyzers.memory.stacks import CHECKPOINT, LOSS, StackKinds
-from fsdp2prof.analyzers.memory.usage import live_at
+from fsdp2prof.analyzers.memory.attribution import CHECKPOINT, LOSS, StackKinds
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at
 from fsdp2prof.labels import is_root, qualified_fqn
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.results.peak import Remedy

@@ -76,7 +76,7 @@ def comparison_verdict(comparison: MemoryComparison) -> list[str]:
     ]
     lines = [whole]
     if kinds:
-        lines.append(f"What changed most: {_some(kinds)}.")
+        lines.append(f"Largest changes: {_some(kinds)}.")
     if layers and any(fqn is not None for row in comparison.by_layer_folded for fqn in row.fqns):
         lines.append(f"Where: {_some(layers)}.")
     return lines
@@ -112,9 +112,9 @@ def what_would_fit(oom: OutOfMemory) -> str:
     if enough:
         return f"Each of these alone would have let it fit: {_savings(enough)}."
     if open_ones:
-        return f"What is enough is unknown; most would be saved by {_savings(open_ones)}."
+        return f"The amount needed is unknown; the largest savings: {_savings(open_ones)}."
     if oom.remedies:
-        return f"No single change is enough; most would be saved by {_savings(oom.remedies)}."
+        return f"No single change is enough; the largest savings: {_savings(oom.remedies)}."
     return "No change that would save memory was found."
 
 
@@ -151,7 +151,7 @@ def _what_to_try(rank: RankMemory, figures: MemoryFigures) -> list[str]:
         ]
     worth = _WORTH_NAMING * rank.peak.allocated_bytes
     large = [remedy for remedy in rank.remedies if remedy.saves_bytes >= worth]
-    return [f"What would bring it down most: {_savings(large)}."] if large else []
+    return [f"Largest savings: {_savings(large)}."] if large else []
 
 
 def _savings(remedies: Sequence[Remedy]) -> str:

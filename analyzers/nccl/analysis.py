@@ -291,7 +291,8 @@ def _warnings(
         found.append("each collective was written by one rank alone: its time holds the waiting for others")
     if processes and asked and len(known) < len(processes):
         found.append(
-            f"{plural(len(processes) - len(known), 'process')} match no rank of the run: no layers of theirs"
+            f"{plural(len(processes) - len(known), 'process')} match no rank of the run: "
+            "their collectives have no layers"
         )
     return found
 
@@ -305,12 +306,12 @@ def _verdict(result: NcclAnalysis, matched: int) -> list[str]:
     sentences = causes[:1]
     if not causes and result.logged:
         logged = plural(len(result.communicators), "communicator")
-        sentences = [f"NCCL's log names no cause of slowness in {logged}."]
+        sentences = [f"NCCL's log shows no cause of slowness in {logged}."]
     timed = [row for row in result.collectives if row.mean_ns is not None]
     if timed:
         sentences.append(_slowest(timed))
     elif not causes:
-        sentences.append("No file says how long a collective took: NCCL Inspector does.")
+        sentences.append("No file has durations of collectives; NCCL Inspector records them.")
     late = _late(result.ranks, matched)
     return [*sentences, *late]
 

@@ -144,5 +144,5 @@ def chance(steps: int, late: int, alike: int) -> float:
 
 
 def _steps_needed(alike: int) -> int:
-    """Fewest steps, late in each of them, that are no chance."""
+    """Least number of steps, late in each, that is not a coincidence."""
     return next(steps for steps in range(2, 64) if chance(steps, steps, alike) <= _CHANCE)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp2prof.analyzers.ranks.matching import Matched
 from fsdp2prof.analyzers.ranks.summary import GARBAGE, RankSummary
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.communication import Straggler
 from fsdp2prof.tables import CollectiveTable, IntArray
 
@@ -203,7 +203,7 @@ def _blame(history: Sequence[_Excess], late: int, arrived: int, group: int) -> l
 
 
 def _forgive(history: list[_Excess], waited: int) -> None:
-    """Drop the oldest excesses of a rank that waited for others itself: it was no longer behind by them."""
+    """Drop the oldest excesses of a rank that waited for others itself: they no longer put it behind."""
     while history and waited > 0:
         part = min(history[0].amount_ns, waited)
         history[0].amount_ns -= part

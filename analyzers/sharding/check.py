@@ -119,9 +119,9 @@ def _process_groups(evidence: RunEvidence) -> Outcome:
                 wrong.append(f"{group.first.fqn or '(root)'} on rank {rank}")
     if not wrong:
         return ok(
-            "process groups", checked, "ranks that shard together name the same ranks in the same order"
+            "process groups", checked, "all ranks of a sharding group list the same ranks in the same order"
         )
-    problem = f"Ranks do not agree on who shards together: {listed(wrong)}."
+    problem = f"Ranks disagree on which ranks shard together: {listed(wrong)}."
     change = "Make every process group on every rank, in the same order (init_device_mesh does)."
     return failed("process groups", checked, finding("shard_groups_differ", "high", problem, change))
 
@@ -147,10 +147,10 @@ def _shards(evidence: RunEvidence) -> Outcome:
                     wrong.append(f"{parameter.fqn} on rank {rank}: {held} rows, {rows} expected")
                     ranks.add(rank)
     if not wrong:
-        said = "every shard is the chunk that its place in the mesh says"
+        said = "every shard matches its rank's position in the mesh"
         said += f"; {plural(uneven, 'parameter')} of uneven size" if uneven else ""
         return ok("shards", checked, said)
-    problem = f"{plural(len(wrong), 'shard')} differ from what the mesh says: {listed(wrong)}."
+    problem = f"{plural(len(wrong), 'shard')} do not match the mesh: {listed(wrong)}."
     return failed("shards", checked, finding("wrong_shards", "high", problem, ranks=sorted(ranks)))
 
 
@@ -206,7 +206,7 @@ def _replicas(evidence: RunEvidence) -> Outcome:
     cause = (
         "the all-reduce between replicas is missing"
         if wrong["gradients"]
-        else "they were initialized differently: fully_shard broadcasts nothing"
+        else "they were initialized differently; fully_shard does not broadcast"
     )
     problem = f"Replicas differ in {what} after the first step: {cause}: {listed(wrong[what])}."
     change = (
@@ -353,7 +353,7 @@ def _verdict(
     else:
         groups = evidence.first.param_groups
         does = "replicated" if groups and all(one.shard_world_size < 2 for one in groups) else "sharded"
-        head = f"{plural(parameters, 'parameter')} are {does} over {ranks} as their meshes say."
+        head = f"{plural(parameters, 'parameter')} are {does} over {ranks} as their meshes define."
         if findings:
             head += f" {plural(len(findings), 'finding')} to look at."
     unchecked = [row.name for row in checks if row.state == "unknown"]
@@ -363,6 +363,6 @@ def _verdict(
     if unsharded:
         size = sum(one.excess_bytes for one in unsharded)
         said.append(
-            f"What no group shards takes {format_bytes(size)} more on every rank than it would sharded."
+            f"Unsharded tensors take {format_bytes(size)} more on every rank than they would sharded."
         )
     return said

@@ -159,7 +159,7 @@ def _prefix(stored: Iterable[str], expected: Iterable[str]) -> str:
 
 
 def _with_state(stored: Iterable[str], expected: Iterable[str]) -> int:
-    """Parameters that stand in the name of an optimizer's entry: ``optim.state.FQN.exp_avg``."""
+    """Parameters named in an optimizer's entry: ``optim.state.FQN.exp_avg``."""
     owners: set[str] = set()
     for name in stored:
         parts = name.split(".")

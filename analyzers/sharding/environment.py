@@ -68,10 +68,8 @@ def _ranks(probes: Sequence[RankProbe], world_size: int) -> Outcome:
     present = {one.rank for one in probes}
     missing = [rank for rank in range(world_size) if rank not in present]
     if not probes or missing:
-        problem = f"{plural(len(missing), 'rank')} of {world_size} did not come to an end: {listed(missing)}."
-        change = (
-            "Look at what they wrote; a rendezvous that hangs is often a firewall or a wrong MASTER_ADDR."
-        )
+        problem = f"{plural(len(missing), 'rank')} of {world_size} did not finish: {listed(missing)}."
+        change = "Check their output; a rendezvous that hangs is often a firewall or a wrong MASTER_ADDR."
         return failed("rendezvous", world_size, finding("ranks_missing", "high", problem, change))
     locals_of_host: dict[str, list[int]] = defaultdict(list)
     for one in probes:
@@ -162,7 +160,7 @@ def _bandwidth(gathers: Sequence[ProbedGather], expected: int | None) -> Outcome
     best = gathers[-1]
     rate = f"{best.bus_bytes_per_s / 1e9:.2f} GB/s busbw at {format_bytes(best.payload_bytes)}"
     if expected is None:
-        return unknown("bandwidth", f"{rate}; name the --hardware to judge it")
+        return unknown("bandwidth", f"{rate}; add --hardware to compare it with the usual rate")
     if best.bus_bytes_per_s < _SLOW_FRAC * expected:
         problem = f"All-gathers reach {rate}, where {expected / 1e9:.0f} GB/s are usual."
         change = (

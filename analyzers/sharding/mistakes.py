@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, finding, listed
-from fsdp2prof.analyzers.sharding.variables import find_in_variables
+from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding, listed
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding, Severity
 from fsdp2prof.units import dtype_bytes, format_bytes, format_frac, plural
@@ -229,7 +228,7 @@ def _optimizer(evidence: RunEvidence) -> Iterator[Finding]:
     elif left_out:
         problem = (
             f"No optimizer has {plural(len(left_out), 'trainable parameter')}: "
-            f"{listed([one.fqn for one in left_out])}. What is reduced of their gradients is never used."
+            f"{listed([one.fqn for one in left_out])}. Their reduced gradients are never used."
         )
         change = "Freeze what is not to be trained, give the rest to an optimizer."
         yield finding("not_optimized", "medium", problem, change, parameters=len(left_out))
@@ -373,8 +372,8 @@ def _devices(evidence: RunEvidence) -> Iterator[Finding]:
         yield finding("shared_device", "high", problem, change, ranks=ranks)
     if odd and not shared:
         problem = (
-            f"Ranks {listed(sorted(odd))} are not on the device of their local rank: set_device was given "
-            "something else, the global rank perhaps, which fails on a second node."
+            f"Ranks {listed(sorted(odd))} are not on the device of their local rank: set_device got "
+            "another index, perhaps the global rank, which fails on a second node."
         )
         yield finding("device_of_another_rank", "medium", problem, change, ranks=sorted(odd))
 

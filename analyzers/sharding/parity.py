@@ -129,7 +129,7 @@ def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurem
     if first.step < 0:
         return "ranks begin with other weights: seed the factory alike, or load the same weights everywhere"
     if first.kind == "batch":
-        return "a rank trains on other data: its batch depends on something else than its arguments"
+        return "a rank trains on other data: its batch depends on more than its arguments"
     if first.kind == "loss":
         return "the forward differs on the same weights and data: a layer that does not work sharded"
     gradients = [row for row in wrong if row.kind == "gradient" and row.step == first.step]
@@ -141,8 +141,8 @@ def _hint(first: ParityRow, wrong: Sequence[ParityRow], measured: ParityMeasurem
     ratios = [row.ratio for row in gradients if row.ratio is not None and _is_scaled(row)]
     if len(ratios) == len(gradients) and max(ratios) - min(ratios) < _ALIKE * abs(ratios[0]):
         return (
-            f"every gradient is {ratios[0]:.4g} times the plain one: look at set_gradient_divide_factor, and "
-            "at the scale of the loss"
+            f"every gradient is {ratios[0]:.4g} times the plain one: check set_gradient_divide_factor and "
+            "the scale of the loss"
         )
     compared = sum(1 for one in measured.by_rank[0] if (one.step, one.kind) == (first.step, "gradient"))
     if total < compared:

@@ -20,8 +20,8 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.launches import DeviceTable
 from fsdp2prof.analyzers.phases import find_rows
+from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.trace.collectives import Collectives
-from fsdp2prof.analyzers.trace.gloo import gloo_ranges
 from fsdp2prof.results.step import BreakdownNs, StepBreakdown
 from fsdp2prof.tables import BoolArray, CompactArray, IntArray, PhaseTable, StepTable, Table, Trace
 
@@ -101,7 +101,7 @@ _EXPOSED_PARTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkTable(Table):
-    """All that ran and is no collective, sorted by ``start_ns``: device activities or working operators."""
+    """Everything that ran but collectives, sorted by ``start_ns``: device activities or working operators."""
 
     event: IntArray
     """Row in the trace's events."""
@@ -156,7 +156,7 @@ class Exposure(Table):
 
 
 def device_work(trace: Trace, device: DeviceTable, phases: PhaseTable, collectives: Collectives) -> WorkTable:
-    """Return the device activities that are no collectives.
+    """Return the device activities other than collectives.
 
     FSDP's own are kernels and device-to-device copies launched inside its labels. A memory set is no
     compute: it counts with the copies.
@@ -323,13 +323,6 @@ def step_flops(trace: Trace, steps: StepTable) -> IntArray:
     np.add.at(missing, _step(trace, steps, lost), 1)
     found = np.where((missing == 0) & (total > 0), total, -1)
     return found[:-1]
-
-
-def step_operators(trace: Trace, steps: StepTable) -> IntArray:
-    """Return how many operators each host-time step calls, those inside others included."""
-    calls = np.flatnonzero(trace.events.name.matches(lambda name: name.startswith("aten::")))
-    step = _step(trace, steps, calls)
-    return np.bincount(step[step >= 0], minlength=len(steps))
 
 
 def _step(trace: Trace, steps: StepTable, rows: IntArray) -> IntArray:

@@ -24,13 +24,14 @@ from fsdp2prof.analyzers.ranks import summary as rank_summary
 from fsdp2prof.analyzers.ranks.summary import DeviceWork, RankSummary
 from fsdp2prof.analyzers.steps import Window, unrecorded_step
 from fsdp2prof.analyzers.trace import by_layer
-from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops, step_operators
+from fsdp2prof.analyzers.trace.accounting import breakdown, step_flops
 from fsdp2prof.analyzers.trace.charges import rank_charges
 from fsdp2prof.analyzers.trace.evaluation import layer_paces
 from fsdp2prof.analyzers.trace.idle import host_syncs, idle_causes
 from fsdp2prof.analyzers.trace.operators import (
     KernelSum,
     OperatorSum,
+    additional_ns,
     kernel_rows,
     kernel_sums,
     operator_rows,
@@ -276,7 +277,12 @@ def merge(
                 _why(one, rows),
             )
         ]
-        result = with_ledger(result, charges, manifests, references.thresholds)
+        extra = dict(
+            zip(
+                (one.rank.rank for one in analyses), additional_ns([a.kernels for a in analyses]), strict=True
+            )
+        )
+        result = with_ledger(result, charges, manifests, references.thresholds, extra)
     result = summarise(result)
     windows, step_ns = result.totals.windows, result.totals.step_ns
     if not windows:
@@ -388,16 +394,11 @@ def _computing_dtype(analyses: Iterable[RankAnalysis]) -> str | None:
 
 def _steps(tables: RankTables) -> list[StepBreakdown]:
     steps = breakdown(tables.parts, tables.windows, tables.collectives, tables.exposure)
-    numbers = tables.analysed.step.tolist()
-    flops = dict(zip(numbers, step_flops(tables.trace, tables.analysed).tolist(), strict=True))
-    calls = dict(zip(numbers, step_operators(tables.trace, tables.analysed).tolist(), strict=True))
+    flops = dict(
+        zip(tables.analysed.step.tolist(), step_flops(tables.trace, tables.analysed).tolist(), strict=True)
+    )
     return [
-        replace(
-            step,
-            idle_ns=causes,
-            flops=count if (count := flops.get(step.step, -1)) >= 0 else None,
-            operators=calls.get(step.step) or None,
-        )
+        replace(step, idle_ns=causes, flops=count if (count := flops.get(step.step, -1)) >= 0 else None)
         for step, causes in zip(steps, idle_causes(tables), strict=True)
     ]
 

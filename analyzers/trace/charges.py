@@ -20,8 +20,9 @@ from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
 from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
+from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.labels import RECOMPUTED, parse_label
 from fsdp2prof.tables import BoolArray, IntArray, Strings
 
@@ -44,6 +45,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+WORKERS = "workers"
+"""Why a batch was not there, where worker processes make it."""
 
 
 def rank_charges(tables: RankTables, rank: int) -> RankCharges:
@@ -261,12 +264,20 @@ class _Charging:
                 name = "host_pause" if long[at] else _IDLE[cause]
                 where = names[site[at]] if site[at] >= 0 else None
                 layer, when = fqn[at], phase[at]
-                reason = WHY[why[at]]
+                reason = WORKERS if cause == "data_loader" and self._has_workers else WHY[why[at]]
                 self._add(
                     step, name, own[one], fqn=layer, phase=when, site=where, why=reason, count=count[one]
                 )
                 self._add(step, "evaluation", evaluated[one], fqn=layer, phase=when)
         return parts.get("communication", intervals.EMPTY)
+
+    @cached_property
+    def _has_workers(self) -> bool:
+        """Whether worker processes make the batches that the training gets."""
+        rows = loading_rows(self._tables.trace, self._tables.phases)
+        return any(
+            "_MultiProcessing" in (name or "") for name in self._tables.trace.labels.name.take(rows).to_list()
+        )
 
     @cached_property
     def _pause_names(self) -> IntArray:

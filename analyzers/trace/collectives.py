@@ -17,12 +17,13 @@ from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace import process_groups
 from fsdp2prof.analyzers.trace.collective_names import (
     dtype_name,
+    gloo_ranges,
     is_collective_kernel,
+    match_issuers,
     op_of,
     payload_bytes,
     wire_bytes,
 )
-from fsdp2prof.analyzers.trace.gloo import gloo_ranges, match_issuers
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.tables import (
     BoolArray,

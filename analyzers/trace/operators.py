@@ -9,7 +9,7 @@ own on a host.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from fsdp2prof.analyzers.means import mean
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS, operations
 from fsdp2prof.analyzers.trace.collective_names import dtype_name
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.results.trace import KernelRow, OperatorRow
 from fsdp2prof.tables import IntArray, Trace
 from fsdp2prof.units import dtype_bytes
@@ -244,6 +244,24 @@ def kernel_sums(tables: RankTables) -> list[KernelSum]:
         for one in np.flatnonzero(count).tolist()
     ]
     return _largest(sums, _NAMED_OF_A_RANK)
+
+
+def additional_ns(ranks: Sequence[list[KernelSum]]) -> list[int]:
+    """Return the time of each rank's kernels (CPU: operators) that no other rank runs, or runs as often.
+
+    Less that of the other ranks' own: kernels that are only named otherwise elsewhere cancel out.
+    """
+    known = [{one.name: one for one in rank if one.kind == "compute" and one.name} for rank in ranks]
+    found = []
+    for at, mine in enumerate(known):
+        others = known[:at] + known[at + 1 :]
+        more = 0
+        for name, one in mine.items():
+            usual = max((other[name].count for other in others if name in other), default=0)
+            more += max(0, one.count - usual) * one.total_ns // one.count
+        found.append(more)
+    most = [max((ns for j, ns in enumerate(found) if j != i), default=found[i]) for i in range(len(found))]
+    return [max(0, own - other) for own, other in zip(found, most, strict=True)]
 
 
 def kernel_rows(ranks: Iterable[list[KernelSum]], windows: int, step_ns: float | None) -> list[KernelRow]:

@@ -137,7 +137,7 @@ def _largest(late: dict[LateCause, int]) -> LateCause | None:
 
 
 def _launch_latency(tables: RankTables) -> int:
-    """Shortest time from any launch to its start: what is less than this is no queue."""
+    """Shortest time from any launch to its start; anything above it is queueing."""
     device = tables.device
     launched = device.launch_ns >= 0
     latency = device.start_ns[launched] - device.launch_ns[launched]

@@ -37,10 +37,10 @@ from fsdp2prof.analyzers.trace.accounting import (
     split,
     timeline,
 )
+from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.trace.collectives import Collectives, collect
-from fsdp2prof.analyzers.trace.gloo import gloo_ranges
 from fsdp2prof.analyzers.trace.waits import WaitTable, charging_order, find_waits
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.labels import AUTOGRAD_NODE
 from fsdp2prof.manifest import HostSpan, RankManifest
 from fsdp2prof.results.step import IncompleteStep

@@ -16,7 +16,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.intervals import Intervals
 from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.tables import BoolArray, IntArray, PhaseTable, Strings, Table, Trace, concat_tables
 from fsdp2prof.vocabulary import LANES
 
@@ -292,7 +292,7 @@ def _short(names: Strings) -> Strings:
 
 
 def _host_range(tables: RankTables, step: int, low: int, high: int) -> tuple[int, int]:
-    """Host time of a step: its label's, or the window's where the window is no labelled step."""
+    """Host time of a step: its label's, or the window's where it has no step label."""
     rows = np.flatnonzero(tables.analysed.step == step)
     if not len(rows):
         return low, high

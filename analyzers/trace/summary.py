@@ -71,7 +71,7 @@ def _sentences(cross: CrossRank, rows: list[RankWait], analysed_ns: float) -> li
     if total < _WORTH_NAMING * analysed_ns:
         return [
             *lines,
-            f"They wait for one another for less than {format_frac(_WORTH_NAMING)} of their time.",
+            f"They wait for one another less than {format_frac(_WORTH_NAMING)} of their time.",
         ]
     for row in rows[:_NAMED]:
         if row.wait_caused_ns < _NAMED_SHARE * total:

@@ -96,7 +96,7 @@ def parse_change(text: str, others: Mapping[str, Callable[[str], Change]] | None
 def parse_without(text: str) -> Change:
     """Parse ``host_syncs``, ``data_loader`` or ``straggler:RANK``. Raises ``UsageError``."""
     if text == "host_syncs":
-        return Change("without", text, "a host that never stops for the device", _no_host_syncs)
+        return Change("without", text, "no synchronizations of the host", _no_host_syncs)
     if text == "data_loader":
         return Change("without", text, "no waiting for the data loader", _no_data_loader)
     match = re.fullmatch(r"straggler:(\d+(?:,\d+)*)", text)
@@ -163,7 +163,7 @@ def _compute(value: str) -> Change:
         return replace(
             changed,
             pace=replace(pace, activity_ns=activity_ns, host_ns=host_ns),
-            assumptions=(*changed.assumptions, "every computing kernel or operator is that much faster"),
+            assumptions=(*changed.assumptions, "every compute kernel or operator is faster by this factor"),
         )
 
     return Change("compute", value, f"compute {value} as fast", apply)
@@ -190,9 +190,9 @@ def _bandwidth(value: str) -> Change:
 
         known = any(floor.values())
         note = (
-            "a collective's latency stays: what it would take for no bytes, by a line through two sizes"
+            "latency is unchanged: the intercept of a line through two message sizes"
             if known
-            else "all of a transfer gets faster: the run's sizes do not tell latency from it"
+            else "latency scales too: the run's message sizes do not separate it from bandwidth"
         )
         unmet = sum(one.meeting < 0 for one in sent)
         notes = [note]
@@ -255,7 +255,7 @@ def _reduce_dtype(value: str) -> Change:
             pace=replace(pace, activity_ns=activity_ns),
             assumptions=(
                 *changed.assumptions,
-                "a reduce-scatter's transfer grows with its bytes; casts stay",
+                "reduce-scatter time scales with its bytes; casts are unchanged",
             ),
         )
 
@@ -267,7 +267,7 @@ def _reduce_dtype(value: str) -> Change:
 
 def _no_host_syncs(changed: Changed) -> Changed:
     if not any(point.syncs for program in changed.job for point in program.points):
-        raise NotApplicableError("no call of this run stops the host for the device")
+        raise NotApplicableError("no call of this run synchronizes the host with the device")
     job = [
         replace(
             program,
@@ -318,7 +318,7 @@ def _separate(value: str) -> Change:
                 if one.kind == "collective" and one.fqn is not None:
                     groups[one.group].add(one.op)
         if not any({"all_gather", "reduce_scatter"} <= ops for ops in groups.values()):
-            raise NotApplicableError("all-gathers and reduce-scatters share no communicator")
+            raise NotApplicableError("all-gathers and reduce-scatters do not share a communicator")
         note = "collectives that now run at the same time do not slow each other"
         return replace(
             changed,
@@ -337,10 +337,7 @@ def _separate(value: str) -> Change:
 
 def _need_device(changed: Changed) -> None:
     if not all(program.on_device for program in changed.job):
-        raise NotApplicableError(
-            "on a CPU collectives block their caller, unless FSDP2 unshards asynchronously: not replayed "
-            "there"
-        )
+        raise NotApplicableError("not replayed on a CPU, where collectives block their caller")
 
 
 def _gathers(changed: Changed) -> list[list[Gather]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp2prof.analyzers.trace.gloo import gloo_ranges
+from fsdp2prof.analyzers.trace.collective_names import gloo_ranges
 from fsdp2prof.analyzers.whatif.run import RankRun
 from fsdp2prof.tables import BoolArray, EventTable, IntArray, LabelTable, Strings, Trace
 

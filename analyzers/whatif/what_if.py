@@ -38,7 +38,7 @@ from fsdp2prof.vocabulary import layer_name, op_label
 _ASSUMPTIONS = (
     "recorded durations are unchanged: kernels, the host's work, transfers from the arrival of the "
     "last rank; kernels beside a collective keep the slow-down that they had",
-    "order and waits are FSDP2's own; what no rule explains keeps waiting for what it was seen to wait for",
+    "order and waits are FSDP2's own; waits that no rule explains are kept as recorded",
 )
 
 _WORTH_SAYING = 0.002
@@ -273,9 +273,9 @@ def _verdict(result: WhatIf, best: WhatIfChange | None) -> list[str]:
     was = format_ns(now + (best.gained_ns or 0.0))
     lines = [f"{text[0].upper()}{text[1:]}. A step of {was} takes {format_ns(now)}."]
     if len(result.tried) > 1 and (best.gained_frac or 0) < _WORTH_SAYING:
-        lines = ["No single change that was tried makes a step faster."]
+        lines = ["None of the single changes tried makes a step faster."]
     elif len(result.tried) > 1 and best.other_hardware:
-        lines.insert(0, "No setting that was tried makes a step faster.")
+        lines.insert(0, "None of the settings tried makes a step faster.")
     worst = result.by_layer[0] if result.by_layer else None
     if worst is not None and worst.gained_ns > _MUCH * abs(best.gained_ns or 0.0) > 0:
         lines.append(

@@ -21,7 +21,7 @@ from benchmarks.gpu_day.day import Day, Failed, Job, Outcome, Skipped
 from fsdp2prof.estimators.allocator.cuda_kernels import BLAS_WORKSPACE_BYTES
 
 STATED_ERROR_FRAC = 0.03
-"""Largest error that is no surprise: of reserved bytes on a GPU, of allocated bytes on a CPU."""
+"""Largest expected error: of reserved bytes on a GPU, of allocated bytes on a CPU."""
 
 _TRAIN = "tests/gpu/train_fake_world.py"
 _LIMIT_S = 120.0

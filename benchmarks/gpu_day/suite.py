@@ -11,7 +11,7 @@ from benchmarks.gpu_day.day import Day, Failed, Job, Outcome, Skipped
 
 _LIMIT_S = 60.0
 _PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider")
-"""Warnings of another torch are no reason to fail here."""
+"""Warnings of another torch are not failures here."""
 
 
 def run(day: Day) -> list[Outcome]:

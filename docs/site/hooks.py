@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?!docs/)[^)]*)\)")
-"""A link to a file of the repository that is no page of the site."""
+"""A link to a file of the repository outside the site."""
 _ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):<code>~?([^<]*)</code>")
 
 

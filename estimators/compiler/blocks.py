@@ -6,14 +6,18 @@ The graph is traced from the block itself with inductor's decompositions, operat
 are marked as Dynamo marks them, and ``min_cut_rematerialization_partition`` decides what the forward saves.
 Nothing is compiled for a device: each half becomes a
 :class:`~fsdp2prof.estimators.compiler.program.Program`.
+
+What a checkpointed block's backward runs again: one rule for eager blocks and for the partitioner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +32,87 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2prof.estimators.compiler.graphs import CannotCompile, Graphs
 from fsdp2prof.estimators.compiler.program import Program
-from fsdp2prof.estimators.compiler.recompute import Recompute, mark
 from fsdp2prof.estimators.models.float8_weight import GatheredFloat8
 from fsdp2prof.estimators.torch_rules import TorchRules
+
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor"
+_ATTENTION = "aten._scaled_dot_product_"
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """Some operators' results are saved: torchtitan's policy.
+
+    The first, third, ... matrix product, attention and reduce-scatters are; everything else is run again.
+    """
+
+    attention: bool = True
+    besides: frozenset[str] = frozenset()
+    """Other operators that are saved, as ``aten.abs``."""
+    recomputed_shapes: frozenset[tuple[int, ...]] = frozenset()
+    """Right factors (inner, outer) of products that are run again and not counted."""
+
+    def counts(self, target: object, arguments: Sequence[Any]) -> bool:
+        """Whether this is one of the products of which every other one is saved."""
+        return target in MATMULS and not (
+            self.recomputed_shapes and _shape(arguments[1]) in self.recomputed_shapes
+        )
+
+    def saves(self, target: object) -> bool:
+        """Whether the results of any other operator are saved."""
+        if target in MATMULS:
+            return False
+        name = str(target).rpartition(".")[0]
+        if name.startswith(_ATTENTION):
+            return self.attention
+        return name == _REDUCE_SCATTER or name in self.besides
+
+
+Recompute = Literal["none", "full"] | Selective
+"""What backward runs again: what the partitioner likes, all, or what is not selected."""
+
+
+def mark(joint: GraphModule, num_fwd_outputs: int, recompute: Recompute) -> None:
+    """Mark the forward's operators as saved or recomputed, as a checkpoint around the block does."""
+    matmuls = 0
+    forward = _forward(joint, num_fwd_outputs)
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or node not in forward:
+            continue
+        saved = False
+        if isinstance(recompute, Selective):
+            counted = recompute.counts(node.target, node.args)
+            matmuls += counted
+            saved = matmuls % 2 == 1 if counted else recompute.saves(node.target)
+        policy = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        if node.target is operator.getitem:  # one result of several is its operator's
+            policy = node.args[0].meta["recompute"]
+        node.meta["recompute"] = policy
+        node.meta["ac_graph_id"] = 0
+
+
+def _shape(factor: Any) -> tuple[int, ...]:
+    tensor = factor.meta["val"] if isinstance(factor, Node) else factor
+    return tuple(tensor.shape)
+
+
+def _forward(joint: GraphModule, num_fwd_outputs: int) -> set[Node]:
+    """The nodes that the forward's results need."""
+    results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
+    stack = [node for node in results if isinstance(node, Node)]
+    found: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
 
 KNOWS_WHAT_IS_THERE = (
     "static_lifetime_input_indices" in signature(partitioners.min_cut_rematerialization_partition).parameters

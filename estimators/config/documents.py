@@ -17,7 +17,7 @@ _LONGEST_BYTES = 4 << 20
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text. Raises ``ValueError`` if it cannot be read, is no text or much too long."""
+    """Return a file's text. Raises ``ValueError`` if it cannot be read, is not text or is far too long."""
     try:
         with path.open("rb") as file:
             content = file.read(_LONGEST_BYTES + 1)

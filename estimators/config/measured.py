@@ -145,7 +145,7 @@ class MeasuredRun:
 
 
 _OF_A_RUN = ("model", "layers", "mesh", "stack", "world_size")
-"""Columns that are no option of a policy."""
+"""Columns other than options of a policy."""
 
 
 def read_measured(path: Path) -> list[MeasuredRun]:

@@ -149,7 +149,7 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = {
         class_name="RMSprop", state=("square_avg",), counts_steps=True, missing=("fused",)
     ),
 }
-"""torch's, by the name in a policy. Adafactor is not here: its factored state is no work on shards."""
+"""torch's, by the name in a policy. Adafactor is missing: its factored state does not work on shards."""
 
 EIGHT_BIT: Mapping[str, EightBitOptimizer] = {
     name: EightBitOptimizer(source=name) for name in ("adam8bit", "adamw8bit")

@@ -1,6 +1,6 @@
 """Options of a specification: declared once, read from Python, a file or the command line alike.
 
-An :class:`Option` stands in the metadata of a dataclass field, with its default, its help and the kind of
+An :class:`Option` is the metadata of a dataclass field, with its default, its help and the kind of
 value it takes. The specification reads its own values through it; the command line is made from it.
 """
 
@@ -24,7 +24,7 @@ _SHORT_DTYPES = {
 }
 _COUNT = re.compile(r"[0-9]{1,6}")
 _LONGEST = 4096
-"""Characters of a text; a path is no longer."""
+"""Most characters of a text; paths are not longer."""
 _FACTORY = re.compile(r"[\w.]{1,200}:\w{1,100}")
 _KEY = "option"
 
@@ -361,7 +361,7 @@ class Prefetched:
         return "N|UNIT>UNIT..."
 
     def read(self, value: Any) -> int | tuple[str, ...]:
-        """Return the number or the names; a single name is one that is no number."""
+        """Return the number or the names; text that is not a number is a single name."""
         if isinstance(value, str) and not value.isdecimal():
             value = tuple(part.strip() for part in value.split(">"))
         if isinstance(value, tuple) and value and all(value):

@@ -34,15 +34,14 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.expert_parallel import exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
     fake_process_group,
     fsdp_mesh,
+    host_memory,
     stand_in_device,
     tensor_parallel_mesh,
 )
-from fsdp2prof.estimators.execution.host_offload import host_memory
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import (
     MODEL_ROOT,
@@ -51,7 +50,13 @@ from fsdp2prof.estimators.execution.second_models import (
     policy_of_others,
     with_role,
 )
-from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, materialize, shard
+from fsdp2prof.estimators.execution.training import (
+    TrainingLoop,
+    build_optimizer,
+    exchange_tokens,
+    materialize,
+    shard,
+)
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.documents import documents_apart
 from fsdp2prof.estimators.models.float8_conversion import convert_linear_layers
@@ -59,7 +64,7 @@ from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import PackedLinear
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo

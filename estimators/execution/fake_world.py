@@ -1,14 +1,24 @@
-"""A training job that exists on paper: a fake process group of any size, in this process."""
+"""A training job that exists on paper: a fake process group of any size, in this process.
+
+``CPUOffloadPolicy`` when the device's stand-in is the CPU itself: which storages are the host's.
+
+FSDP2 copies shards to the device before each all-gather and reduced gradients back. Where device and host are
+the same those copies do nothing, so here they are made, and what lies on the host is allocated on a stream of
+its own that tells it apart.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import checkpoint
@@ -34,7 +44,7 @@ def fake_process_group(mesh: MeshSpec, *, rank: int = 0) -> Iterator[DeviceMesh]
     world_size = mesh.dp_replicate * mesh.fsdp_size * mesh.tp
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    sys.excepthook = hook  # each group puts one of its own around it, which names a rank that nobody is
+    sys.excepthook = hook  # each group wraps it in one that names a rank of the fake world
     try:
         with _events(), _labels_outside_of_checkpointing():
             yield init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", mesh.fsdp_dim, "tp"))
@@ -127,3 +137,63 @@ def _labels_outside_of_checkpointing() -> Iterator[None]:
 def stand_in_device() -> torch.device:
     """The device that stands for the GPU: FSDP2 treats it alike, and its flash attention needs no GPU."""
     return torch.device("cpu")
+
+
+Direction: TypeAlias = Literal["host_to_device", "device_to_host"]
+
+
+class HostMemory:
+    """Where sharded parameters, gradients and optimizer state live: on the host, or on the device."""
+
+    def __init__(self, *, offloads: bool) -> None:
+        self.offloads = offloads
+        self.stream = torch.cpu.Stream()
+        """What runs on it runs on the host."""
+        self.copying: Direction | None = None
+        """Between host and device, by the operator that runs now."""
+        self.copies_on: object | None = None
+        """The stream that such a copy is queued on; none for the current one."""
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Allocate on the host, where offloaded, what is allocated inside."""
+        return torch.cpu.stream(self.stream) if self.offloads else nullcontext()
+
+    def copy(self, tensor: Tensor, direction: Direction) -> Tensor:
+        """Return a copy between host and device of a tensor, queued on the current stream."""
+        self.copying, self.copies_on = direction, torch.cpu.current_stream()
+        try:
+            with self() if direction == "device_to_host" else nullcontext():
+                return tensor.clone()
+        finally:
+            self.copying = self.copies_on = None
+
+
+@contextmanager
+def host_memory(*, offloads: bool) -> Iterator[HostMemory]:
+    """Make FSDP's copies between host and device real while inside, if it ``offloads``."""
+    host = HostMemory(offloads=offloads)
+    if not offloads:
+        yield host
+        return
+    inputs = FSDPParam.all_gather_inputs
+
+    def copied_inputs(parameter: FSDPParam) -> list[Tensor]:
+        if parameter.sharded_state != ShardedState.SHARDED:
+            return inputs.fget(parameter)  # type: ignore[attr-defined, no-any-return]
+        data = host.copy(parameter._sharded_param_data, "host_to_device")
+        return [data.to(parameter.param_dtype or parameter.orig_dtype)]
+
+    to = Tensor.to
+
+    def copied_to_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], torch.device) and "non_blocking" in kwargs:
+            return host.copy(tensor, "device_to_host")  # FSDP's of a reduced gradient
+        return to(tensor, *args, **kwargs)
+
+    FSDPParam.all_gather_inputs = property(copied_inputs)  # type: ignore[assignment, method-assign]
+    Tensor.to = copied_to_host  # type: ignore[assignment, method-assign]
+    try:
+        yield host
+    finally:
+        FSDPParam.all_gather_inputs = inputs  # type: ignore[method-assign]
+        del Tensor.to  # what it inherits shows again

@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.fake_copy import copy_without, materialize_fake
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.fake_tensors import fake_tensors
+from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ def flow_of(model: Model, groups: Sequence[str], policy: PolicySpec) -> Flow:
     """Run a model on fake tensors; backward, too, where its batches bring images.
 
     A group of several modules ends with the last of them. Without images, backward reaches what depends on a
-    trainable parameter. Raises ``ModelError`` for a model that there is no batch for, or whose step fails.
+    trainable parameter. Raises ``ModelError`` for a model without a known batch, or whose step fails.
     """
     leads_back: dict[str, bool] = {}
     reached: set[str] = set()

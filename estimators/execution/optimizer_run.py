@@ -15,8 +15,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import sharded_model
-from fsdp2prof.estimators.execution.fake_world import fake_process_group, stand_in_device
-from fsdp2prof.estimators.execution.host_offload import host_memory
+from fsdp2prof.estimators.execution.fake_world import fake_process_group, host_memory, stand_in_device
 from fsdp2prof.estimators.execution.training import build_optimizer, materialize
 from fsdp2prof.fake_tensors import fake_tensors
 

@@ -107,7 +107,7 @@ class GroupedExperts(nn.Module):
             self.register_parameter(name, None if size is None else nn.Parameter(torch.empty(count, size)))
 
     def forward(self, x_rd: Tensor, counts_x: Tensor) -> Tensor:
-        """Transform rows (R, D) that stand in the order of their experts, ``counts_x`` of each."""
+        """Transform rows (R, D), sorted by their experts, ``counts_x`` of each."""
         weights = as_local(self.w1), as_local(self.w2), as_local(self.w3)
         b1, b2, b3 = (None if bias is None else as_local(bias) for bias in (self.b1, self.b2, self.b3))
         if b2 is not None and self.ranks > 1:

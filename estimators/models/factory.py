@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,6 @@ from fsdp2prof.estimators.config.optimizers import current_directory_importable
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import Batch, Model
-from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
 
 
 def build_factory(source: str, orig_dtype: str, layers: int | None = None) -> Model:
@@ -100,3 +100,27 @@ def _default_batch(source: str, module: nn.Module) -> Callable[[int, int, torch.
         raise ModelError(f"model {source}: no token embedding to feed; return (module, loss, batch) instead")
 
     return no_batch
+
+
+def no_split_blocks(module: nn.Module) -> tuple[str, ...]:
+    """FQNs of the modules of the classes in ``_no_split_modules``; none inside another."""
+    classes = set(getattr(module, "_no_split_modules", None) or ())
+    found: list[str] = []
+    for fqn, part in module.named_modules():
+        inside = bool(found) and fqn.startswith(f"{found[-1]}.")
+        if type(part).__name__ in classes and not inside:
+            found.append(fqn)
+    return tuple(found)
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Children of the list whose members, all of one class, hold the most parameters."""
+    best: tuple[int, tuple[str, ...]] = (0, ())
+    for fqn, part in module.named_modules():
+        if not isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        children = dict(part.named_children())
+        if len(children) > 1 and len(Counter(type(child) for child in children.values())) == 1:
+            size = sum(parameter.numel() for parameter in part.parameters())
+            best = max(best, (size, tuple(f"{fqn}.{name}".lstrip(".") for name in children)))
+    return best[1]

@@ -32,12 +32,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.model import MOST_LAYERS
 from fsdp2prof.estimators.models.builtin import meta_construction, token_batch
+from fsdp2prof.estimators.models.builtin_plan import ring_width_of
 from fsdp2prof.estimators.models.decoder import decoder_of, per_layer
 from fsdp2prof.estimators.models.experts import ExpertExchange
+from fsdp2prof.estimators.models.factory import no_split_blocks, repeated_blocks
 from fsdp2prof.estimators.models.losses import head_of, loss_of_model, one_line
 from fsdp2prof.estimators.models.model import LayerPattern, Model
-from fsdp2prof.estimators.models.repeated import no_split_blocks, repeated_blocks
-from fsdp2prof.estimators.models.ring import ring_width_of
 from fsdp2prof.estimators.models.transformers_plan import plan_of
 from fsdp2prof.fake_tensors import appear_real
 

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.extra_models import ImageSize
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.models.fake_copy import copy_without, materialize_fake
 from fsdp2prof.estimators.models.losses import one_line
 from fsdp2prof.estimators.models.model import Batch, LayerPattern, Model
-from fsdp2prof.fake_tensors import fake_tensors
+from fsdp2prof.fake_tensors import copy_without, fake_tensors, materialize_fake
 
 _KINDS = ("token_type_ids", "mm_token_type_ids")
 """Arguments that tell image tokens (1) from text (0)."""
@@ -288,7 +287,7 @@ def _is_called(module: nn.Module, fqn: str) -> bool:
 
 
 def _features(found: Any) -> Any:
-    """The features that stand in the place of tokens; of several results the first or the pooled one."""
+    """The features that replace tokens; of several results the first or the pooled one."""
     pooled = getattr(found, "pooler_output", None)
     if pooled is not None:
         return pooled

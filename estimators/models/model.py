@@ -56,7 +56,7 @@ class Batch:
     keeps_logits: KeptLogits | None = None
     """Whether the caller keeps the logits that the loss was computed of, and in which dtype."""
     beside: tuple[Tensor, ...] = ()
-    """What lives as long and is no argument of the model: a block mask."""
+    """Tensors that live as long but are not arguments of the model: a block mask."""
     kept: list[Tensor] = field(default_factory=list)
     """Where a loss leaves them, in the place of those of the batch before."""
 

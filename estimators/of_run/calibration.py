@@ -26,9 +26,8 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.timeline.calibrated import Calibration
-from fsdp2prof.estimators.timeline.collectives import Place, family_of, places_of
 from fsdp2prof.estimators.timeline.commands import Kernel, Program
-from fsdp2prof.estimators.timeline.costs import kernel_ns
+from fsdp2prof.estimators.timeline.costs import Place, family_of, kernel_ns, places_of
 from fsdp2prof.estimators.timeline.micro_batches import with_all_commands
 from fsdp2prof.manifest import RankManifest
 

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import Norm
 from fsdp2prof.estimators.config.option import ByUnit
-from fsdp2prof.estimators.of_run.steps import RootStep, step_of_root
+from fsdp2prof.estimators.of_run.communication import RootStep, step_of_root
 from fsdp2prof.estimators.torch_rules import torch_rules
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, RankManifest
 from fsdp2prof.schedule import Sync

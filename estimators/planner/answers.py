@@ -9,9 +9,8 @@ from typing import Literal
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.build import build_model
-from fsdp2prof.estimators.planner.engine import Engine, in_this_process
 from fsdp2prof.estimators.planner.plan import Planning
-from fsdp2prof.estimators.planner.request import PlanRequest
+from fsdp2prof.estimators.planner.request import Engine, PlanRequest, in_this_process
 from fsdp2prof.estimators.planner.search import Scored, ranked
 from fsdp2prof.results.plan import Plan, PlanAnswer
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from fsdp2prof.estimators.description import mesh_as_given, model_as_built, policy_as_given
 from fsdp2prof.estimators.models.model import Model
+from fsdp2prof.estimators.planner.confirm import REFINED, OtherPrecision
 from fsdp2prof.estimators.planner.recipes import recipes
-from fsdp2prof.estimators.planner.refine import REFINED, OtherPrecision
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
 from fsdp2prof.estimators.planner.search import Scored, pareto_front
 from fsdp2prof.estimators.step import is_extended

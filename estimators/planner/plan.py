@@ -9,23 +9,32 @@ from typing import Any
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step, confirmed
-from fsdp2prof.estimators.planner.engine import Call, Engine, in_this_process
-from fsdp2prof.estimators.planner.fast import FastModel, Score
-from fsdp2prof.estimators.planner.outcome import fast_path_error, name_of, outcome
-from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
-from fsdp2prof.estimators.planner.refine import (
+from fsdp2prof.estimators.planner.confirm import (
+    Check,
     OtherPrecision,
     Variant,
+    check_memory,
+    check_step,
+    confirmed,
     in_other_precisions,
     other_precisions,
     prefetches,
     prefetching_can_matter,
     variants,
 )
-from fsdp2prof.estimators.planner.request import Candidate, PlanRequest
-from fsdp2prof.estimators.planner.search import Correction, Scored, Search, ranked, simplest
-from fsdp2prof.estimators.planner.space import candidates, meshes
+from fsdp2prof.estimators.planner.fast import FastModel, Score
+from fsdp2prof.estimators.planner.outcome import fast_path_error, name_of, outcome
+from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
+from fsdp2prof.estimators.planner.request import Call, Candidate, Engine, PlanRequest, in_this_process
+from fsdp2prof.estimators.planner.search import (
+    Correction,
+    Scored,
+    Search,
+    candidates,
+    meshes,
+    ranked,
+    simplest,
+)
 from fsdp2prof.results.plan import Plan, PlanSearch
 from fsdp2prof.units import plural
 

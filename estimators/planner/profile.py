@@ -4,6 +4,8 @@ One capture and one memory execution of a few blocks are made for each way to di
 block; where blocks are of several kinds, one of each is taken apart. Their kernels are costed for any batch
 and sequence at the shapes they would have there, by the same cost model as the engine's; their live bytes
 grow with the tokens and with the blocks.
+
+Groups of their own for what lies before and after the blocks: embedding, and norm with head.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from fsdp2prof.estimators.execution.extension import CannotRepeatError
 from fsdp2prof.estimators.memory import MemoryPrediction, predict_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.request import PlanRequest
 from fsdp2prof.estimators.sharding.groups import ShardedParameter, parameter_groups
 from fsdp2prof.estimators.step import program_of
@@ -33,7 +34,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, K
 from fsdp2prof.estimators.timeline.costs import HostPace
 from fsdp2prof.estimators.timeline.deepen import Part, parts_of
 from fsdp2prof.estimators.timeline.program import execute_and_capture
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 from fsdp2prof.tables import BoolArray, IntArray
 
 Shapes: TypeAlias = tuple[Shape, ...]
@@ -263,7 +264,7 @@ def _kind(count: int, parts: list[Part], sharded: _Sharded, alive: Alive, until:
 
 
 def _batch(request: PlanRequest, model: Model) -> int:
-    """A batch whose tokens are no size of the model's own, so that shapes tell tokens from features."""
+    """A batch whose token count differs from every size of the model, so that shapes show which is which."""
     shapes = {size for parameter in model.module.parameters() for size in parameter.shape}
     if model.experts:  # whose rows are a part of the tokens
         return next((prime for prime in _PRIMES if all(size % prime for size in shapes)), _PRIMES[-1])
@@ -413,3 +414,36 @@ class Alive:
         born, freed, size = self._born[counted], self._freed[counted], self._size[counted]
         made = [int(size[(born <= instant) & (freed > instant)].sum()) for instant in instants.tolist()]
         return np.array(made, dtype=np.int64)
+
+
+_MOST = 2
+"""Modules on one side of the blocks that make groups: a plain decoder has no more."""
+
+
+def units_of_ends(model: Model) -> tuple[str, ...] | None:
+    """Return ``wrap`` with a group for each module before the blocks and one for all that come after.
+
+    ``None`` where there is nothing on a side, where a parameter is shared between them, or where there are
+    other towers.
+    """
+    if not model.blocks or model.towers:
+        return None
+    before: list[str] = []
+    after: list[str] = []
+    seen: dict[int, list[str]] = {}
+    inside = set(model.blocks)
+    side = before
+    for fqn, module in model.module.named_modules():
+        if fqn in inside or fqn.rpartition(".")[0] in inside:
+            inside.add(fqn)
+            side = after
+            continue
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        if not fqn or any(seen.setdefault(id(parameter), side) is not side for parameter in own):
+            return None
+        side.append(fqn)
+    if not 1 <= len(before) <= _MOST or not 1 <= len(after) <= _MOST:
+        return None
+    return ("block", *before, "+".join(after))

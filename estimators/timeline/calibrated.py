@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp2prof.estimators.timeline.collective_costs import Transfer
-from fsdp2prof.estimators.timeline.collectives import Place, places_of
 from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Program
-from fsdp2prof.estimators.timeline.costs import ClusterCosts
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, Place, Transfer, places_of
 
 REST = "outside every captured command"
 """Name of the host's work that a capture does not see: data loading, logging, zeroing gradients."""

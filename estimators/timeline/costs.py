@@ -1,25 +1,45 @@
-"""Costs of a program's commands on a cluster: kernels, collectives, and the host that issues them."""
+"""Costs of a program's commands on a cluster: kernels, collectives, and the host that issues them.
+
+How long collectives take on a topology: NCCL's own model of latency and bandwidth by protocol and size.
+
+A ring of n ranks passes n-1 steps for an all-gather or a reduce-scatter and twice as many for an all-reduce.
+Its time is a base latency, a latency per step that depends on the link the step crosses, and the bytes over
+the bandwidth that the protocol leaves: LL half, LL128 120/128, Simple all of it. NCCL takes the fastest; so
+does this. Where NVLink SHARP reduces in the switch, an all-reduce may beat the ring. Source of the constants:
+NCCL's tuning model, src/graph/tuning.cc.
+
+Collectives of a captured step that no formula counts, attributed as a trace's are.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from math import ceil
 
+import numpy as np
+
+from fsdp2prof.analyzers.phases import build_phases, find_rows
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
-from fsdp2prof.estimators.timeline.collective_costs import Transfer, transfer
 from fsdp2prof.estimators.timeline.commands import (
     Collective,
     Command,
     Enter,
     HostWait,
     Kernel,
+    Leave,
+    Program,
     Record,
     Wait,
     Work,
 )
+from fsdp2prof.estimators.traffic.parallel import Ledger
+from fsdp2prof.labels import AUTOGRAD_NODE
+from fsdp2prof.schedule import Axis
+from fsdp2prof.tables import LabelTable, StepTable, Strings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,3 +194,163 @@ def _matmul_rate(work: Work, hardware: HardwareSpec) -> float:
 def _attention_rate(work: Work, hardware: HardwareSpec) -> float:
     _, _, queries, keys, depth, *_ = work.shape
     return hardware.attention_flops(work.dtype, depth, min(queries, keys), backward=work.backward)
+
+
+_BASE_US = {"LL": 6.6, "LL128": 14.0, "Simple": 8.4}
+_STEP_US = {
+    "nvlink": {"LL": 0.6, "LL128": 1.9, "Simple": 3.4},
+    "pcie": {"LL": 1.0, "LL128": 1.9, "Simple": 5.7},
+    "gloo": {"LL": 60.0, "LL128": 60.0, "Simple": 60.0},
+    "network": {"LL": 2.7, "LL128": 4.0, "Simple": 14.0},
+}
+"""Microseconds a step; gloo's is a round trip through sockets of one machine, for groups not measured."""
+_SHARE = {"LL": 0.5, "LL128": 120 / 128, "Simple": 1.0}
+_LL_BYTES_PER_S = 39e9
+"""LL is bound by its flags: NCCL's ``llMaxBws`` for one node."""
+
+_NVLS_BASE_US = 25.0
+_SMALL_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective's time, and what it fills."""
+
+    ns: int
+    link: str
+    """``nvlink``, ``pcie`` or ``network``: the slowest it crosses."""
+    bytes_per_s: float
+    """Bus bandwidth once under way."""
+
+
+def transfer(op: str, payload_bytes: int, placement: Placement, cluster: Cluster) -> Transfer:
+    """Return the time of one collective over ``placement``'s ranks. One rank takes none."""
+    n = placement.ranks
+    if n == 1:
+        return Transfer(0, "", 0.0)
+    measured = cluster.hardware.measured_ns(op, n, payload_bytes) if placement.nodes == 1 else None
+    if measured is not None:
+        return Transfer(measured, cluster.node_link, payload_bytes * 1e9 / measured)
+    passes = 2 if op == "all_reduce" else 1
+    moved = payload_bytes * (1.0 if op in ("send_recv", "broadcast") else passes * (n - 1) / n)
+    link = "network" if placement.nodes > 1 else cluster.node_link
+    slowed = _slowed(payload_bytes, placement, cluster)
+    bandwidth = slowed * cluster.bus_bytes_per_s(placement)
+    if op == "all_to_all" and placement.nodes > 1:
+        moved, bandwidth = _exchanged(payload_bytes, placement, cluster)
+    steps = 1 if op in ("send_recv",) else passes * (n - 1)
+    across = 0 if placement.nodes == 1 else min(steps, passes * placement.nodes)
+    times = {}
+    for protocol, base in _BASE_US.items():
+        share = bandwidth * _SHARE[protocol]
+        if protocol == "LL":
+            share = min(share, _LL_BYTES_PER_S)
+        latency = base + (steps - across) * _STEP_US[cluster.node_link][protocol]
+        latency += across * _STEP_US["network"][protocol]
+        times[protocol] = latency * 1e-6 + moved / share
+    seconds = min(times.values())
+    in_switch = cluster.nvls_bytes_per_s(n) if op == "all_reduce" and placement.nodes == 1 else None
+    if in_switch is not None:
+        seconds = min(seconds, _NVLS_BASE_US * 1e-6 + moved / (slowed * in_switch))
+    return Transfer(round(1e9 * seconds), link, bandwidth)
+
+
+def _slowed(payload_bytes: int, placement: Placement, cluster: Cluster) -> float:
+    """Rate of a small collective inside a node over a large one's, as the cluster has them vary."""
+    small = placement.nodes == 1 and payload_bytes < _SMALL_BYTES
+    return cluster.small_frac / cluster.node_frac if small else 1.0
+
+
+def _exchanged(payload_bytes: int, placement: Placement, cluster: Cluster) -> tuple[float, float]:
+    """Bytes of an all-to-all over the slower of the node's links and its network, and that one's bandwidth.
+
+    Every rank of a node sends its own bytes to other nodes, where a ring passes the same ones on.
+    """
+    n, here = placement.ranks, placement.per_node
+    inside = payload_bytes * (n - 1) / n, cluster.node_bytes_per_s(placement)
+    across = here * payload_bytes * (n - here) / n, cluster.network_bytes_per_s(placement)
+    return max(inside, across, key=lambda part: part[0] / part[1])
+
+
+Place = tuple[str, str]
+"""(layer with its numbers left out, phase)."""
+
+
+def family_of(fqn: str | None, phase: str | None) -> Place:
+    """Return the place of a layer: alike layers share one."""
+    return re.sub(r"\d+", "*", "-" if fqn is None else fqn), phase or "other"
+
+
+def places_of(program: Program) -> list[Place]:
+    """Return the place of every command."""
+    return [family_of(fqn, phase) for fqn, phase in layers_of(program)]
+
+
+def layers_of(program: Program) -> list[tuple[str | None, str | None]]:
+    """Return the layer and phase of every command; its position serves as host time."""
+    size = len(program.commands)
+    ranges: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, str]] = []
+    for position, command in enumerate(program.commands):
+        if isinstance(command, Enter):
+            name = AUTOGRAD_NODE if command.name.startswith(AUTOGRAD_NODE) else command.name
+            opened.append((position, name))
+        elif isinstance(command, Leave) and opened:
+            begin, name = opened.pop()
+            ranges.append((begin, position, name))
+    ranges.sort(key=lambda one: (one[0], -one[1]))
+    labels = LabelTable(
+        thread=np.zeros(len(ranges), dtype=np.int64),
+        start_ns=np.array([2 * begin for begin, _, _ in ranges], dtype=np.int64),
+        end_ns=np.array([2 * end + 1 for _, end, _ in ranges], dtype=np.int64),
+        name=Strings.intern(name for _, _, name in ranges),
+    )
+    step = StepTable(
+        step=np.ones(1, dtype=np.int64),
+        start_ns=np.zeros(1, dtype=np.int64),
+        end_ns=np.full(1, 2 * size + 2, dtype=np.int64),
+    )
+    phases = build_phases(labels, step)
+    rows = find_rows(phases, np.zeros(size, dtype=np.int64), 2 * np.arange(size, dtype=np.int64))
+    return list(zip(phases.fqn.lookup(rows).to_list(), phases.phase.lookup(rows).to_list(), strict=True))
+
+
+_FSDP = "FSDP::"
+
+
+def add_executed(ledger: Ledger, program: Program) -> None:
+    """Add the collectives that FSDP does not make: tensor parallelism's, and those of clipping.
+
+    Each belongs to the layer and phase that the labels around it say.
+    """
+    inside, last = _by_fsdp(program)
+    layers = layers_of(program)
+    for at, command in enumerate(program.commands):
+        if isinstance(command, Collective) and at not in inside:
+            fqn, phase = (None, "optimizer") if at > last else layers[at]
+            ledger.add(
+                root=0,
+                fqn=fqn,
+                phase=phase or "other",
+                op=command.op,
+                axis=Axis(size=command.group_size, mesh_dim=command.mesh_dim),
+                dtype=command.dtype,
+                payload_bytes=command.payload_bytes,
+            )
+
+
+def _by_fsdp(program: Program) -> tuple[frozenset[int], int]:
+    """Positions of FSDP's own collectives, and where the last of its labels ends."""
+    labels: list[str] = []
+    inside: set[int] = set()
+    last = 0
+    for at, command in enumerate(program.commands):
+        if isinstance(command, Enter):
+            labels.append(command.name)
+        elif isinstance(command, Leave):
+            name = labels.pop()
+            if name.startswith((_FSDP, AUTOGRAD_NODE)):
+                last = at
+        elif isinstance(command, Collective) and command.mesh_dim != "tp":
+            inside.update([at] if any(name.startswith(_FSDP) for name in labels) else [])
+    return frozenset(inside), last

@@ -30,8 +30,13 @@ from fsdp2prof.estimators.execution.engine import (
     second_models,
     sharded_model,
 )
-from fsdp2prof.estimators.execution.fake_world import expert_mesh, fake_process_group, stand_in_device
-from fsdp2prof.estimators.execution.host_offload import HostMemory, host_memory
+from fsdp2prof.estimators.execution.fake_world import (
+    HostMemory,
+    expert_mesh,
+    fake_process_group,
+    host_memory,
+    stand_in_device,
+)
 from fsdp2prof.estimators.execution.pipeline_stage import PipelineStage
 from fsdp2prof.estimators.execution.second_models import WITHOUT_GRADIENTS, naming_the_culprit
 from fsdp2prof.estimators.execution.stitching import ATTEMPTS, depths_to_execute
@@ -55,7 +60,7 @@ from fsdp2prof.estimators.timeline.operators import collective_of, group_of, is_
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import AUTOGRAD_NODE
-from fsdp2prof.plain_operators import Arguments, PlainOperators
+from fsdp2prof.storage_tracker import Arguments, PlainOperators
 
 
 def model_flops_of(commands: Sequence[Command]) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from fsdp2prof.estimators.allocator.caching import OutOfMemory
+from fsdp2prof.estimators.allocator.caching import OutOfMemory, allocator_settings, peak_reserved
 from fsdp2prof.estimators.allocator.cuda_kernels import with_least_saved
-from fsdp2prof.estimators.allocator.replay import allocator_settings, peak_reserved
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import range_end

@@ -276,7 +276,7 @@ def run(
 
 
 @analyze.command(
-    short_help="A job that hangs: who waits where, and for whom.",
+    short_help="A hung job: where each rank waits, and for which ranks.",
     examples=["fsdp2prof analyze hang runs/first"],
 )
 @_path
@@ -295,7 +295,7 @@ def hang(path: Path, *, run: Path | None, output: Output) -> None:
 
 
 @analyze.command(
-    short_help="Why a group is slow: what NCCL itself wrote.",
+    short_help="NCCL's own logs: speed of collectives, and why a group is slow.",
     examples=["fsdp2prof analyze nccl nccl.log --run runs/first"],
 )
 @_path
@@ -315,7 +315,7 @@ def nccl(path: Path, *, run: Path | None, output: Output) -> None:
 
 @analyze.command(
     "try",
-    short_help="What each setting gained that was tried in a running job.",
+    short_help="Gain of each setting tried in a running job.",
     examples=["fsdp2prof analyze try runs/tried"],
 )
 @_path

@@ -20,7 +20,7 @@ from fsdp2prof.errors import UsageError
 )
 @MEASUREMENT("--seconds", type=click.FloatRange(min=1), default=120, help="Approximate duration in seconds.")
 @MEASUREMENT("--largest", default="1GiB", help="Payload of the largest collective.")
-@MEASUREMENT("--quick", is_flag=True, help="Small sizes only, some seconds: to try it out.")
+@MEASUREMENT("--quick", is_flag=True, help="Small sizes only, for a trial of a few seconds.")
 @output_options()
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- LAUNCHER...")
 def bench(

@@ -40,7 +40,7 @@ class _RunFirst(Group):
 
 @click.group(cls=_RunFirst)
 def check() -> None:
-    """Check that a run is sharded as its mesh says, and for known mistakes.
+    """Check that a run is sharded as its mesh defines, and for known mistakes.
 
     `fsdp2prof check RUN` is short for `fsdp2prof check run RUN`. Exit code 3 says that something is wrong.
     """
@@ -62,7 +62,7 @@ def _fail_on(findings: Sequence[Finding], least: str) -> None:
 @_fail_at
 @output_options()
 def run(run: Path, *, fail_at: str, output: Output) -> None:
-    """Check that every parameter is sharded as its mesh says, alike on all ranks, and for known mistakes.
+    """Check that every parameter is sharded as its mesh defines, alike on all ranks, and for known mistakes.
 
     RUN is the folder that `fsdp2prof record -o RUN` wrote; with `record --verify` replicas are also compared.
     """

@@ -15,7 +15,7 @@ from fsdp2prof.commands.trace_options import cluster_option
 
 @click.command(
     cls=Command,
-    short_help="What changed from one run, trace or estimate to another.",
+    short_help="Compare two runs, traces or estimates.",
     examples=[
         "fsdp2prof compare runs/first runs/second",
         "fsdp2prof compare baseline.json runs/second --fail-on 'step_time_frac>0.05'",

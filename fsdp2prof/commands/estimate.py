@@ -222,7 +222,7 @@ def memory(
 @BATCH(
     "--weight-sync",
     metavar="engines=N,tp=K,per=...",
-    help="Also what bringing the weights to inference engines takes: engines=2,tp=4,per=layer,"
+    help="Also the transfer of weights to inference engines: engines=2,tp=4,per=layer,"
     "bandwidth=50GB, or colocated.",
 )
 @output_options()

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 _RUN = click.argument("path", metavar="RUN", type=InputPath())
 
 
-@click.group(
-    cls=Group, short_help="Write a run for other tools: Perfetto, Parquet, CSV, OpenMetrics, Chakra."
-)
+@click.group(cls=Group, short_help="Export a run: Perfetto, Parquet, CSV, OpenMetrics, Chakra.")
 def export() -> None:
     """Write a run in the formats of other tools."""
 
@@ -156,7 +154,7 @@ def metrics(
     """Write the main numbers of a run as OpenMetrics text, for Prometheus and what reads its format.
 
     Seconds, bytes and ratios; layers, phases, ranks and parts of the step are labels. A tracker gets no
-    layers, and of ranks the largest value. Which run, project and server it logs to is said by the tracker's
+    layers, and of ranks the largest value. Run, project and server come from the tracker's
     own environment variables: WANDB_*, MLFLOW_*.
     """
     if tracker is not None:

@@ -50,7 +50,7 @@ class Gate:
 
     def _write(self, outcomes: Sequence[Outcome], verdict: Sequence[str]) -> None:
         from fsdp2prof.errors import InputError
-        from fsdp2prof.reporters.arrange import junit, markdown
+        from fsdp2prof.reporters.open_metrics import junit, markdown
 
         try:
             if self.markdown is not None:

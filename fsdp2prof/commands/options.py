@@ -79,7 +79,7 @@ MODEL_OPTIONS = (
 """Options that choose a model, for commands where the model is optional."""
 
 
-_NETWORK = "What connects the nodes (400gb-ib)."
+_NETWORK = "Network between the nodes (400gb-ib)."
 IN_A_NODE = ("--gpus-per-node", "--network", "--nics-per-node")
 """Options of a place that say nothing without ``--hardware``."""
 
@@ -228,7 +228,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
         "--iteration",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Which recording of a run that has several (recording-000N), or profiling cycle of a folder "
+        help="Recording to read of a run that has several (recording-000N), or profiling cycle of a folder "
         "(iteration_N); by default the newest.",
     )
     return numbers_option("--ranks", "Ranks to read", everyday=True)(iteration(with_choice))

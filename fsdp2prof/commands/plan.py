@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @place_options(
     "Accelerator (h100-sxm), a YAML or JSON file that describes one, or what nccl-tests printed.",
     required=True,
-    network="What connects the nodes.  [400gb-ib with several nodes]",
+    network="Network between the nodes.  [400gb-ib with several nodes]",
 )
 @BATCH.everyday("--global-batch", type=click.IntRange(1), help="Sequences of one optimizer step, all ranks.")
 @BATCH.everyday("--seq-len", type=click.IntRange(1), help="Tokens of a sequence [4096].")

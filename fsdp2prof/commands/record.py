@@ -120,7 +120,7 @@ def _say_result(path: Path) -> None:
     "--node-rank",
     type=click.IntRange(min=0),
     default=0,
-    help="Which node this is, where every node of a run records into the same run directory.",
+    help="Number of this node, where every node of a run records into the same run directory.",
 )
 @RUN(
     "--try",

@@ -95,7 +95,7 @@ def trace_options(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         from fsdp2prof.analyzers.ledger.thresholds import parse_thresholds
-        from fsdp2prof.workflows.references import references
+        from fsdp2prof.workflows.ranks.one_rank import references
 
         if window == "trace" and steps is not None:
             raise UsageError("--window trace takes the whole trace as one step: leave out --steps")

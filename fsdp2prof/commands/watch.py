@@ -77,7 +77,7 @@ def watch(
             try:
                 seen: WatchedRun | None = watch_run(run, window=window, tokens_per_step=tokens_per_step)
             except RunDirectoryError as error:
-                if not follows or "no rank has ended a step yet" not in str(error):
+                if not follows or "no rank has completed a step yet" not in str(error):
                     raise
                 seen = None
             if seen is not None:

@@ -23,7 +23,7 @@ from fsdp2prof.commands.output import Output, output_options
 
 @click.command(
     cls=Command,
-    short_help="What a change to a recorded run would gain.",
+    short_help="Predict the gain of a change to a recorded run.",
     examples=[
         "fsdp2prof whatif runs/first",
         "fsdp2prof whatif runs/first --set reshard=never --set bandwidth=2x",
@@ -43,7 +43,7 @@ from fsdp2prof.commands.output import Output, output_options
     "--without",
     multiple=True,
     metavar="WHAT",
-    help="A cause to leave out: host_syncs, data_loader, straggler:RANK (straggler:2,3).",
+    help="A cause of lost time to remove: host_syncs, data_loader, straggler:RANK (straggler:2,3).",
 )
 @place_options("The recorded accelerator, for another mesh (h100-sxm), or a file that describes it.")
 @CLUSTER(
@@ -54,7 +54,7 @@ from fsdp2prof.commands.output import Output, output_options
     "tokens_per_s_per_gpu or mfu. The cluster's speeds are corrected by them.",
 )
 @job_options
-@numbers_option("--steps", "Traced steps to run again")
+@numbers_option("--steps", "Traced steps to replay")
 @output_options()
 def whatif(
     path: Path,
@@ -73,12 +73,12 @@ def whatif(
     every single change is tried and ranked by its gain.
     """
     if not any(text.startswith("mesh=") for text in settings):
-        because = "only another mesh (--set mesh=...) needs to know the cluster"
+        because = "the cluster matters only for another mesh (--set mesh=...)"
         refuse_given("--hardware", *IN_A_NODE, "--measured", because=because)
     elif place.hardware is None:
         because = "without --hardware the run is on CPUs"
         refuse_given(*IN_A_NODE, "--measured", because=because)
-    with output.progress(f"running {path} again"):
+    with output.progress(f"replaying {path}"):
         from fsdp2prof.workflows.whatif import what_if
 
         cluster = None

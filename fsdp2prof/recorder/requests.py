@@ -52,7 +52,7 @@ def ask_and_wait(run: Path, seconds: float) -> RecordingInfo | None:
     if info.state != "running":
         raise RunDirectoryError(f"{run}: is over ({info.state}): only a running job can record")
     if not info.options.on_demand and info.options.signal is None:
-        raise RunDirectoryError(f"{run}: does not listen; start it with record --on-demand")
+        raise RunDirectoryError(f"{run}: accepts no requests; start it with record --on-demand")
     before = newest(run)
     request_recording(run, "fsdp2prof trigger")
     end = time.monotonic() + seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 from fsdp2prof.units import format_amount, format_bytes, format_count, format_flops, format_frac, format_ns
 from fsdp2prof.vocabulary import Word, category_label, dtype_label, op_label
 

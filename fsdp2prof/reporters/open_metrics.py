@@ -1,4 +1,5 @@
-"""The main numbers of a result as metrics: OpenMetrics text, or plain scalars for an experiment tracker.
+"""The main numbers of a result for other programs: OpenMetrics, scalars for a tracker, a gate's Markdown and
+JUnit.
 
 Format: OpenMetrics 1.0 (openmetrics.io). Names end in their unit; seconds, bytes and ratios, as the format
 asks for; unknown figures are omitted.
@@ -10,11 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from xml.etree import ElementTree
 
+from fsdp2prof.analyzers.fail_on import METRICS, Outcome
+from fsdp2prof.reporters.renderers.markdown import escaped
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.watch import WatchedRank, WatchedRun
+from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import layer_name, printable
 
 _NS = 1e9
@@ -203,7 +208,7 @@ def _memory(memory: MemoryAnalysis) -> Iterator[Metric]:
     yield _gauge(
         "peak_category_bytes",
         "bytes",
-        "What fills the peak",
+        "Peak by kind",
         [
             ({**labels, "category": name}, size)
             for labels, one in places
@@ -242,3 +247,49 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def markdown(outcomes: Sequence[Outcome], verdict: Sequence[str] = ()) -> str:
+    """Return a heading, the verdict, and a row a condition: its worst value, and whether it held."""
+    failed = sum(outcome.failed for outcome in outcomes)
+    met = f"all {len(outcomes)} conditions are met"
+    rows = [
+        "| | fails if | value | where | what |",
+        "|---|---|---:|---|---|",
+        *(
+            f"| {'❌' if one.failed else '✅'} | `{one.condition.text}` | {one.value:.4g} "
+            f"| {_where(one)} | {METRICS[one.condition.metric].description} |"
+            for one in outcomes
+        ),
+    ]
+    outcome = f"{failed} of {plural(len(outcomes), 'condition')} failed" if failed else met
+    title = f"### fsdp2prof: {outcome}"
+    said = [escaped(line) for line in verdict]
+    return "\n\n".join([title, *said, "\n".join(rows)]) + "\n"
+
+
+def junit(outcomes: Sequence[Outcome]) -> bytes:
+    """Return a test suite with a case a condition; one that held is a failure."""
+    failed = sum(outcome.failed for outcome in outcomes)
+    suite = ElementTree.Element(
+        "testsuite", name="fsdp2prof", tests=str(len(outcomes)), failures=str(failed), errors="0"
+    )
+    for outcome in outcomes:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname="fsdp2prof.gate", name=printable(outcome.condition.text)
+        )
+        if outcome.failed:
+            ElementTree.SubElement(case, "failure", message=printable(str(outcome)))
+        else:
+            ElementTree.SubElement(case, "system-out").text = printable(str(outcome))
+    root = ElementTree.Element("testsuites")
+    root.append(suite)
+    text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
+
+
+def _where(outcome: Outcome) -> str:
+    if outcome.rank is None:
+        return "all ranks"
+    others = f", {outcome.ranks} ranks in all" if outcome.ranks > 1 else ""
+    return f"rank {outcome.rank}{others}"

@@ -21,9 +21,9 @@ class BalancedRank:
     slowest_steps: int
     """Steps in which no rank had more work."""
     tokens: float | None
-    """Of its documents, a step; null without lengths."""
+    """Tokens of this rank's documents per step; null without lengths."""
     computed_tokens: float | None
-    """The same with padding."""
+    """Tokens per step including padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +32,14 @@ class BalancedStep:
 
     step: int
     duration_ns: float
-    """Mean of the ranks."""
+    """Mean work of the ranks."""
     mean_busy_ns: float
     max_busy_ns: int
     lost_ns: float
     """``max_busy_ns`` less ``mean_busy_ns``: what the step would gain at most if all had the same work."""
     slowest_rank: int
     mean_tokens: float | None
-    """Computed by a rank, padding included; null where the lengths do not reach."""
+    """Mean tokens that a rank computes, padding included; null where the lengths do not reach."""
     max_tokens: int | None
 
 
@@ -48,17 +48,17 @@ class TokenBalance:
     """What the lengths of the documents say of the steps."""
 
     documents: int
-    """In the file."""
+    """Documents in the file."""
     steps: int
-    """Measured steps that the file reaches."""
+    """Measured steps that the file covers."""
     tokens: int
-    """Of these steps' documents, all ranks together."""
+    """Tokens of these steps' documents, all ranks together."""
     computed_tokens: int
-    """The same with padding."""
+    """Tokens of these steps including padding, all ranks together."""
     padding_frac: float
-    """Of the computed tokens."""
+    """Padding as a part of the computed tokens."""
     padding_ns: float
-    """Of a step's mean busy time, if all of it grows with the tokens: the most that packing could gain."""
+    """Mean time of a step that padding costs if work grows with the tokens: the most that packing gains."""
     imbalance_frac: float
     """Mean over the steps of the most tokens that a rank computes over the mean of the ranks, less 1."""
     explained_frac: float | None
@@ -88,12 +88,12 @@ class BalanceCheck(Shown):
     constant_ns: float
     """Part of ``lost_ns`` that one rank has more in the mean of all steps."""
     varying_ns: float
-    """The rest: the slowest rank changes from step to step."""
+    """Part of ``lost_ns`` that remains: the slowest rank changes from step to step."""
     tokens: TokenBalance | None
-    """Null without lengths."""
+    """Tokens by the file of lengths; null without one."""
     findings: list[Finding]
     ranks: list[BalancedRank]
-    """Those with most to do first."""
+    """Ranks, those with the most work first."""
     steps: list[BalancedStep]
     """In order."""
     assumptions: list[str]

@@ -21,9 +21,9 @@ class BenchCollective:
     lower_quartile_ns: float
     upper_quartile_ns: float
     busbw_bytes_per_s: float
-    """Of the median, as nccl-tests counts it."""
+    """Bus bandwidth of the median time, as nccl-tests defines it."""
     fitted_ns: float
-    """By the group's fit."""
+    """Time by the group's fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class BenchFit:
     ranks: int
     latency_ns: float
     busbw_bytes_per_s: float | None
-    """Null where larger sizes took no longer."""
+    """Bus bandwidth of the fit; null where larger sizes took no longer."""
     residual_frac: float
     """Median of the sizes' relative errors."""
     worst_residual_frac: float
@@ -96,7 +96,7 @@ class BenchResult(Shown):
     fits: list[BenchFit]
     rates: list[BenchRate]
     overlap_slowdown_frac: float | None
-    """How much longer products take beside an all-gather; null was not measured."""
+    """Fraction by which products take longer beside an all-gather; null where it was not measured."""
     accelerators: dict[str, MeasuredPart]
-    """One, by its name: what ``--hardware`` reads."""
+    """The measured accelerator by name: the part that ``--hardware`` reads."""
     notes: list[str]

@@ -35,14 +35,14 @@ class ModelCatalog(Shown):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogAccelerator:
-    """What is known of an accelerator; null is not stated."""
+    """Figures of an accelerator; null where none is published."""
 
     name: str
     aliases: list[str]
     memory_bytes: int
     memory_bytes_per_s: int | None
     link_bytes_per_s: int | None
-    """To peers inside a node, one direction."""
+    """Bandwidth to peers inside a node, one direction."""
     flops: dict[str, int]
     """Torch dtype -> peak operations per second."""
     achieved: bool
@@ -52,7 +52,7 @@ class CatalogAccelerator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogNetwork:
-    """What connects nodes."""
+    """Network between nodes."""
 
     name: str
     bytes_per_s: int

@@ -13,7 +13,7 @@ class ParityRow:
     """One tensor of one step, on the rank where it differs most."""
 
     step: int
-    """-1 is before the first."""
+    """Step number; -1 is before the first."""
     kind: str
     """``batch``, ``loss``, ``gradient`` or ``parameter``; in the order in which a step makes them."""
     name: str
@@ -23,13 +23,13 @@ class ParityRow:
     error: float | None
     """Norm of the difference; null where one side has no such tensor, or it is not finite."""
     norm: float | None
-    """Of the plain one; null where it has none."""
+    """Norm of the plain tensor; null where it has none."""
     relative_error: float | None
     """Error over the norm, or over a small part of that of all tensors of its kind where that is more."""
     ratio: float | None
     """By how much the plain one would have to be multiplied to come closest."""
     tolerance: float
-    """Of the relative error."""
+    """Largest relative error taken for rounding."""
     state: str
     """``equal``, ``close``, ``differs`` or ``missing`` (one side has it alone)."""
 
@@ -112,12 +112,12 @@ class RunCheck(Shown):
     verdict: list[str]
     world_size: int
     ranks: list[int]
-    """That left a manifest with parameter groups."""
+    """Ranks that left a manifest with parameter groups."""
     checks: list[CheckRow]
     findings: list[Finding]
-    """The most severe first."""
+    """Findings, the most severe first."""
     unsharded: list[UnshardedRow]
-    """Of the lowest rank, the largest first."""
+    """Tensors of the lowest rank that are not sharded, the largest first."""
     warnings: list[str]
 
 
@@ -131,9 +131,9 @@ class ProbedRank:
     device: str
     backend: str
     init_ns: int
-    """That making the process group took."""
+    """Time to create the process group."""
     clock_offset_ns: int | None
-    """Against rank 0; null for rank 0."""
+    """Clock offset against rank 0; null for rank 0."""
     clock_uncertainty_ns: int | None
     disk_free_bytes: int | None
     disk_write_bytes_per_s: int | None
@@ -148,18 +148,18 @@ class ProbedGather:
     bus_bytes_per_s: int
     """As nccl-tests defines it: (n-1)/n of the payload, over the time."""
     expected_bytes_per_s: int | None
-    """Of large ones on the hardware that was named; null without."""
+    """Usual busbw of large all-gathers on the named hardware; null without hardware."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedTransport:
-    """What NCCL connects two nodes, or the ranks within one, with."""
+    """Transport that NCCL uses between two nodes, or between the ranks of one."""
 
     source: str
     target: str
     """Hosts."""
     transport: str
-    """As NCCL names it: ``P2P/CUMEM``, ``NET/IB/0/GDRDMA``, ``SHM``."""
+    """Transport as NCCL names it: ``P2P/CUMEM``, ``NET/IB/0/GDRDMA``, ``SHM``."""
     pairs: int
     """Pairs of ranks and channels."""
 
@@ -175,11 +175,11 @@ class EnvironmentCheck(Shown):
     world_size: int
     hosts: list[str]
     versions: dict[str, str]
-    """Of the lowest rank."""
+    """Versions on the lowest rank."""
     checks: list[CheckRow]
     findings: list[Finding]
     ranks: list[ProbedRank]
     gathers: list[ProbedGather]
     transports: list[ProbedTransport]
-    """Empty without NCCL."""
+    """Transports; empty without NCCL."""
     warnings: list[str]

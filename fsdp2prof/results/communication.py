@@ -16,7 +16,7 @@ class Communication:
     """Union of the rank's collectives, not a sum."""
     exposed_ns: int
     overlap_frac: float | None
-    """1 - exposed / total; null where there is no communication."""
+    """Overlap: 1 - exposed / total; null where there is no communication."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class LayerRow:
     stall_ns: float | None
     overlap_frac: float | None
     busbw_bytes_per_s: float | None
-    """Wire bytes over the time they took."""
+    """Bus bandwidth: wire bytes over the time they took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class LayerTotal:
     fqn: str | None
     """FSDP module; the empty string is the root, null is unattributed."""
     total_ns: float
-    """Sum over its collectives."""
+    """Communication time, summed over the layer's collectives."""
     exposed_ns: float
 
 
@@ -105,9 +105,9 @@ class PrefetchRow:
     stall_ns: int
     """How long the compute stream waited for it."""
     late_ns: dict[LateCause, int]
-    """The stall by cause; sums to it."""
+    """The stall by cause; the parts sum to it."""
     cause: LateCause | None
-    """The largest of them; null if it was in time."""
+    """The largest cause; null if the collective was in time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,15 +121,15 @@ class LateRow:
     phase: str
     op: str
     cause: LateCause | None
-    """Null: they were in time."""
+    """Main cause of the lateness; null where they were in time."""
     count: float
-    """Mean per rank and step."""
+    """Collectives, mean per rank and step."""
     issued_before_ns: float
     """Median."""
     finished_before_ns: float
-    """Median; negative: late."""
+    """Median of when they ended, relative to when they were needed; negative: late."""
     stall_ns: float
-    """Mean per rank and step."""
+    """Stall, mean per rank and step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,18 +144,19 @@ class BandwidthRow:
     payload_bytes: int
     count: int
     algbw_bytes_per_s: float
-    """Median of payload over duration."""
+    """Algorithm bandwidth: median of payload over duration."""
     busbw_bytes_per_s: float | None
-    """Median of wire bytes over transfer: without the wait for the last rank, where ranks were compared."""
+    """Bus bandwidth: median of wire bytes over transfer, without the wait for the last rank where ranks were
+    compared."""
     best_busbw_bytes_per_s: float | None
-    """Best single one of this row."""
+    """Best bus bandwidth of a single collective of this row."""
     of_best_frac: float | None
     """The median over the best busbw of this op in this process group, at any size; null where waits are
     not known."""
     of_peak_frac: float | None = None
     """The median over the hardware's peak, where that and the waits are known."""
     ranks: list[int] = field(default_factory=list)
-    """Those whose traces hold these collectives: of a mesh dimension's groups they tell which this is."""
+    """Ranks whose traces hold these collectives; they identify the group among those of a mesh dimension."""
     waits_known: bool = True
     """Whether the busbw is of collectives in which all ranks of the group were compared; else it is a lower
     bound."""
@@ -180,11 +181,11 @@ class Straggler:
 
     rank: int
     fqn: str | None
-    """Layer whose work made it late."""
+    """Layer whose work made the rank late."""
     wait_caused_ns: int
     """Waiting of the other ranks, summed over them."""
     cause: str | None = None
-    """The work, in words."""
+    """The work that made it late, in words."""
     kind: str | None = None
     """``kernel``, ``host`` (nothing launched in time), ``data_loader`` (its next batch was not
     there), ``communication`` (another one), or ``unknown``."""
@@ -200,7 +201,7 @@ class LateRank:
     wait_caused_ns: int
     """The ranks outside waited for it, summed over them."""
     wait_ns: int
-    """It waited for the ranks outside."""
+    """Time that the set waited for the ranks outside."""
     late_steps: int
     """Steps in which the ranks outside waited longer for it, on average, than it for them."""
 
@@ -220,13 +221,13 @@ class LateRanks:
     explained_frac: float
     """Part of all waiting that the set caused."""
     least_explained_frac: float
-    """The same in the step where it is least."""
+    """Part of the waiting that the set caused in the step where it is least."""
     chance: float
-    """At most this likely among ranks that are all alike."""
+    """Probability, at most, of this pattern among ranks that are all alike."""
     steps_needed: int
     """Steps that would settle it if the set is late in each of them."""
     steady: bool
-    """Late in a clear majority of the steps, and too clearly for chance."""
+    """Whether the set is late in a clear majority of the steps, too clearly for a coincidence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,9 +236,9 @@ class RankWait:
 
     rank: int
     wait_ns: int
-    """It waited for the last rank."""
+    """Time that the rank waited for the last rank."""
     wait_caused_ns: int
-    """The others waited for it, summed over them."""
+    """Time that the others waited for the rank, summed over them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +256,7 @@ class CrossRankGroup:
     transfer_ns: int | None
     """From the last rank's start to the end; null without an instant common to all ranks."""
     busbw_bytes_per_s: float | None
-    """Of the transfer."""
+    """Bus bandwidth of the transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,7 +274,7 @@ class CrossRank:
     wait_ns: dict[str, int] = field(default_factory=dict)
     """Rank -> time its collectives waited for the last rank."""
     stragglers: list[Straggler] = field(default_factory=list)
-    """The costliest, worst first; all of them together are ``wait_caused_ns``."""
+    """Late ranks with layer and cause, the costliest first; together they sum to ``wait_caused_ns``."""
     matched_by: dict[str, int] = field(default_factory=dict)
     """Match key -> collectives."""
     unmatched_reasons: dict[str, int] = field(default_factory=dict)
@@ -286,13 +287,14 @@ class CrossRank:
     """Time of the collectives, summed over ranks, of which some rank of the group could not be compared: what
     of it is waiting and what transfer is not known."""
     wait_caused_in_steps_ns: dict[str, list[int]] = field(default_factory=dict)
-    """The same in each step, in order."""
+    """Waiting that each rank caused in each step, in order."""
     start_spread_ns: int | None = None
     """Median over collectives of latest start minus earliest."""
     end_spread_ns: int | None = None
-    """The same of the ends, which should agree: what the clocks' alignment is worth."""
+    """Median over collectives of latest end minus earliest; ends should agree, so this bounds the error of
+    the clocks."""
     groups: list[CrossRankGroup] = field(default_factory=list)
     ranks: list[RankWait] = field(default_factory=list)
     """Ranks that waited or were waited for, the one that cost the others most first."""
     summary: list[str] = field(default_factory=list)
-    """Who waited for whom, in sentences; empty for a single rank."""
+    """Sentences: which rank waited for which; empty for a single rank."""

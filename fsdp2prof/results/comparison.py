@@ -36,7 +36,7 @@ class LayerMemoryDelta:
     """For people: ``layers.0``, ``layers.0-31``, ``(root)``, ``(no layer)``."""
     fqns: list[str | None]
     before_bytes: int
-    """Of all of them."""
+    """Bytes of all layers of this row."""
     after_bytes: int
     delta_bytes: int
 
@@ -61,7 +61,7 @@ class MemoryComparison(Shown):
     """What was compared; empty where two results are, and not two recordings."""
     after_path: str = ""
     verdict: list[str] = field(default_factory=list)
-    """How much the peak changed, what changed most, and where."""
+    """How much the peak changed, which kinds and layers changed most, and where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +73,11 @@ class StepSpread:
     forwards of repeated layers where a recording has no step marks."""
     steps: int
     typical_ns: float
-    """Median of the unrecorded steps; mean of the traced ones."""
+    """Step time: median of the unrecorded steps; mean of the traced ones."""
     low_ns: float
-    """Lower quartile of the unrecorded steps; the shortest of the traced ones."""
+    """Shortest typical step: lower quartile of the unrecorded steps; the shortest of the traced ones."""
     high_ns: float
-    """Upper quartile, or the longest."""
+    """Longest typical step: upper quartile of the unrecorded steps; the longest of the traced ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +93,10 @@ class ComparedInput:
     steps: int
     """Step windows that its times are means of, over all ranks."""
     step_min_ns: int | None
-    """Shortest of them: less than the spread of one side is no change."""
+    """Shortest of them: a difference within the spread of one side is not a change."""
     step_max_ns: int | None
     spread: StepSpread | None = None
-    """Of what both sides know; null where one of them knows no steps."""
+    """Step time of the steps that both sides have; null where one of them has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class TimeChange:
     after_ns: float
     delta_ns: float
     delta_frac: float | None
-    """Of before; null where that is 0."""
+    """Change as a fraction of the value before; null where that is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class CommFigures:
     payload_bytes: float | None
     wire_bytes: float | None
     total_ns: float | None
-    """Null, like the next two, in an estimate."""
+    """Times and bandwidth; null in an estimate."""
     exposed_ns: float | None
     stall_ns: float | None
 
@@ -134,7 +134,7 @@ class CommChange:
     phase: str
     op: str
     before: CommFigures | None
-    """Null where that side has none of them."""
+    """Collectives of that side; null where it has none."""
     after: CommFigures | None
     delta: CommFigures
     equal: bool
@@ -163,7 +163,7 @@ class RankPeakChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingChange:
-    """Something that was set up otherwise; null is absent."""
+    """A setting that differs; null is absent."""
 
     name: str
     before: str | None
@@ -178,20 +178,20 @@ class RunComparison(Shown):
 
     schema: str = "fsdp2prof.compare/1"
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: the step and whether its change is beyond the spread, what changed most in it,
+    """At most three sentences: the step and whether its change exceeds the spread, its largest part,
     memory."""
     before: ComparedInput
     after: ComparedInput
     settings: list[SettingChange]
-    """Between two runs."""
+    """Settings that differ between two runs."""
     settings_folded: list[SettingChange] = field(default_factory=list)
-    """The same, those of repeated layers that changed alike folded."""
+    """Settings that differ, those of repeated layers that changed alike folded."""
     step: TimeChange | None
     """Null, with an empty breakdown, unless both sides have a trace."""
     breakdown: list[TimeChange]
-    """Its parts; the changes sum to the step's."""
+    """Parts of the step; their changes sum to the step's."""
     exposed: TimeChange | None = None
-    """Sum of the parts that are exposed communication."""
+    """Change of exposed communication, all kinds together."""
     beyond_spread: bool | None = None
     """Whether the spreads of the two sides do not overlap; null where a side knows fewer than three steps."""
     unrecorded_step: TimeChange | None
@@ -203,19 +203,20 @@ class RunComparison(Shown):
     machine_changed: str | None = None
     """How the hosts' processors were used otherwise, as a clause; null where they were not, or unknown."""
     communication: list[CommChange]
-    """Largest growth of exposed time first; where no times are known, largest change in bytes first."""
+    """Layers, largest growth of exposed time first; where no times are known, largest change in bytes
+    first."""
     communication_folded: list[CommChange] = field(default_factory=list)
-    """The same, alike layers folded; one that changed much more than its siblings keeps a row of its own."""
+    """Layers, alike ones folded; one that changed much more than its siblings keeps a row of its own."""
     communication_differing: list[CommChange] = field(default_factory=list)
-    """Rows whose counts or bytes differ, alike layers folded."""
+    """Layers whose counts or bytes differ, alike ones folded."""
     communication_equal: bool | None
-    """Whether every row is; null unless both sides know their collectives."""
+    """Whether counts and bytes of every layer are equal; null unless both sides have collectives."""
     peaks: list[RankPeakChange]
-    """Largest growth first."""
+    """Peaks by rank, largest growth first."""
     memory: MemoryComparison | None
-    """Of the rank whose peak grew most; ``by_stack`` is empty. Null unless both sides know their memory."""
+    """Contents of the peak that grew most; ``by_stack`` is empty. Null unless both sides have memory."""
     equalities: list[str] = field(default_factory=list)
-    """What is equal to the byte on both sides, in words."""
+    """Quantities that are equal to the byte on both sides, in words."""
     warnings: list[str]
     before_timeline: StepTimeline | None = None
     """A typical step of that side; null where it has no trace."""
@@ -249,12 +250,12 @@ class BaselinePeak:
     allocated_bytes: int
     reserved_bytes: int | None
     categories: dict[str, int]
-    """Sums to ``allocated_bytes``."""
+    """Bytes by category; they sum to ``allocated_bytes``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline(Shown):
-    """What ``compare --write-baseline`` keeps of a run: no larger for more layers or ranks."""
+    """Sums of a run that ``compare --write-baseline`` keeps; no larger for more layers or ranks."""
 
     schema: str = BASELINE_SCHEMA
     kind: str
@@ -263,18 +264,18 @@ class Baseline(Shown):
     devices: list[str]
     traced_ranks: int
     windows: int
-    """Steps of all traced ranks: what the sums are over."""
+    """Traced steps of all ranks that the sums cover."""
     step_ns: int | None
-    """Sum of the traced steps; null without any."""
+    """Duration of the traced steps, summed; null without any."""
     breakdown_ns: dict[str, int]
     """Part of :class:`BreakdownNs` -> sum; they add up to ``step_ns``."""
     spread: StepSpread | None
-    """Of the traced steps."""
+    """Spread of the traced steps."""
     unrecorded_step: UnrecordedStep | None
     collectives: list[BaselineCollectives] | None
-    """Null without traced steps."""
+    """Sums by phase and operation; null without traced steps."""
     peak: BaselinePeak | None
     settings: dict[str, str] = field(default_factory=dict)
     """Command, world size, device, optimizer, training loop and versions of a run."""
     processors: ProcessorUse | None = None
-    """Of the recorded hosts; null unknown."""
+    """Processor time of the recorded hosts; null unknown."""

@@ -18,19 +18,19 @@ class PackingMethod:
     """One way to make sequences of documents."""
 
     name: str
-    """``padded``, ``longest_in_batch``, ``packed`` or ``concatenated``."""
+    """Name of the method: ``padded``, ``longest_in_batch``, ``packed`` or ``concatenated``."""
     sequences: int
     tokens: int
-    """Computed, padding included."""
+    """Tokens computed, padding included."""
     padding_tokens: int
     padding_frac: float
-    """Of the tokens computed."""
+    """Padding as a part of the computed tokens."""
     cut_documents: int
     """Documents that continue in another sequence."""
     attention_pairs: int
     """Pairs of a token and one before it, or itself, that causal attention computes over whole sequences."""
     useful_pairs_frac: float
-    """Of these, within one document: what a document mask leaves to compute."""
+    """Fraction of the computed pairs within one document: what a document mask leaves to compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +42,14 @@ class PackingEstimate(Shown):
     batch_size: int
     documents: int
     tokens: int
-    """Of all documents, what was cut off them left out."""
+    """Tokens of all documents, without what was cut off."""
     longest: int
     """Tokens of the longest document."""
     mean: float
     truncated_documents: int
     """Documents longer than a sequence."""
     truncated_tokens: int
-    """What is cut off them, except where documents are concatenated."""
+    """Tokens cut off long documents, except where documents are concatenated."""
     methods: list[PackingMethod]
     verdict: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
@@ -67,11 +67,11 @@ class EstimatedModel:
     """What an estimate is of."""
 
     name: str
-    """Of the model, or the script of a recorded run."""
+    """Name of the model, or the script of a recorded run."""
     parameters: int
     """Elements, all parameters together."""
     blocks: int | None = None
-    """Null for a recorded run."""
+    """Blocks of the model; null for a recorded run."""
     groups: int | None = None
     """FSDP parameter groups of a recorded run; null otherwise."""
 
@@ -123,11 +123,11 @@ class ConfigRow:
     value: str
     option: str
     became: str
-    """The option's value."""
+    """Value of the option."""
     source: str
     """The file that gives it, or the line of the trainer's code that holds its default."""
     given: bool
-    """Whether a file gives it; else it is the trainer's default."""
+    """Whether a file gives the value; else it is the trainer's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,7 @@ class ConfigRead:
     format: str
     files: list[str]
     stack: str
-    """The software that is assumed for what no file says."""
+    """Software stack that is assumed where no file names one."""
     rows: list[ConfigRow]
     without_effect: list[str]
     """Keys that change no estimate: logging, data sets, learning rates."""
@@ -146,7 +146,7 @@ class ConfigRead:
     notes: list[str]
     """Contradictions, sections without effect, and unmodelled features."""
     open: list[str]
-    """What no file says and the answer rests on."""
+    """Assumptions that no file confirms and the answer rests on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +163,7 @@ class CommRow:
     phase: str
     op: str
     process_group: str | None
-    """Of a recorded run; null in a prediction from specifications."""
+    """Process group of a recorded run; null in a prediction from specifications."""
     mesh_dim: str | None
     dtype: str
     group_size: int
@@ -182,7 +182,7 @@ class CommTotals:
     payload_bytes: int = 0
     wire_bytes: int = 0
     wire_frac: float | None = None
-    """Of all wire bytes; null where nothing is sent."""
+    """Wire bytes as a part of all; null where nothing is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,21 +201,21 @@ class WeightSync:
     """All-gathers that every training rank takes part in."""
     gather_payload_bytes: int
     gather_wire_bytes: int
-    """Of one training rank."""
+    """Bytes sent by one training rank to gather."""
     broadcasts: int
     """Tensors that the first training rank sends to all ranks of all engines."""
     sent_bytes: int
-    """Of the first training rank, each tensor once."""
+    """Bytes that the first training rank sends, each tensor once."""
     received_bytes: int
-    """By all ranks of all engines together; each receives every tensor whole."""
+    """Bytes received by all ranks of all engines together; each receives every tensor whole."""
     kept_bytes: int
-    """By one rank of an engine, its tensor-parallel part."""
+    """Bytes kept by one rank of an engine, its tensor-parallel part."""
     buffer_bytes: int
-    """Most that a training rank holds gathered at once, the cast copy of one tensor with it."""
+    """Most bytes that a training rank holds gathered at once, including the cast copy of one tensor."""
     bandwidth_bytes_per_s: int | None = None
-    """What one rank sends in a second; null unless it was given."""
+    """Bytes that one rank sends per second; null unless given."""
     gather_seconds: float | None = None
-    """At that rate, latency left out."""
+    """Time at that rate, without latency."""
     send_seconds: float | None = None
 
 
@@ -232,15 +232,15 @@ class CommEstimate(Shown):
     """Op -> sum over ``groups``."""
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: how much is sent, most of it where, what would make it less."""
+    """At most three sentences: how much is sent, the largest part, a change that sends less."""
     total: CommTotals = field(default_factory=CommTotals)
     """Sum over ``per_step``."""
     groups_folded: list[CommRow] = field(default_factory=list)
     """``groups`` with repeated layers that send the same folded, as ``layers.0-31``."""
     advice: list[str] = field(default_factory=list)
-    """What would send less, most bytes first."""
+    """Changes that send less, most bytes first."""
     weight_sync: WeightSync | None = None
-    """What bringing the weights to inference engines takes, beside the step; null unless asked for."""
+    """Transfer of the weights to inference engines, outside the step; null unless asked for."""
     config: ConfigRead | None = None
     """How the trainer's configuration was read; null unless there was one."""
 
@@ -258,26 +258,26 @@ class CheckpointEstimate(Shown):
     files: int
     """``__RANK_0.distcp`` of each writer plus ``.metadata``."""
     parameter_bytes: int
-    """All parameters, once, in their original dtype."""
+    """Bytes of all parameters, once, in their original dtype."""
     optimizer_bytes: int
-    """All optimizer state, once."""
+    """Bytes of all optimizer state, once."""
     sharded_bytes: int
-    """All shard files together: tensors only."""
+    """Bytes of all shard files together: tensors only."""
     rank_bytes_max: int
-    """Largest shard file's tensors."""
+    """Tensor bytes of the largest shard file."""
     rank_bytes_min: int
     full_parameter_bytes: int
-    """A full state dict of the model gathered on one rank."""
+    """Bytes of a full state dict of the model gathered on one rank."""
     full_bytes: int
-    """A full state dict of model and optimizer gathered on one rank."""
+    """Bytes of a full state dict of model and optimizer gathered on one rank."""
     sharded_seconds: float | None
-    """Writing the largest shard at the given bandwidth per writer; null without one."""
+    """Time to write the largest shard at the given bandwidth per writer; null without one."""
     full_seconds: float | None
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """What is written, by whom, and how long it takes where the bandwidth is known."""
+    """Sentences: what is written, by which ranks, and how long it takes where the bandwidth is known."""
     bandwidth_bytes_per_s: int | None = None
-    """What one writing rank sustains; null unless it was given."""
+    """Bandwidth that one writing rank sustains; null unless given."""
     config: ConfigRead | None = None
     """How the trainer's configuration was read; null unless there was one."""
 
@@ -290,7 +290,7 @@ class OutsidePart:
     low: int
     high: int
     source: str
-    """Where the range comes from."""
+    """Source of the range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,7 +300,7 @@ class OutsideAllocator:
     low: int
     high: int
     parts: list[OutsidePart] = field(default_factory=list)
-    """They sum to it."""
+    """Parts of the range; they sum to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,9 +309,9 @@ class Unknown:
 
     name: str
     low_bytes: int
-    """By how much the reserved peak may be lower than predicted; zero or negative."""
+    """Bytes by which the reserved peak may be lower than predicted; zero or negative."""
     high_bytes: int
-    """By how much it may be higher; zero or positive."""
+    """Bytes by which it may be higher; zero or positive."""
     why: str
     """One sentence: the unknown, and the information that would settle it."""
 
@@ -329,13 +329,13 @@ class PredictedPeak:
     phase: str
     fqn: str | None
     categories: dict[str, int]
-    """Sums exactly to ``active_bytes``."""
+    """Bytes by category; they sum exactly to ``active_bytes``."""
     by_layer: list[LayerBytes]
-    """Sums exactly to ``active_bytes``."""
+    """Bytes by layer; they sum exactly to ``active_bytes``."""
     streams: dict[str, int]
     """Reserved bytes of each stream's pool when the reserved peak is reached; sums to ``reserved_bytes``."""
     by_category: list[CategoryBytes] = field(default_factory=list)
-    """As in :class:`Peak`, like the next two."""
+    """Bytes by category with fractions, as in :class:`Peak`."""
     layers: list[LayerMemory] = field(default_factory=list)
     layers_folded: list[LayerMemory] = field(default_factory=list)
 
@@ -364,7 +364,7 @@ class TriedChange:
     policy: EstimatedPolicy
     reserved_bytes: int
     headroom_bytes: int
-    """As the estimate's own; negative: missing."""
+    """Device memory left, as the estimate's own; negative: missing."""
     fits: bool
 
 
@@ -381,36 +381,36 @@ class MemoryEstimate(Shown):
     """The first step and a steady one."""
     layers: list[LayerPeak]
     host_bytes: int
-    """Memory of the host that this rank's offloaded parameters, gradients and optimizer state take."""
+    """Host memory for this rank's offloaded parameters, gradients and optimizer state."""
     outside_allocator_bytes: OutsideAllocator
     device_total_bytes: int | None
     """Memory of the device; null unless the hardware was given."""
     fits: bool | None
-    """Null unless the hardware was given, and where it depends: ``fit`` says on what."""
+    """Whether it fits; null unless the hardware was given, and where it depends: ``fit`` says on what."""
     headroom_bytes: int | None
     """Device memory left above the high ends of the reserved peak and outside of it; negative: missing."""
     advice: list[str]
-    """What to change, when it does not fit."""
+    """Changes to make when it does not fit."""
     assumptions: list[str]
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences: how much, whether it fits, what fills it or what to change."""
+    """At most three sentences: how much, whether it fits, its largest part or what to change."""
     device: str | None = None
     """Name of the hardware; null unless it was given."""
     fit: Fit | None = None
-    """Null unless the hardware was given."""
+    """``fits``, ``does_not_fit`` or ``depends``; null unless the hardware was given."""
     headroom_high_bytes: int | None = None
-    """As ``headroom_bytes``, above the low end of the peak and outside of the allocator."""
+    """Device memory left above the low ends of the peak and outside the allocator."""
     reserved_low_bytes: int | None = None
-    """Least that the reserved peak may be, all unknowns at their low end."""
+    """Least reserved peak, with all unknowns at their low end."""
     reserved_high_bytes: int | None = None
     unknowns: list[Unknown] = field(default_factory=list)
-    """What the ends of the range rest on, the widest first; empty: the peak is not a range."""
+    """Unknowns at the ends of the range, the widest first; empty: the peak is not a range."""
     depends_on: list[str] = field(default_factory=list)
-    """What decides whether it fits, and by how much, where that is not known."""
+    """Unknowns that decide whether it fits, and by how much."""
     remedies: list[Remedy] = field(default_factory=list)
-    """What each change that is left to make takes off the peak at most, most bytes first."""
+    """Changes left to make with the bytes that each takes off the peak at most, most bytes first."""
     tried: list[TriedChange] = field(default_factory=list)
-    """Changes that were estimated because this does not surely fit, in the order of the trials."""
+    """Changes that were estimated because this may not fit, in the order of the trials."""
     config: ConfigRead | None = None
     """How the trainer's configuration was read; null unless there was one."""
 
@@ -420,15 +420,15 @@ STEP_ESTIMATE_SCHEMA = "fsdp2prof.estimate.step/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareUse:
-    """The accelerators and what connects them."""
+    """Accelerators, and the network between nodes."""
 
     name: str
     gpus_per_node: int
     nodes: int
     network: str | None
-    """Null on one node."""
+    """Network between nodes; null on one node."""
     peak_flops_per_s: int | None
-    """Of one accelerator, in the dtype that the model computes in."""
+    """Peak rate of one accelerator in the dtype that the model computes in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,11 +438,11 @@ class StepRange:
     low_ns: int
     high_ns: int
     unknown: list[str]
-    """What is varied, and between what."""
+    """Unknowns that are varied, and their limits."""
     simulated_low_ns: int | None = None
     """The step under the kindest inputs, before the margin of published runs; null if not simulated."""
     simulated_high_ns: int | None = None
-    """Likewise under the harshest."""
+    """The step under the harshest inputs, before the margin of published runs; null if not simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -455,27 +455,27 @@ class StepEstimate(Shown):
     policy: EstimatedPolicy
     hardware: HardwareUse
     verdict: list[str]
-    """At most three sentences: how long, what bounds it, where communication shows most."""
+    """At most three sentences: how long, what bounds it, the most exposed communication."""
     step_ns: int
     tokens_per_step: int
-    """All ranks together."""
+    """Tokens of a step, all ranks together."""
     tokens_per_s_per_gpu: float
     mfu: float | None
-    """Matrix products and attention of one forward and backward, causal attention counted once, over the
-    peak."""
+    """Model FLOPs utilization: products and attention of one forward and backward, causal attention counted
+    once, over the peak."""
     hfu: float | None
-    """The same including recomputation."""
+    """Hardware FLOPs utilization: as ``mfu``, including recomputation."""
     breakdown_ns: BreakdownNs
-    """Sums to the step of the simulated stage; the pipeline's bubble comes on top."""
+    """Time by activity; sums to the step of the simulated stage, without the pipeline's bubble."""
     bubble_ns: int
-    """Waiting of a pipeline stage for the others; 0 without a pipeline."""
+    """Time that a pipeline stage waits for the others; 0 without a pipeline."""
     kernels_ns: dict[str, int]
     """Kernel time by what bounds it: ``matmul``, ``attention``, ``memory`` (bandwidth), ``launch``."""
     bound_by: str
     """``compute``, ``memory_bandwidth``, ``nvlink``, ``pcie``, ``gloo``, ``network`` or ``host``: the largest
     part."""
     by_layer: list[LayerRow]
-    """Worst exposed first."""
+    """Layers, worst exposed first."""
     trace: TraceAnalysis
     """The predicted step as ``analyze trace`` sees it: idle causes, lateness, bandwidth, layers folded."""
     range: StepRange

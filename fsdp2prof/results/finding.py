@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The most severe first."""
+"""Severities, the most severe first."""
 
 Scalar: TypeAlias = int | float | str | bool | None
 EvidenceValue: TypeAlias = Scalar | Sequence[Scalar | Mapping[str, Scalar]] | Mapping[str, Scalar]

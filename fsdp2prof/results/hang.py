@@ -37,7 +37,7 @@ class HangCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangStanding:
-    """A collective that ranks of one process group stand in."""
+    """A collective that ranks of one process group are blocked in."""
 
     call: HangCall
     """As the lowest rank that came issued it."""

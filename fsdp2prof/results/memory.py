@@ -20,19 +20,19 @@ class LayerPeak:
     fqn: str | None
     phase: str
     peak_bytes: int
-    """Most allocated bytes, device-wide, while this layer and phase ran."""
+    """Most allocated bytes of the device while this layer and phase ran."""
     delta_bytes: int
-    """Allocated bytes at its end minus at its start, summed over its intervals."""
+    """Growth: allocated bytes at the end minus at the start, summed over its intervals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtPeak:
-    """What the trace of the same run shows at the peak."""
+    """State of the trace of the same run at the peak."""
 
     match: Literal["clock", "place"]
     """``clock``: the trace covers that instant; ``place``: the same position in a traced step."""
     step: int | None
-    """Traced step that was looked at."""
+    """Traced step with the same place."""
     operator: str | None
     """Innermost operator on the host."""
     launched: str | None
@@ -61,7 +61,7 @@ class RankMemory:
     """``cuda_snapshot``, ``storage_count``, ``kineto`` or ``estimate``."""
     peak: Peak
     layers: list[LayerPeak]
-    """In the order in which they first ran."""
+    """Layers and phases in the order in which they first ran."""
     fragmentation: Fragmentation | None
     """Null without a caching allocator, and where memory was freed after the failure that ended the work."""
     oom: OutOfMemory | None
@@ -93,7 +93,7 @@ class MemoryFigures:
     device_frac: float | None
     """Reserved memory, or allocated where nothing reserves, of the device's; null where that is unknown."""
     unattributed_frac: float
-    """Of the peak."""
+    """Unattributed part of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +102,13 @@ class MemoryAnalysis(Shown):
 
     schema: str = MEMORY_SCHEMA
     ranks: list[RankMemory]
-    """The highest peak first."""
+    """Ranks, the highest peak first."""
     findings: list[Finding]
     warnings: list[str]
     key_figures: MemoryFigures | None = None
     verdict: list[str] = field(default_factory=list)
-    """Of the fullest rank: how high its peak is, where it is and what fills it, what to try."""
+    """Sentences about the fullest rank: how high its peak is, where it is, its largest parts, what to try."""
     advice: list[str] = field(default_factory=list)
-    """What to look at next."""
+    """Notes on the fullest rank: layers unsharded at its peak, other peaks almost as high."""
     focus: Focus | None = None
-    """What is left of all that was analysed; null is all of it. Sums over layers stay those of all."""
+    """Part of the analysis that is shown; null is all. Sums over layers stay those of all."""

@@ -12,7 +12,7 @@ class CategoryBytes:
     category: str
     bytes: int
     frac: float
-    """Of all that is alive."""
+    """Fraction of all live bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,14 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemory:
-    """What one layer holds, or several that hold the same."""
+    """Bytes of one layer, or of several alike ones."""
 
     name: str
     """For people: ``layers.0``, ``layers.0-31``, ``(root)``, ``(no layer)``."""
     fqns: list[str | None]
     """The layers of this row; the empty string is the root; null: unattributed."""
     bytes: int
-    """Of all of them."""
+    """Bytes of all layers of this row."""
     categories: dict[str, int]
     """Category -> bytes of all of them; sums to ``bytes``."""
 
@@ -79,9 +79,9 @@ class Peak:
     phase: str
     fqn: str | None
     categories: dict[str, int]
-    """Sums exactly to ``allocated_bytes``."""
+    """Bytes by category; they sum exactly to ``allocated_bytes``."""
     by_layer: list[LayerBytes]
-    """Sums exactly to ``allocated_bytes``."""
+    """Bytes by layer; they sum exactly to ``allocated_bytes``."""
     time_ns: int | None = None
     """Host time of the peak; null where the recording has no times."""
     largest_blocks: list[LiveBlock] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Peak:
     layers: list[LayerMemory] = field(default_factory=list)
     """``by_layer`` with one row a layer, largest first."""
     layers_folded: list[LayerMemory] = field(default_factory=list)
-    """The same; layers whose names differ in one number and that hold the same share a row."""
+    """``layers`` with alike ones (names that differ in one number, same bytes) in one row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Remedy:
     ``expandable_segments``; of an estimate also ``cpu_offload``, ``low_precision_states`` and
     ``fused_optimizer``."""
     saves_bytes: int
-    """At most: of this change alone. Changes overlap and do not add up."""
+    """Bytes that this change alone saves, at most. Changes overlap and do not add up."""
     enough: bool | None
     """Whether it would have let a failed request fit; null where it is unknown, or nothing failed."""
     how: str
@@ -123,9 +123,9 @@ class OutOfMemory:
     fqn: str | None
     allocated_bytes: int
     reserved_bytes: int | None
-    """With the cached segments given back, as the allocator does before it gives up."""
+    """Reserved bytes after the cached segments were given back, as the allocator does before it fails."""
     device_free_bytes: int | None
-    """What the driver had left; null unknown."""
+    """Bytes that the driver had left; null unknown."""
     missing_bytes: int | None
     """What the driver lacked for the segment that the request takes; null where its free memory is unknown,
     or was enough and something else (a limit of the process) stood in the way."""

@@ -10,27 +10,27 @@ from fsdp2prof.results.shown import Shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanGiven:
-    """What was asked for."""
+    """The question: cluster, batch, limits."""
 
     gpus: int
     hardware: str
     gpus_per_node: int
     network: str | None
-    """Null on one node."""
+    """Network; null on one node."""
     global_batch: int
-    """Sequences of one optimizer step."""
+    """Global batch: sequences of one optimizer step."""
     seq_len: int
     fixed: dict[str, str]
     """Options that were not searched: name -> value."""
     reserve_frac: float
     device_total_bytes: int
     limit_bytes: int
-    """What a configuration may take: the device's memory without the headroom."""
+    """Bytes that a configuration may take: the device's memory without the headroom."""
     objective: str
     """``tokens``, ``cost`` or ``memory``."""
     price_per_gpu_hour: float | None
     currency: str | None = None
-    """Of the price; null unless it was named."""
+    """Currency of the price; null unless it was named."""
     tokens: int | None
     """Tokens of the whole training; null unless given."""
     budget_gpu_hours: float | None
@@ -41,37 +41,37 @@ class PlanPoint:
     """One configuration with its memory and time."""
 
     family: str
-    """Its kinds of parallelism: ``FSDP``, ``HSDP + TP``, ..."""
+    """Kinds of parallelism: ``FSDP``, ``HSDP + TP``, ..."""
     mesh: EstimatedMesh
     policy: EstimatedPolicy
     name: str
-    """In short: ``dp_shard=256, batch 1 x 4, ac=op``."""
+    """The configuration in short: ``dp_shard=256, batch 1 x 4, ac=op``."""
     reserved_bytes: int
     """Peak of the caching allocator."""
     total_low_bytes: int
-    """With what no allocator counts, all that is not known at the low end of its range."""
+    """Total at the low end: with what no allocator counts, and every unknown at its low end."""
     total_bytes: int
-    """The same at the high end."""
+    """Total at the high end."""
     headroom_bytes: int
-    """Below the limit at the high end; negative: over it."""
+    """Bytes below the limit at the high end; negative: over it."""
     fit: Fit
     """Whether it leaves the headroom asked for: ``fits``, ``does_not_fit``, or ``depends``."""
     depends_on: list[str]
-    """What decides, where it depends."""
+    """Unknowns that decide whether it fits, where it depends."""
     step_ns: int
     exposed_ns: int
     """Communication that nothing hides."""
     exposed_frac: float
     bubble_ns: int
     tokens_per_s: float
-    """All GPUs together."""
+    """Tokens per second of all GPUs together."""
     tokens_per_s_per_gpu: float
     mfu: float | None
     gpu_hours_per_billion_tokens: float
     cost_per_billion_tokens: float | None
-    """In the currency of the price; null without a price."""
+    """Cost in the currency of the price; null without a price."""
     confirmed: bool
-    """The numbers are the execution engine's own; else the fast path's."""
+    """Whether the numbers are the execution engine's own; else the fast path's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +79,13 @@ class PlanFamily:
     """The best configuration of one kind of parallelism, or of one change to the winner."""
 
     name: str
-    """The kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
+    """Name: the kinds of parallelism, or the change: ``tp=8``, ``ac=none``."""
     best: PlanPoint
     configurations: int
-    """Searched in this family."""
+    """Configurations searched in this family."""
     fitting: int
     why: str
-    """Why it is not the winner, with numbers; for the winner, its description."""
+    """Reason why it lost, with numbers; for the winner, its description."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,16 +97,16 @@ class PlanPrecision:
     value: str
     best: PlanPoint
     configurations: int
-    """Scored in this precision: all that could be its best."""
+    """Configurations scored in this precision: all that could be its best."""
     why: str
-    """What it would win over the winner, with numbers."""
+    """Difference to the winner, with numbers."""
     take: str
     """The option that plans in it: ``--fix reduce_dtype=bfloat16``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastPathError:
-    """How far the search's own numbers are from the engine's, where both are known."""
+    """Error of the search's own numbers against the engine's, where both are known."""
 
     configurations: int
     step_low_frac: float | None
@@ -118,7 +118,7 @@ class FastPathError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSearch:
-    """How the search went."""
+    """Size and outcome of the search."""
 
     configurations: int
     fitting: int
@@ -136,7 +136,7 @@ class PlanAnswer:
     question: str
     """``max batch-size``, ``max seq-len``, ``min gpus`` or ``budget``."""
     value: int | None
-    """Null: there is none."""
+    """The answer; null where there is none."""
     sentence: str
 
 
@@ -154,7 +154,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Shown):
-    """What to run on the cluster."""
+    """Result of ``plan``: the best configuration of a training on a cluster."""
 
     schema: str = "fsdp2prof.plan/1"
     model: EstimatedModel
@@ -162,15 +162,15 @@ class Plan(Shown):
     verdict: list[str]
     """At most three sentences: the winner, its cost, its limit."""
     winner: PlanPoint | None
-    """Null if nothing fits."""
+    """The best configuration; null if nothing fits."""
     families: list[PlanFamily]
-    """Best first; what does not fit last, by how much is missing."""
+    """Families, best first; those that do not fit come last, by the memory missing."""
     changes: list[PlanFamily]
-    """The winner with one thing changed, and what that does."""
+    """The winner with one option changed, and the effect."""
     precisions: list[PlanPrecision]
     """The best of all configurations in each other precision; empty where the precision is fixed."""
     pareto: list[PlanPoint]
-    """No other configuration is both faster and smaller; the smallest first."""
+    """Pareto front: no other configuration is both faster and smaller; the smallest first."""
     answer: PlanAnswer | None
     recipes: list[Recipe]
     search: PlanSearch

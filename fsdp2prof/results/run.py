@@ -32,8 +32,8 @@ class RunRank:
 
     rank: int
     state: str
-    """``complete``, ``partial``, ``crashed``, ``running`` (killed unheard), ``missing``, or ``unknown`` where
-    no recorder described the run."""
+    """State: ``complete``, ``partial``, ``crashed``, ``running`` (killed without notice), ``missing``, or
+    ``unknown`` where no recorder described the run."""
     host: str
     device: str
     """``cpu``, or the device's name."""
@@ -45,7 +45,7 @@ class RunRank:
     error: str | None
     messages: list[str]
     unrecorded_step: UnrecordedStep | None = None
-    """Null without steps that pay for no recording."""
+    """Unrecorded steps; null where every step was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,15 +93,16 @@ class ProcessorUse:
     """How the captured steps shared their hosts' processors; null where the system does not say."""
 
     wait_frac: float | None
-    """Of a step: time in which a training thread could run and had no processor, on the rank that waited
+    """Fraction of a step in which a training thread could run but had no processor, on the rank that waited
     most."""
     others_frac: float | None
-    """Of all processor time: used by other programs or given to other machines, on the busiest host."""
+    """Fraction of all processor time used by other programs or given to other machines, on the busiest
+    host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """What was run, where, and how it ended."""
+    """Command, hosts and outcome of a run."""
 
     path: str
     command: list[str]
@@ -114,15 +115,15 @@ class RunSummary:
     versions: dict[str, str]
     environment: dict[str, str]
     options: dict[str, Scalar]
-    """Of the recorder."""
+    """Options of the recorder."""
     messages: list[str]
     ranks: list[RunRank]
     shard_groups: list[ShardGroup]
-    """Of the lowest rank that has any."""
+    """Parameter groups of the lowest rank that has any."""
     optimizers: list[str]
     """Class and state bytes of each optimizer of the lowest rank that has any, as text."""
     unrecorded_step: UnrecordedStep | None = None
-    """Over all ranks; null without steps that pay for no recording."""
+    """Unrecorded steps over all ranks; null where every step was recorded."""
     rehearsed_rank: int | None = None
     """The rank of ``world_size`` that one process stood for; null where the training ran."""
     shard_families: list[ShardFamily] = field(default_factory=list)
@@ -131,7 +132,7 @@ class RunSummary:
     """Settings of the training loop that the recorder saw: micro-batches, gradient synchronisations of a
     step, prefetch, the optimizer's options, threads. Of the lowest rank that has them."""
     processors: ProcessorUse | None = None
-    """Null without captured steps."""
+    """Use of processors; null without captured steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,19 +141,19 @@ class RunAnalysis(Shown):
 
     schema: str = RUN_ANALYSIS_SCHEMA
     verdict: list[str] = field(default_factory=list)
-    """At most three sentences, of the trace and of the memory: what bounds the run, the most expensive place,
-    what to try."""
+    """At most three sentences on trace and memory: what bounds the run, the most expensive place, what to
+    try."""
     run: RunSummary
     trace: TraceAnalysis | None
     memory: MemoryAnalysis | None
     findings: list[Finding] = field(default_factory=list)
-    """Of both, the most severe first."""
+    """Findings of both analyses, the most severe first."""
     advice: list[str] = field(default_factory=list)
-    """Of both: what to look at next."""
+    """Notes of both analyses."""
     warnings: list[str]
     sharding: ShardingMap | None = None
-    """Who holds which rows of what; null without a recorder's manifests, or of parts that are not known."""
+    """Rows of each parameter by rank; null without a recorder's manifests, or of parts that are not known."""
     mesh: MeshMap | None = None
-    """Where the ranks stand, of a mesh over all of them; null where it is not known."""
+    """Coordinates of the ranks in a mesh over all of them; null where it is not known."""
     trial: TrialResult | None = None
-    """Other settings that were tried in the running job; null where none was."""
+    """Other settings that were tried in the running job; null without a trial."""

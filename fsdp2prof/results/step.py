@@ -28,7 +28,7 @@ class StepBreakdown:
     duration_ns: int
     breakdown_ns: BreakdownNs
     start_ns: int
-    """On the trace's own clock."""
+    """Start on the trace's own clock."""
     idle_ns: dict[str, int] = field(default_factory=dict)
     """Why nothing ran: cause -> time; sums to ``breakdown_ns.idle``. ``host_bound`` (nothing was launched in
     time), ``data_loader`` (the same, while the training got its next batch), ``device_sync`` and ``memcpy``
@@ -38,8 +38,6 @@ class StepBreakdown:
     flops: int | None = None
     """Floating-point operations of matrix products and attention, recomputation included; null without
     recorded shapes, or with operators whose shapes do not tell (convolutions)."""
-    operators: int | None = None
-    """Calls of torch's operators (``aten::``), those inside others included; null where none is recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +48,7 @@ class IncompleteStep:
     launches: int
     """Calls that launched a kernel, graph, copy or fill; collectives only, if just those miss records."""
     missing: int
-    """Those of them without a record of the device."""
+    """Calls without a record of the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +75,11 @@ class UnrecordedStep:
     median_ns: float
     lower_quartile_ns: float
     upper_quartile_ns: float
-    """Half of the steps lie between the quartiles."""
+    """Upper quartile; half of the steps lie between the quartiles."""
     min_ns: int
     max_ns: int
     traced_median_ns: float | None
-    """Of the traced steps, on the same clock; null if none ended."""
+    """Median of the traced steps on the same clock; null if none ended."""
     slowdown: float | None
     """``traced_median_ns`` over ``median_ns``: how many times as long a step takes while it is traced."""
 
@@ -91,15 +89,15 @@ class Throughput:
     """Speed of one rank's training; null is unknown."""
 
     step_ns: int
-    """Median duration of its steps: the unrecorded ones where the run knows them, else the traced ones."""
+    """Median duration of its steps: unrecorded ones where the run has them, else the traced ones."""
     tokens_per_s: float | None
-    """Tokens of a step, all ranks together, over its duration."""
+    """Tokens per second: tokens of a step, all ranks together, over its duration."""
     flops_per_s: float | None
-    """This rank's recorded operations over their steps' durations."""
+    """Rate of recorded operations of this rank over their steps' durations."""
     mfu: float | None
-    """``flops_per_s`` over the device's peak; recomputed operations count."""
+    """Operations as a fraction of the device's peak; recomputed operations count."""
     measured_on: Literal["unrecorded", "traced"] = "traced"
-    """Which steps the durations are of."""
+    """Steps that the durations are of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,12 +106,12 @@ class RankMeans:
 
     rank: int
     steps: int
-    """Step windows that the means are over."""
+    """Number of step windows that the means cover."""
     step_ns: float
     breakdown_ns: dict[str, float]
     """Part of :class:`BreakdownNs` -> mean; sums to ``step_ns``."""
     communication_ns: float
-    """Union of the rank's collectives."""
+    """Communication: union of the rank's collectives."""
     exposed_ns: float
     overlap_frac: float | None
 
@@ -132,22 +130,22 @@ class TraceTotals:
     idle_ns: dict[str, float] = field(default_factory=dict)
     """Cause -> mean, the costliest first; sums to ``breakdown_ns.idle``."""
     communication_ns: float | None = None
-    """Union of a rank's collectives."""
+    """Communication: union of a rank's collectives."""
     exposed_ns: float | None = None
     """Part of ``communication_ns`` that neither compute nor FSDP copies hide."""
     exposed_frac: float | None = None
-    """``exposed_ns`` over ``step_ns``."""
+    """Exposed fraction: ``exposed_ns`` over ``step_ns``."""
     overlap_frac: float | None = None
-    """1 - exposed / communication; null without communication."""
+    """Overlap: 1 - exposed / communication; null without communication."""
     attributed_frac: float | None = None
-    """Communication time on a layer, of all communication time; null without communication."""
+    """Attributed fraction: communication time that has a layer, of all; null without communication."""
     tokens_per_s: float | None = None
-    """Of the slowest rank: all ranks together train no faster."""
+    """Tokens per second of the slowest rank: all ranks together train no faster."""
     flops_per_s: float | None = None
-    """Mean over the ranks."""
+    """Operations per second, mean over the ranks."""
     mfu: float | None = None
-    """Mean over the ranks."""
+    """MFU, mean over the ranks."""
     fastest_rank: int | None = None
-    """By mean step."""
+    """Fastest rank by mean step."""
     median_rank: int | None = None
     slowest_rank: int | None = None

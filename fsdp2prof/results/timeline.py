@@ -13,13 +13,14 @@ from fsdp2prof.results.communication import LateCause
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Focus:
-    """Rows of these only; null is all. Everything was analysed and compared before."""
+    """Part of an analysis that is shown: rows of these; null is all. Everything was analysed and compared
+    before."""
 
     layers: list[str] | None
     """Patterns of layers' names: ``layers.3*``, ``(root)``."""
     ranks: list[int] | None
     steps: list[int] | None
-    """Of the trace."""
+    """Steps of the trace."""
 
     def __str__(self) -> str:
         """Say it in words: ``layers layers.3*; rank 1``."""
@@ -39,10 +40,10 @@ class TimelineLane:
     """``host`` (what the issuing threads were doing), ``compute``, ``fsdp_copy``, ``all_gather``,
     ``reduce_scatter``, ``all_reduce``, ``other_comm`` or ``memcpy``."""
     start_ns: list[int]
-    """On the timeline's clock; negative where a host runs ahead of the step."""
+    """Starts on the timeline's clock; negative where a host runs ahead of the step."""
     duration_ns: list[int]
     busy_ns: list[int]
-    """Part of the duration in which something ran: less where small gaps are folded in."""
+    """Time within the span in which something ran: less than its length where small gaps are folded in."""
     count: list[int]
     """Kernels, copies or collectives in the span."""
     layer: list[int]
@@ -52,23 +53,23 @@ class TimelineLane:
     name: list[int]
     """Index in :attr:`StepTimeline.names`: kernel, activity or collective; the longest of a folded span."""
     payload_bytes: list[int | None] = field(default_factory=list)
-    """Of collectives; empty in the other lanes."""
+    """Payload of collectives; empty in the other lanes."""
     peer_wait_ns: list[int | None] = field(default_factory=list)
     """Of collectives: part of the duration in which the last rank had not come; null where unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineStall:
-    """The compute stream stood still for a collective."""
+    """A wait of the compute stream for a collective."""
 
     lane: str
     fqn: str | None
     phase: str
     start_ns: int
-    """Of the collective."""
+    """Start of the collective."""
     end_ns: int
     needed_ns: int
-    """When the compute stream had nothing left to do but wait."""
+    """Time at which the compute stream had nothing left to do but wait."""
     stall_ns: int
     cause: LateCause | None
 
@@ -79,10 +80,10 @@ class RankTimeline:
 
     rank: int
     start_ns: int
-    """Of its step window, on the timeline's clock."""
+    """Start of its step window, on the timeline's clock."""
     duration_ns: int
     lanes: list[TimelineLane]
-    """Those that hold something, from top to bottom."""
+    """Lanes that hold something, from top to bottom."""
     stalls: list[TimelineStall]
     """Longest first."""
 
@@ -104,9 +105,9 @@ class StepTimeline:
     names: list[str]
     ranks: list[RankTimeline]
     ranks_left_out: int
-    """Omitted beyond 64: those that cause no wait and take the least time."""
+    """Ranks left out beyond 64: those that cause no wait and take the least time."""
     stalls_left_out: int
-    """The shortest ones."""
+    """Waits left out: the shortest ones."""
     compute_frac: list[float] = field(default_factory=list)
     """Part of each of 96 equal slices of the duration in which a rank computes: mean over the ranks."""
     slice_phases: list[str] = field(default_factory=list)

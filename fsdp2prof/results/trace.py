@@ -179,7 +179,7 @@ class TraceAnalysis(Shown):
     """Result of ``analyze trace``.
 
     ``ranks``, ``groups``, ``prefetch`` and ``host_syncs`` hold each rank and step; what is made of them for
-    people (means, layers, repeated layers folded, sentences) stands beside them.
+    people (means, layers, repeated layers folded, sentences) is beside them.
     """
 
     schema: str = TRACE_SCHEMA

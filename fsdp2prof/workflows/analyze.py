@@ -119,7 +119,7 @@ def analyze_run(job: JobFiles, **options: Unpack[TraceOptions]) -> RunAnalysis:
     Without a recorder's manifests files of both kinds also form a run. Raises ``RunDirectoryError`` for
     anything else and for a run that left nothing, and the errors of :func:`analyze_trace`.
     """
-    from fsdp2prof.analyzers.run_analysis import with_trial
+    from fsdp2prof.analyzers.run_summary import with_trial
     from fsdp2prof.analyzers.sharding.recorded import mesh_of_run, shards_of_run
 
     analysis = replace(
@@ -140,7 +140,7 @@ def _trial(job: JobFiles) -> TrialResult | None:
 
 
 def _analyze_run(job: JobFiles, options: TraceOptions) -> RunAnalysis:
-    from fsdp2prof.analyzers.run_analysis import combine
+    from fsdp2prof.analyzers.run_summary import combine
 
     summary = _summary(job)
     if job.summaries.files:

@@ -137,9 +137,7 @@ def check_parity(
     where the user's functions fail, hang or give nothing to train.
     """
     if shard is None and not mesh.keys() <= {"dp_replicate", "dp_shard"}:
-        raise UsageError(
-            "--mesh: how to shard over other dimensions than dp_replicate and dp_shard says --shard"
-        )
+        raise UsageError("--mesh: to shard over dimensions other than dp_replicate and dp_shard, add --shard")
     with tempfile.TemporaryDirectory(prefix="fsdp2prof-parity-") as folder:
         options: dict[str, Any] = {
             "model": model,

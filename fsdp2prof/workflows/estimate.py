@@ -83,7 +83,7 @@ class Described:
         if idle := sorted(policy.keys() - _BESIDE_A_TRACE):
             raise UsageError(f"{idle[0]} would have no effect: the operators of {path.name} are as they ran")
         if not {"batch_size", "seq_len"} <= policy.keys():
-            raise UsageError(f"{path.name} does not say its tokens: add --batch-size and --seq-len of a rank")
+            raise UsageError(f"{path.name} has no token count: add --batch-size and --seq-len of a rank")
         return replace(self, values={**self.values, "model": f"execution trace {path.name}"})
 
     def changed(self, values: Mapping[str, Any]) -> Described:
@@ -97,7 +97,7 @@ class Described:
             raise UsageError("--from-run needs the model too: a recorded run does not hold it; add --model")
         values = {**self.values, **{key: value for key, value in more.items() if value is not None}}
         if self.read is not None and "seq_len" not in values["policy"]:
-            raise UsageError("no file says how long a sequence is: add --seq-len")
+            raise UsageError("no file has the sequence length: add --seq-len")
         spec = make_spec(values, **_head_of(values.get("model")))
         _refuse_early(spec)
         return spec
@@ -285,7 +285,7 @@ def _again(described: Described) -> RehearsedRank:
     """Rehearse the command of a recorded run."""
     command = described.command
     if not command:
-        raise UsageError("--from-run: the run does not say its command; add --model")
+        raise UsageError("--from-run: the run has no recorded command; add --model")
     assert described.manifest is not None
     return rehearsed(command, described.manifest.world_size)
 
@@ -401,7 +401,7 @@ def corrected(cluster: Cluster, path: Path) -> tuple[Cluster, str]:
 
     runs = read_measured(path)
     if any(run.measured.is_memory for run in runs):
-        raise UsageError(f"--measured {path}: a peak says nothing of time; give step_ms, mfu or tokens/s")
+        raise UsageError(f"--measured {path}: a peak does not determine time; give step_ms, mfu or tokens/s")
     found = anchored_on(anchors_of(Described(values={}, manifest=None), runs), cluster, exact=False)
     return found.cluster, found.note
 

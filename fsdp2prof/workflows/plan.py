@@ -21,10 +21,9 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.planner.answers import Question, answer
 from fsdp2prof.estimators.planner.confirm import EngineMemory, check_memory, check_step
-from fsdp2prof.estimators.planner.engine import Call, run_one
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure
-from fsdp2prof.estimators.planner.request import PlanRequest
+from fsdp2prof.estimators.planner.request import Call, PlanRequest, run_one
 from fsdp2prof.estimators.step import StepFigures
 from fsdp2prof.files import replacing
 from fsdp2prof.results.estimate import ConfigRead, decoding_hook

@@ -41,7 +41,7 @@ def rehearsed(command: Sequence[str], world_size: int | None) -> RehearsedRank:
     """
     world_size = world_size or as_one_process(command)[1]
     if world_size is None:
-        raise UsageError("the command does not say how many ranks there are: add --world-size")
+        raise UsageError("the command has no rank count: add --world-size")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with _started(command, world_size, run) as process:

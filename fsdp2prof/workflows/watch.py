@@ -29,7 +29,7 @@ def watch_run(path: Path, *, window: int, tokens_per_step: int | None = None) ->
         elif record.manifest is None or record.manifest.selected:
             warnings.append(f"rank {record.rank}: no step yet")
     if not steps:
-        why = "no rank has ended a step yet" if run.info.options.watch else "start it with record --watch"
+        why = "no rank has completed a step yet" if run.info.options.watch else "start it with record --watch"
         raise RunDirectoryError(f"{path}: no steps to watch: {why}")
     return watch_steps(
         steps,

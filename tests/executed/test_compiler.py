@@ -12,9 +12,8 @@ from support.saved_tensors import saved_sizes
 from torch import Tensor, nn
 
 from fsdp2prof.analyzers.memory.attribution import attribute
-from fsdp2prof.estimators.compiler.blocks import compile_blocks
+from fsdp2prof.estimators.compiler.blocks import Recompute, Selective, compile_blocks
 from fsdp2prof.estimators.compiler.graphs import told_of_launches
-from fsdp2prof.estimators.compiler.recompute import Recompute, Selective
 from fsdp2prof.estimators.config.choices import CheckpointingMode
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec

@@ -25,17 +25,31 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.answers import answer
-from fsdp2prof.estimators.planner.confirm import Check, EngineMemory, check_memory, check_step
-from fsdp2prof.estimators.planner.engine import Call
+from fsdp2prof.estimators.planner.confirm import (
+    Check,
+    EngineMemory,
+    check_memory,
+    check_step,
+    other_precisions,
+    prefetches,
+    prefetching_can_matter,
+)
 from fsdp2prof.estimators.planner.fast import FastModel, Score
 from fsdp2prof.estimators.planner.outcome import name_of, room, time_parts, why_it_lost
 from fsdp2prof.estimators.planner.plan import Planning
 from fsdp2prof.estimators.planner.profile import BlockProfile, measure, probes
 from fsdp2prof.estimators.planner.recipes import recipes
-from fsdp2prof.estimators.planner.refine import other_precisions, prefetches, prefetching_can_matter
-from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, parse_fixed
-from fsdp2prof.estimators.planner.search import Correction, Scored, Search, pareto_front, ranked, simplest
-from fsdp2prof.estimators.planner.space import candidates, meshes
+from fsdp2prof.estimators.planner.request import Call, Candidate, PlanRequest, parse_fixed
+from fsdp2prof.estimators.planner.search import (
+    Correction,
+    Scored,
+    Search,
+    candidates,
+    meshes,
+    pareto_front,
+    ranked,
+    simplest,
+)
 from fsdp2prof.estimators.step import StepFigures, estimate_step, step_figures
 from fsdp2prof.estimators.timeline import micro_batches
 from fsdp2prof.estimators.timeline.commands import Work

@@ -16,16 +16,15 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.planner.confirm import Check, check_memory, check_step
-from fsdp2prof.estimators.planner.ends import units_of_ends
 from fsdp2prof.estimators.planner.fast import FastModel
 from fsdp2prof.estimators.planner.fast_costs import padded_numel
-from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds
+from fsdp2prof.estimators.planner.profile import measure, probes, repeated_kinds, units_of_ends
 from fsdp2prof.estimators.planner.request import Candidate, PlanRequest, family_of, parse_fixed
-from fsdp2prof.estimators.planner.space import candidates, meshes
+from fsdp2prof.estimators.planner.search import candidates, meshes
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.timeline.program import capture_step, execute_and_capture
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
 MIXTRAL = PlanRequest(

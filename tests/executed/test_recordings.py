@@ -169,7 +169,7 @@ def test_only_a_run_that_listens_can_be_asked(tmp_path):
 
     for info, why in [
         (RunInfo(state="complete"), "is over"),
-        (RunInfo(state="running"), "does not listen"),
+        (RunInfo(state="running"), "accepts no requests"),
     ]:
         write_json(tmp_path / "run.json", info)
         with pytest.raises(RunDirectoryError, match=why):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.tiny_families import values_of
 
-from fsdp2prof.estimators.allocator.replay import allocator_settings, replay
+from fsdp2prof.estimators.allocator.caching import allocator_settings, replay
 from fsdp2prof.estimators.config.choices import Every
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp2prof.analyzers.memory.attribution import attribute
-from fsdp2prof.analyzers.memory.usage import allocated_totals
+from fsdp2prof.analyzers.memory.prepared import allocated_totals
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER, MemoryRecording
 

@@ -107,7 +107,7 @@ def test_a_run_that_is_not_watched_is_told(tmp_path):
     with pytest.raises(RunDirectoryError, match="record --watch"):
         watch_run(tmp_path, window=5)
     write_json(tmp_path / "run.json", RunInfo(state="running", options=RecordOptions(watch=True)))
-    with pytest.raises(RunDirectoryError, match="no rank has ended a step yet"):
+    with pytest.raises(RunDirectoryError, match="no rank has completed a step yet"):
         watch_run(tmp_path, window=5)
     for rank in (0, 1):
         (tmp_path / f"rank-0000{rank}").mkdir()

@@ -215,7 +215,7 @@ def test_of_two_late_ranks_only_both_together_give_the_time_back(tmp_path: Path)
     unneeded = rows["without host_syncs"]
     assert (unneeded.gained_ns, unneeded.reason) == (
         None,
-        "no call of this run stops the host for the device",
+        "no call of this run synchronizes the host with the device",
     )
 
 
@@ -276,7 +276,7 @@ def test_the_verdict_is_about_what_a_script_can_change(tmp_path: Path) -> None:
     most = result.tried[0]
     assert (most.change, most.other_hardware) == ("compute=1.2x", True)
     assert result.shown == "compute=1.2x"
-    assert result.verdict[0] == "No setting that was tried makes a step faster."
+    assert result.verdict[0] == "None of the settings tried makes a step faster."
     slow = tried(traces(tmp_path / "slow", schedule(transformer(4, **SLOW_LINKS))))
     shown = next(row for row in slow.tried if row.change == slow.shown)
     own = [row for row in slow.tried if row.gained_ns is not None and not row.other_hardware]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2prof.estimators.config.inputs import load_config, make_spec
-from fsdp2prof.estimators.execution.host_offload import HostMemory
+from fsdp2prof.estimators.execution.fake_world import HostMemory
 from fsdp2prof.estimators.execution.training import TrainingLoop, build_optimizer, shard
 from fsdp2prof.estimators.models.build import build_model
 

@@ -134,7 +134,7 @@ def test_a_recorded_job_that_stands_still_leaves_its_state(tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0
     told = next(line for line in done.stderr.splitlines() if "no step ends" in line)
-    assert f"; `fsdp2prof analyze hang {run}`" in told
+    assert f"`fsdp2prof analyze hang {run}`" in told
     assert "deprecated" not in done.stderr
     found = analyze_hang(run)
     assert (found.cause, found.culprits) == ("not_come", [1])

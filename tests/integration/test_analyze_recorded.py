@@ -133,8 +133,8 @@ def test_text_reads_from_the_verdict_to_what_was_run(capfd: pytest.CaptureFixtur
         "Where the step goes",
         "Communication by layer",
         "Peak memory",
-        "What fills rank",
-        "What was run",
+        "by kind",
+        "Command and environment",
         "How the model is sharded",
     ]
     places = [ended.out.index(title) for title in titles]

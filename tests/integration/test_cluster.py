@@ -156,7 +156,7 @@ def test_work_that_ends_every_worker_is_named_and_the_rest_is_done(address: str)
         client.wait_for_workers(2, timeout=60)
         outcomes = list(cluster.map(os._exit, [1]))
         assert [str(one) for one in outcomes] == [
-            "every worker that read it died, of too little memory perhaps"
+            "every worker that read it died, perhaps of too little memory"
         ]
         assert list(cluster.map(abs, [-1, -2])) == [1, 2]
 

@@ -97,4 +97,4 @@ def test_the_gate_of_the_examples(run: Path) -> None:
     [error] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: wire_bytes_frac>-1: wire_bytes_frac is 0")
     assert "; " not in error  # memory is exactly the baseline's
-    assert "What changed" in ended.stdout
+    assert "Comparison" in ended.stdout

@@ -39,14 +39,13 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.weight_sync import WeightSyncSpec
 from fsdp2prof.estimators.execution.engine import execute
-from fsdp2prof.estimators.execution.expert_parallel import clip_gradients, exchange_tokens
 from fsdp2prof.estimators.execution.fake_world import (
     expert_mesh,
     fake_process_group,
     fsdp_mesh,
     tensor_parallel_mesh,
 )
-from fsdp2prof.estimators.execution.training import shard
+from fsdp2prof.estimators.execution.training import clip_gradients, exchange_tokens, shard
 from fsdp2prof.estimators.models.builtin import build_builtin
 from fsdp2prof.estimators.models.catalog import (
     BUILTIN_MODELS,
@@ -58,8 +57,8 @@ from fsdp2prof.estimators.of_run.communication import estimate_comm_of_run
 from fsdp2prof.estimators.of_run.policy import values_of_run
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, fsdp_method_refusal
-from fsdp2prof.estimators.traffic.ledger import Ledger
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
+from fsdp2prof.estimators.traffic.parallel import Ledger
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.readers.run.directory import open_run
 from fsdp2prof.schedule import steady_step

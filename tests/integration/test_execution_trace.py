@@ -118,7 +118,7 @@ def test_the_command_line_says_what_it_rests_on(observed: Path, capfd: pytest.Ca
     assert "1.1.1-chakra" in found["assumptions"][0]
     assert {row["fqn"] for row in found["by_layer"]} == {"", "layers.0", "layers.1", "layers.2"}
     for more, said in (
-        ((), "does not say its tokens: add --batch-size and --seq-len"),
+        ((), "has no token count: add --batch-size and --seq-len"),
         (("--batch-size", "2", "--seq-len", "8", "--ac", "full"), "ac would have no effect"),
         (("--model", "gpt2"), "--model would have no effect"),
     ):

@@ -17,19 +17,18 @@ from support.tiny_families import SEES, TEXT, values_of
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from fsdp2prof.analyzers.memory.usage import allocated_totals
+from fsdp2prof.analyzers.memory.prepared import allocated_totals
 from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.engine import attention_kernel, execute
-from fsdp2prof.estimators.execution.expert_parallel import clip_gradients
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
-from fsdp2prof.estimators.execution.training import build_optimizer, shard
+from fsdp2prof.estimators.execution.training import build_optimizer, clip_gradients, shard
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import MemoryRecording
 

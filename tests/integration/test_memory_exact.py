@@ -20,8 +20,7 @@ from support.present import manifest_of, present
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.peak import sum_by
-from fsdp2prof.analyzers.memory.prepared import prepare
-from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times
+from fsdp2prof.analyzers.memory.prepared import allocated_totals, event_times, prepare
 from fsdp2prof.manifest import ParamGroupInfo, RankManifest
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.readers.run.directory import open_run

@@ -152,7 +152,7 @@ def test_a_mode_of_the_trainings_is_left_when_the_training_leaves_it(recorded, f
     assert mode.seen
     assert not [one for one in mode.seen if "fsdp2prof" in one]
     assert bool(manifest.memory_steps) == (first == 3)
-    told = "memory is not recorded: the training has a TorchDispatchMode on" in " ".join(manifest.messages)
+    told = "memory is not recorded: the training uses a TorchDispatchMode" in " ".join(manifest.messages)
     assert told == (first == 1)
 
 
@@ -264,8 +264,8 @@ def test_other_devices_than_cuda_are_not_taken_for_a_cpu(recorded, monkeypatch):
     assert manifest.device.name == "xpu"
     assert manifest.memory_steps == []
     assert manifest.messages == [
-        "the trace holds the host's work alone: xpu devices are not recorded",
-        "memory is not recorded: fsdp2prof reads no history of the allocator of xpu devices",
+        "the trace holds only the host's work: xpu devices are not recorded",
+        "memory is not recorded: fsdp2prof cannot read the allocator history of xpu devices",
     ]
 
 

@@ -129,7 +129,8 @@ def test_the_schedule_moves_behind_a_profiler_that_ends(compare):
     assert manifest.state == "complete"
     assert (manifest.memory_steps, manifest.traced_steps) == ([4], [6, 7, 8])
     assert manifest.messages == [
-        "the training's own profiler came first; ours traced steps 6, 7, 8; memory is that of step 4"
+        "the training's own profiler had priority; the recorder traced steps 6, 7, 8; "
+        "memory is that of step 4"
     ]
 
 
@@ -137,8 +138,8 @@ def test_its_trace_stands_for_ours_where_it_leaves_no_gap(compare):
     manifest = compare(scheduled(0, 1, 3))
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [1, 2, 3], [])
     assert manifest.messages[0] == (
-        "the training's own profiler left no gap for ours; trace.json.gz is the one it wrote first, "
-        "steps 1, 2, 3; memory found no gap either"
+        "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote, "
+        "steps 1, 2, 3; no gap for the memory recording either"
     )
     kinds = [step.kind for step in manifest.steps]
     assert "plain" not in kinds, "no duration of a step with a profiler in it counts as undisturbed"
@@ -179,8 +180,8 @@ def test_a_profiler_inside_every_forward(compare, tmp_path):
     manifest = compare(train)
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
-        "the training's own profiler left no gap for ours; trace.json.gz is the one it wrote first; "
-        "memory found no gap either"
+        "the training's own profiler left no gap; trace.json.gz is the first trace that it wrote; "
+        "no gap for the memory recording either"
     )
     assert (tmp_path / "run" / "rank-00000" / "trace.json.gz").exists()
 
@@ -195,8 +196,8 @@ def test_one_that_writes_no_trace(compare):
     manifest = compare(train)
     assert (manifest.state, manifest.traced_steps, manifest.memory_steps) == ("partial", [], [])
     assert manifest.messages[0] == (
-        "the training's own profiler left no gap for ours and wrote no Chrome trace that could replace "
-        "it; memory found no gap either"
+        "the training's own profiler left no gap and wrote no Chrome trace to use instead; "
+        "no gap for the memory recording either"
     )
 
 
@@ -218,7 +219,7 @@ def test_a_real_run_of_two_ranks(tmp_path):
         ]
         assert notes[0] == notes[1]
         assert notes[0][f"{rank}-0.json"]["ProfilerStep#2"] == 1
-    assert "the training's own profiler left no gap for ours; trace.json.gz is the one it" in recorded.stderr
+    assert "the training's own profiler left no gap; trace.json.gz is the first" in recorded.stderr
     for record_of_rank in open_run(tmp_path / "run").ranks:
         manifest = manifest_of(record_of_rank)
         assert (manifest.traced_steps, manifest.memory_steps) == ([2, 3], [4])

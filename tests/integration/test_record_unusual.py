@@ -64,7 +64,7 @@ def test_of_a_script_that_imports_dynamo_first(tmp_path: Path) -> None:
 
 def test_what_a_replicated_model_is_called(tmp_path: Path) -> None:
     run = compare(tmp_path, [*torchrun(Path(UNUSUAL), 2), "--way", "replicated"], state={"complete"})
-    assert check_run(run).verdict[0] == "14 parameters are replicated over 2 ranks as their meshes say."
+    assert check_run(run).verdict[0] == "14 parameters are replicated over 2 ranks as their meshes define."
     assert [one.placements for one in inspect_run_sharding(run).parameters] == [["Replicate()"]] * 14
     (all_reduces,) = estimate_communication(describe(from_run=run, given={}, policy={})).per_step.items()
     assert (all_reduces[0], all_reduces[1].count) == ("all_reduce", 3)

@@ -15,7 +15,7 @@ from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.step import predict_step
 from fsdp2prof.workflows.analyze import analyze_trace
 from fsdp2prof.workflows.job.job_files import open_job
-from fsdp2prof.workflows.references import references
+from fsdp2prof.workflows.ranks.one_rank import references
 from fsdp2prof.workflows.saved_estimates import save_step_run
 
 LLAMA, SPARSE = "llama3-8b", "mixtral-8x7b"

@@ -19,13 +19,12 @@ from fsdp2prof.estimators.communication import estimate_comm
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.execution.expert_parallel import clip_gradients
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh, tensor_parallel_mesh
-from fsdp2prof.estimators.execution.training import shard
+from fsdp2prof.estimators.execution.training import clip_gradients, shard
 from fsdp2prof.estimators.memory import estimate_memory
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.traffic.parts import part_of
+from fsdp2prof.estimators.traffic.limits import part_of
 
 from .conftest import SCRIPTS, torchrun, training_environment
 

@@ -10,9 +10,8 @@ from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.policy import PolicySpec
-from fsdp2prof.estimators.planner.engine import Call, in_this_process
 from fsdp2prof.estimators.planner.plan import Planning
-from fsdp2prof.estimators.planner.request import PlanRequest
+from fsdp2prof.estimators.planner.request import Call, PlanRequest, in_this_process
 from fsdp2prof.results.plan import Plan
 
 __all__ = ["ENGINE", "NODE", "SMALL", "small_plan", "small_planning"]

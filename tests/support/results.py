@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp2prof.analyzers.compare.sides import Side, compare
-from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.results.communication import Attribution, Communication, CrossRank, GroupRow, Straggler
 from fsdp2prof.results.comparison import LayerMemoryDelta, MemoryComparison, MemoryDelta, RunComparison
@@ -325,7 +325,7 @@ def memory_comparison() -> MemoryComparison:
         ],
         verdict=[
             "The peak is 10.0 MiB higher (+11.1%): 90.0 MiB before, 100.0 MiB after.",
-            "What changed most: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
+            "Largest changes: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
             "Where: the root module (+10.0 MiB).",
         ],
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2prof.analyzers.memory.usage import reserved_totals
+from fsdp2prof.analyzers.memory.prepared import reserved_totals
 from fsdp2prof.estimators.allocator.caching import AllocatorSettings, Block, CachingAllocator, OutOfMemory
 from fsdp2prof.readers.memory.snapshot import read_snapshot
 from fsdp2prof.tables import NEVER, MemoryRecording

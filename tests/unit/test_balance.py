@@ -136,7 +136,7 @@ def test_command(capfd: pytest.CaptureFixture[str], run: Path) -> None:
     }
     text = call(capfd, "check", "balance", run, "--fail-at", "medium")
     assert text.code == 3
-    assert "move from rank to rank" in " ".join(text.out.split())
+    assert "the rank that causes" in " ".join(text.out.split())
 
 
 def test_what_is_refused(capfd: pytest.CaptureFixture[str], run: Path) -> None:

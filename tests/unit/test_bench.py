@@ -13,7 +13,7 @@ from fsdp2prof.analyzers.bench import bench_result, fit_line
 from fsdp2prof.errors import InputError, ModelError
 from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
-from fsdp2prof.estimators.timeline.collective_costs import transfer
+from fsdp2prof.estimators.timeline.costs import transfer
 from fsdp2prof.measured import CollectiveTimes, Measured, RateTimes
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.reporters.renderers import RENDERERS, RenderOptions

@@ -11,7 +11,7 @@ from support.rendered import csv_of, json_of, text_of
 from support.results import MIB, memory_analysis
 
 from fsdp2prof.analyzers.memory import categories
-from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.peak import category_shares, fold_layers, layer_rows
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.peak import LayerBytes

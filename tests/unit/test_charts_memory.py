@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from support.results import MIB, memory_analysis
 
-from fsdp2prof.analyzers.memory.layers import layer_rows
+from fsdp2prof.analyzers.memory.peak import layer_rows
 from fsdp2prof.reporters.charts.memory import course_chart, memory_layer_chart, memory_map, peaks_chart
 from fsdp2prof.results.peak import LayerBytes
 

@@ -9,8 +9,7 @@ from support.results import HOSTILE, MS, trace_analysis
 
 from fsdp2prof.analyzers.trace.summary import summarise
 from fsdp2prof.reporters.charts.figure import Figure, logarithmic
-from fsdp2prof.reporters.charts.trace import layer_chart, step_chart
-from fsdp2prof.reporters.step_rows import every_step, step_rows
+from fsdp2prof.reporters.charts.trace import every_step, layer_chart, step_chart, step_rows
 from fsdp2prof.results.trace import TraceAnalysis
 
 

@@ -7,7 +7,7 @@ import pytest
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec, NetworkSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
-from fsdp2prof.estimators.timeline.collective_costs import transfer
+from fsdp2prof.estimators.timeline.costs import transfer
 
 GIB = 1 << 30
 H200 = HardwareSpec.parse("h200")

@@ -82,7 +82,7 @@ def test_a_change_within_the_spread() -> None:
 def test_two_steps_are_too_few_to_tell() -> None:
     comparison = compare(side("a", run=run_of(10, 10)), side("b", run=run_of(20, 20)))
     assert comparison.beyond_spread is None
-    assert "too few steps to tell it from chance (2 and 2)" in comparison.verdict[0]
+    assert "too few steps to exclude coincidence (2 and 2)" in comparison.verdict[0]
 
 
 def test_traced_steps_count_where_a_side_has_no_others() -> None:
@@ -165,7 +165,7 @@ def test_memory_is_the_last_sentence() -> None:
     assert comparison.verdict == [
         "The traced step takes 21.0 ms on both sides.",
         "The peak is 5.00 MiB higher (+50.0%): 10.0 MiB before, 15.0 MiB after.",
-        "What changed most: activations (+5.00 MiB).",
+        "Largest changes: activations (+5.00 MiB).",
     ]
 
 

@@ -19,7 +19,7 @@ from support.results import (
 )
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
-from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.peak import category_shares, fold_layers, layer_rows
 from fsdp2prof.analyzers.memory.wording import memory_advice, memory_verdict
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.reporters.document import Findings
@@ -64,7 +64,7 @@ def test_the_verdict_says_how_high_where_and_what_to_try() -> None:
         "Rank 0 peaks at 100.0 MiB.",
         "The peak is in backward of `layers.0`, step 5; it holds sharded parameters 40.0 MiB (40.0%), "
         "optimizer state 30.0 MiB (30.0%), activations 20.0 MiB (20.0%).",
-        "What would bring it down most: activation checkpointing (up to 18.0 MiB).",
+        "Largest savings: activation checkpointing (up to 18.0 MiB).",
     ]
 
 
@@ -124,7 +124,7 @@ def test_out_of_memory_comes_first_with_what_would_help() -> None:
     assert row_of(text, "chunked loss") == ["chunked", "loss", "5.00", "MiB", "yes", "in", "chunks"]
     assert row_of(text, "smaller batch") == ["smaller", "batch", "1.00", "MiB", "unknown", "halve", "it"]
     assert " ".join(row_of(text, "large ")) == "large 0 120.0 MiB 100.0 MiB 0 B 20.0 MiB 0 B 0 B 0 B 3"
-    assert text.index("What would let it fit") < text.index("What fills rank")
+    assert text.index("Changes that would let it fit") < text.index("by kind")
     assert "told in its own section" not in text
     assert not any(
         isinstance(block, Findings) for section in build(analysis).sections for block in section.blocks
@@ -154,7 +154,7 @@ def test_what_nobody_knows_is_said_to_be_unknown() -> None:
     assert row_of(text, "free on the device")[-1] == row_of(text, "missing")[-1] == "unknown"
     assert (
         analysis.verdict[-1]
-        == "What is enough is unknown; most would be saved by smaller batch (up to 1.00 MiB)."
+        == "The amount needed is unknown; the largest savings: smaller batch (up to 1.00 MiB)."
     )
     assert "No single change" not in text
 
@@ -163,7 +163,7 @@ def test_what_ran_at_the_peak_is_told_from_the_trace() -> None:
     seen = AtPeak(match="place", step=3, operator="aten::mm", launched=None, running=["all_gather layers.1"])
     text = text_of(with_rank(at_peak=seen))
     assert (
-        "At that place of the traced step 3: the host was in aten::mm; in flight: all_gather layers.1."
+        "At the same point of traced step 3: the host was in aten::mm; in flight: all_gather layers.1."
         in text
     )
 
@@ -284,7 +284,7 @@ def test_two_recordings_compared() -> None:
 def test_a_comparison_says_what_changed_most() -> None:
     assert memory_comparison().verdict == [
         "The peak is 10.0 MiB higher (+11.1%): 90.0 MiB before, 100.0 MiB after.",
-        "What changed most: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
+        "Largest changes: activations (+12.0 MiB) and temporaries (-2.00 MiB).",
         "Where: the root module (+10.0 MiB).",
     ]
 

@@ -10,8 +10,7 @@ from support.rendered import json_of, row_of, table_of, text_of
 from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysis, run_summary, trace_analysis
 
 from fsdp2prof.analyzers.ledger.words import NOTHING
-from fsdp2prof.analyzers.run_analysis import combine
-from fsdp2prof.analyzers.run_summary import shard_families
+from fsdp2prof.analyzers.run_summary import combine, shard_families
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Severity
 
@@ -135,7 +134,7 @@ def test_a_size_that_is_unknown_in_one_group_is_unknown_in_the_family() -> None:
 
 def test_a_run_that_left_only_its_manifests() -> None:
     text = text_of(combine(run_summary(), None, None))
-    assert "What was run" in text
+    assert "Command and environment" in text
     assert "Where the step goes" not in text
     assert "3 ranks on node0" in text
 

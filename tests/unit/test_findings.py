@@ -179,7 +179,7 @@ def test_one_rank_of_many_cannot_tell_waiting_from_transfer(name: str, tmp_path:
     assert name not in found
     assert analysis.ledger is not None
     (entry,) = [one for one in analysis.ledger.entries if one.id == ALONE[name]]
-    assert "Traces of the other ranks of this group would tell" in entry.said
+    assert "would separate waiting from transfer" in entry.said
     assert entry.remedy is None
     assert {row.of_best_frac for row in analysis.bandwidth} == {None}
     assert not any("no schedule" in finding.message for finding in analysis.findings)

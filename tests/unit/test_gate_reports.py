@@ -11,7 +11,7 @@ from support.results import trace_analysis
 from synthetic import Schedule, record, transformer, write_run
 
 from fsdp2prof.analyzers.fail_on import check, judge, parse
-from fsdp2prof.reporters.arrange import junit, markdown
+from fsdp2prof.reporters.open_metrics import junit, markdown
 
 CONDITIONS = [parse(text) for text in ("exposed_frac>0", "exposed_frac>1", "step_time_ms<0")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2prof.kernel_names import kernel_name
+from fsdp2prof.backends import kernel_name
 
 
 @pytest.mark.parametrize(

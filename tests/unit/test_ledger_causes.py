@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from support.sharded_groups import sharded_group
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.manifest import (
+    HostStep,
     RankManifest,
     RootInfo,
 )
@@ -31,20 +32,18 @@ def ledger_of(
     *,
     device: str = "cuda",
     syncs: Sequence[HostSyncRow] = (),
-    operators: Sequence[int | None] = (None, None),
+    additional_ns: Mapping[int, int] | None = None,
     among: LateRanks | None = None,
 ) -> Ledger:
     """Charge the same to every step of two ranks; what is left of its 50 ms is compute in forward."""
     analysis = trace_analysis()
-    ranks = [
-        replace(one, device_type=device, steps=[replace(step, operators=calls) for step in one.steps])
-        for one, calls in zip(analysis.ranks, operators, strict=True)
-    ]
+    ranks = [replace(one, device_type=device) for one in analysis.ranks]
     charges = []
     for rank in ranks:
         for step in rank.steps:
-            here = [one for one in found if one.get("rank", rank.rank) == rank.rank]
-            mine = [Charge(**{"rank": rank.rank, "step": step.step, **one}) for one in here]
+            at = {"rank": rank.rank, "step": step.step}
+            here = [one for one in found if at.items() <= (at | one).items()]
+            mine = [Charge(**(at | one)) for one in here]
             left = step.duration_ns - sum(one.ns for one in mine)
             charges += [
                 *mine,
@@ -52,7 +51,7 @@ def ledger_of(
             ]
     analysis = replace(analysis, ranks=ranks, unrecorded_step=None, host_syncs=list(syncs))
     analysis = replace(analysis, cross_rank=replace(analysis.cross_rank, late=among))
-    ledger = with_ledger(analysis, charges, manifests).ledger
+    ledger = with_ledger(analysis, charges, manifests, None, additional_ns).ledger
     assert ledger is not None
     assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
     return ledger
@@ -216,10 +215,10 @@ def late(**fields: Any) -> dict[str, Any]:
     return {"rank": 0, "cause": "uneven_ranks", "ns": 10 * MS, "late_rank": 1, "why": "kernel", **fields}
 
 
-@pytest.mark.parametrize(("times", "named"), [(1.0, False), (1.04, False), (2.0, True)])
-def test_ranks_that_share_processors_are_slow_only_with_more_to_do(times: float, named: bool) -> None:
-    """Rank 1 is late in every step, with as many operators as rank 0, or more."""
-    entries = told(ledger_of([late()], device="cpu", operators=(1000, int(1000 * times))))
+@pytest.mark.parametrize(("additional_ms", "named"), [(0, False), (4, False), (8, True)])
+def test_ranks_that_share_processors_are_slow_only_with_more_to_do(additional_ms: int, named: bool) -> None:
+    """Rank 1 is late by 20 ms in two steps, and runs that much which rank 0 does not."""
+    entries = told(ledger_of([late()], device="cpu", additional_ns={0: 0, 1: 2 * additional_ms * MS}))
     assert [one.id for one in entries] == (["straggler"] if named else [])
     assert [one.rank for one in entries] == ([1] if named else [])
 
@@ -237,6 +236,23 @@ EMA = "train.py:12 (ema)"
 
 def at(site: str | None, ms: int, why: str, cause: str = "compute", phase: str = "other") -> dict[str, Any]:
     return {"cause": cause, "ns": ms * MS, "site": site, "why": why, "phase": phase}
+
+
+@pytest.mark.parametrize(("why", "begins"), [(None, "Load in workers"), ("workers", "Give it more workers")])
+def test_workers_are_proposed_where_there_are_none(why: str | None, begins: str) -> None:
+    (first,) = told(ledger_of([{"cause": "data_loader", "ns": 20 * MS, "why": why}]))
+    assert first.remedy is not None
+    assert first.remedy.change.startswith(begins)
+
+
+@pytest.mark.parametrize(("waiting_ms", "named"), [(0, True), (10, False)])
+def test_one_long_pause_counts_beyond_the_waiting_for_a_processor(waiting_ms: int, named: bool) -> None:
+    """Rank 0 pauses for 20 of 50 ms in its first step alone."""
+    step = min(one.step for one in trace_analysis().ranks[0].steps)
+    waits = HostStep(step=step, cpu_time_ns=1, main_thread_cpu_ns=MS, main_thread_waiting_ns=waiting_ms * MS)
+    pause = {"rank": 0, "step": step, "cause": "host_pause", "ns": 20 * MS, "site": "a.py:1 (f)"}
+    ledger = ledger_of([pause], [RankManifest(rank=0, host_steps=[waits])], device="cpu")
+    assert ("a.py:1 (f)" in " ".join(one.said for one in told(ledger))) is named
 
 
 def test_neighbouring_lines_of_a_function_are_one_place() -> None:

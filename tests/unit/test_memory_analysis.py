@@ -20,8 +20,7 @@ from fsdp2prof.analyzers.compare.memory_peaks import compare_memory
 from fsdp2prof.analyzers.memory import findings as memory_findings
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
 from fsdp2prof.analyzers.memory.findings import find_leaks
-from fsdp2prof.analyzers.memory.prepared import PreparedRecording, prepare
-from fsdp2prof.analyzers.memory.usage import live_at, running_total
+from fsdp2prof.analyzers.memory.prepared import PreparedRecording, live_at, prepare, running_total
 from fsdp2prof.manifest import DeviceInfo, RankManifest, TensorInfo
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory

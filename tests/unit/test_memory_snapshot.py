@@ -12,7 +12,7 @@ import pytest
 from support.snapshots import SnapshotBuilder
 
 from fsdp2prof.analyzers.memory.analysis import analyze_memory
-from fsdp2prof.analyzers.memory.usage import allocated_totals, event_times, reserved_totals
+from fsdp2prof.analyzers.memory.prepared import allocated_totals, event_times, reserved_totals
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory
 from fsdp2prof.recorder.memory.recording_file import write_recording

@@ -165,7 +165,7 @@ def test_a_log_gives_rings_transports_sizes_and_algorithms(tmp_path):
     )
     assert (row.mean_ns, row.bus_bytes_per_s) == (None, None)
     assert found.findings == []
-    assert "names no cause" in found.verdict[0]
+    assert "shows no cause" in found.verdict[0]
 
 
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {

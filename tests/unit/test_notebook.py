@@ -72,7 +72,7 @@ def test_a_recording_shows_its_first_screen(tmp_path: Path) -> None:
     run = write_run(record(schedule, schedule), tmp_path / "run")
     html = fsdp2prof.load(run)._repr_html_()
     assert "Communication by layer" in html
-    assert "What was run" not in html
+    assert "Command and environment" not in html
     assert "<script" not in html
 
 

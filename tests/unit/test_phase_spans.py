@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fsdp2prof.analyzers.phases import phase_spans
+from fsdp2prof.analyzers.memory.analysis import phase_spans
 from fsdp2prof.tables import PhaseTable, Strings
 
 

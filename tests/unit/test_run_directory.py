@@ -55,7 +55,7 @@ def test_missing_partial_and_crashed_ranks_are_told(run):
         "1 of 5 ranks left nothing: 4",
         "rank 0: crashed: ValueError: x",
         "rank 1: schedule cut short",
-        "rank 2: still running, or killed before it could say how it ended",
+        "rank 2: still running, or killed before it wrote how it ended",
         "rank 3: manifest.json is missing",
     )
     assert [record.trace is None for record in opened.ranks] == [True, False, True, True]
@@ -229,7 +229,7 @@ def test_a_node_that_has_not_ended_is_named(run):
     for rank in (0, 1):
         make_rank(run, rank, node_rank=rank)
     assert open_run(run).messages == (
-        "the run of node 1 (host-1) has not ended, or was killed before it could say how it ended",
+        "the run of node 1 (host-1) has not ended, or was killed before it wrote how it ended",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.results import HOSTILE, memory_analysis, memory_comparison, run_summary
 
-from fsdp2prof.analyzers.memory.layers import category_shares, fold_layers, layer_rows
+from fsdp2prof.analyzers.memory.peak import category_shares, fold_layers, layer_rows
 from fsdp2prof.analyzers.memory.wording import comparison_verdict, memory_advice, memory_verdict
 from fsdp2prof.analyzers.run_summary import shard_families
 

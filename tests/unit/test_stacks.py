@@ -110,7 +110,7 @@ def test_what_holds_no_stack_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "rank0.txt"
     file.write_bytes(b"Thread of thoughts\n  File \xff\n" + b"x" * 100_000)
     assert not looks_like_stacks(file)
-    with pytest.raises(InputError, match="no stack of a thread"):
+    with pytest.raises(InputError, match="no thread stack"):
         read_stacks(file, 0)
     with pytest.raises(InputError, match="and no stacks of a rank in it"):
         analyze_hang(tmp_path)

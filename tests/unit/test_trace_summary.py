@@ -251,7 +251,7 @@ def test_what_a_step_loses_most_is_named_by_its_cause(causes: dict[str, int], de
 def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
     cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
     told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
-    assert told[1:] == ["They wait for one another for less than 1.0% of their time."]
+    assert told[1:] == ["They wait for one another less than 1.0% of their time."]
 
 
 def test_advice_leads_to_the_largest_loss_first() -> None:

@@ -14,7 +14,7 @@ from synthetic import Schedule, record, transformer, write
 from fsdp2prof.analyzers.compare.sides import Side, compare
 from fsdp2prof.analyzers.fail_on import check, parse
 from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
-from fsdp2prof.analyzers.run_analysis import combine
+from fsdp2prof.analyzers.run_summary import combine
 from fsdp2prof.analyzers.steps import added_ns, unrecorded_step
 from fsdp2prof.analyzers.trace.analysis import References, analyze_rank, merge, throughput
 from fsdp2prof.analyzers.trace.summary import summarise
@@ -189,7 +189,7 @@ def test_the_threshold_of_the_slowdown_can_be_moved() -> None:
 def test_advice_begins_with_the_unrecorded_step() -> None:
     first, tracing, *_ = slowed(468).advice
     assert first == (
-        "A step takes 350.0 ms where nothing is recorded (median of 3, half of them 345.0 ms to 355.0 ms). "
+        "A step takes 350.0 ms without recording (median of 3, half of them 345.0 ms to 355.0 ms). "
         "The median traced step takes 737.0 ms, 2.11 times as long."
     )
     assert tracing == "52.5% of the traced step is tracing itself (387.0 ms)."

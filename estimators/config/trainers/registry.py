@@ -22,7 +22,7 @@ _MODES = {
     "memorybudgetac": ("memory_budget", None),
 }
 _OF_MODELS = ("attn_backend", "moe_comm_backend", "num_mtp_layers", "tp_gemm_backend")
-"""What ``model_registry`` is told of a model besides its size and converters."""
+"""Arguments of ``model_registry`` besides a model's size and converters."""
 _LINEAR = (("MXFP8", "quantize.linear.mx"), ("Float8", "quantize.linear.float8"))
 
 

@@ -20,7 +20,7 @@ from fsdp2prof.tables.flight_recorder import FlightDump, Issued, Sizes
 
 _MOST_BYTES = 512 << 20
 _MOST_VALUES = 20_000_000
-"""Values in a pickle: one list may stand in it a million times."""
+"""Values in a pickle: a pickle may refer to one list a million times."""
 _DEEPEST = 8
 _CONTAINERS = (dict, list, tuple)
 _BEGINNING = 4096

@@ -129,7 +129,7 @@ class _Columns:
         self._numbers = [array("q") for _ in range(3)]
 
     def add(self, line: bytes) -> None:
-        """Take one line; one that is no record of a known communicator is counted."""
+        """Take one line; one that is not a record of a known communicator is counted."""
         if line.isspace():
             return
         try:

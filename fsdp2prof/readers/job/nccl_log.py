@@ -285,8 +285,8 @@ class _Reader:
         current = self._making.get(thread) or self._called.get(thread[:2])
         if current is not None:
             return current
-        nobody = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=None, size=None)
-        return self._unplaced.setdefault(thread, nobody)
+        unknown = LoggedCommunicator(host=thread[0], pid=thread[1], id=None, rank=None, size=None)
+        return self._unplaced.setdefault(thread, unknown)
 
 
 def _of_process(process: LoggedProcess, said: str) -> bool:

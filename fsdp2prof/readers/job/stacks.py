@@ -72,7 +72,7 @@ def read_stacks(path: Path, rank: int) -> RankStacks:
         raise InputError(f"{path}: stacks of {processes} processes; write those of each rank to its own file")
     threads = _threads(text.splitlines())
     if not threads:
-        raise InputError(f"{path}: no stack of a thread in it, neither of faulthandler nor of `py-spy dump`")
+        raise InputError(f"{path}: no thread stack in it, neither from faulthandler nor from `py-spy dump`")
     main = _main(threads)
     return RankStacks(
         rank=rank,

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsdp2prof.errors import SnapshotError
-from fsdp2prof.readers.memory.recording_checks import check_recording
-from fsdp2prof.readers.memory.snapshot import read_snapshot
+from fsdp2prof.readers.memory.snapshot import check_recording, read_snapshot
 from fsdp2prof.tables import (
     AllocationTable,
     BlockTable,
@@ -96,7 +95,7 @@ RECORDING_TABLES: dict[str, type[Table]] = {
 
 
 class RecordingHeader(msgspec.Struct, kw_only=True):
-    """Everything of a recording that is no numeric column."""
+    """Everything of a recording except its numeric columns."""
 
     schema: str
     source: Literal["cuda_snapshot", "storage_count", "kineto", "estimate"]

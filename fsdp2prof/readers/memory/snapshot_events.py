@@ -28,7 +28,7 @@ _OPERATOR = re.compile(r"at::_ops::(\w+)::call\b")
 
 
 class StackInterner:
-    """Gives every distinct stack a row; ``-1`` is no stack.
+    """Gives every distinct stack a row; ``-1`` means none.
 
     Snapshots share frame dictionaries, so most lookups are by identity: the objects must stay alive while the
     interner is in use.

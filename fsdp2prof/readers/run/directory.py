@@ -203,7 +203,7 @@ def _state_messages(manifest: RankManifest) -> list[str]:
     if newer := sorted({tensor.category for tensor in manifest.tensors} - set(CATEGORIES)):
         messages.append(f"a newer fsdp2prof wrote tensors of {', '.join(newer)}: counted as unattributed")
     if manifest.state == "running":
-        messages.append("still running, or killed before it could say how it ended")
+        messages.append("still running, or killed before it wrote how it ended")
     elif manifest.state == "crashed":
         messages.append(f"crashed: {manifest.error or 'no exception was seen'}")
     elif manifest.state == "partial" and not messages:

@@ -41,7 +41,7 @@ def read_run_info(root: Path) -> tuple[RunInfo, list[str]]:
     if info.state == "running" and nodes:
         running = [_name(rank, node) for rank, node in nodes.items() if node.state == "running"]
         of = f" of {', '.join(running)}" if len(nodes) > 1 else ""
-        messages.append(f"the run{of} has not ended, or was killed before it could say how it ended")
+        messages.append(f"the run{of} has not ended, or was killed before it wrote how it ended")
     return info, [*info.messages, *messages]
 
 

@@ -106,7 +106,7 @@ def _decimal_ns(item: msgspec.Raw, most_us: float) -> int:
 
 
 def int_column(values: Sequence[Any]) -> IntArray:
-    """Convert JSON values to int64: text is parsed (``0x`` too), what is no integer of 64 bits is -1."""
+    """Convert JSON values to int64: text is parsed (``0x`` too), anything but a 64-bit integer becomes -1."""
     try:
         column = np.array(values, dtype=np.int64)
         if column.shape == (len(values),):  # else they were lists
@@ -394,7 +394,7 @@ def _dtypes(types: str) -> list[Any]:
 
 
 def _elements(shape: Any) -> int:
-    """Elements of a tensor, or of all tensors of a list; -1 if it is no shape."""
+    """Elements of a tensor, or of all tensors of a list; -1 if it is not a shape."""
     if shape is None:
         return -1
     if shape and isinstance(shape[0], list):

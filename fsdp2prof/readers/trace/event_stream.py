@@ -1,7 +1,7 @@
 """A trace file as a stream of JSON pieces: gunzip and cut at event boundaries, in bounded memory.
 
 The file is never held whole, and nothing depends on line breaks. A cut is a guess (the last ``}, {``) that
-the decode of the piece itself proves: text that ends inside a string or a nested object is no list of events.
+the decode of the piece itself proves: text that ends inside a string or an object is not a list of events.
 A piece that is not strict JSON (``nan`` as a bandwidth, a stray byte) is repaired and decoded again.
 """
 
@@ -35,7 +35,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
 _NAN = re.compile(rb'(":\s*)-?(?:nan|inf(?:inity)?)(?=\s*[,}])', re.IGNORECASE)
 _ENCODER = msgspec.json.Encoder(decimal_format="number")
 _LONE_SURROGATE = re.compile(r"(\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w)|\\u[dD][89a-fA-F]\w\w")
-"""An escape that is no character, and the pairs of them that are."""
+"""A surrogate escape, and pairs of them, which are characters."""
 _MALFORMED: tuple[type[Exception], ...] = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Parse: TypeAlias = Callable[[bytes, int, bool], None]

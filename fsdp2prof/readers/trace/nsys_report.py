@@ -83,7 +83,7 @@ def is_nsys_report(path: Path) -> bool:
 def nsys_processes(path: Path) -> list[NsysProcess]:
     """Return the processes with kernels, by device: on one node the order of local ranks, as a rule.
 
-    Raises ``TraceError`` for a database that is no report, or one without kernels.
+    Raises ``TraceError`` for a database that is not a report or has no kernels.
     """
     return _guarded(path, lambda report: report.processes)
 
@@ -91,7 +91,7 @@ def nsys_processes(path: Path) -> list[NsysProcess]:
 def read_nsys_report(path: Path, *, rank: int | None = None) -> Trace:
     """Read one process of a report: the only one, else the one at place ``rank`` of ``nsys_processes``.
 
-    Raises ``TraceError`` for a file that is no exported report, is damaged, or has no kernels.
+    Raises ``TraceError`` for a file that is not an exported report, is damaged, or has no kernels.
     """
     return _guarded(path, lambda report: _read(report, rank))
 
@@ -182,7 +182,7 @@ def _range_piece(share: Share, rows: list[Any], texts: Sequence[str]) -> tuple[P
         [name for name, _ in told],
         ["cpu_op" if _OPERATOR.match(name) else "user_annotation" for name, _ in told],
     )
-    if not spoilt:  # else rows are no longer where they were
+    if not spoilt:  # else rows have moved
         shapes = [nvtx_shape(row, name, sizes) for row, (name, sizes) in enumerate(told) if sizes]
         piece.shapes.extend(shape for shape in shapes if shape is not None)
     return piece, spoilt
@@ -272,7 +272,7 @@ class _Report:
         self.processes = self._processes()
 
     def columns(self, table: str) -> frozenset[str]:
-        """Names of the stored columns of a table; none for what is no plain table."""
+        """Names of the stored columns of a table; none for anything but a plain table."""
         if table not in self._columns:
             told = self._connection.execute(f"PRAGMA table_xinfo({table})") if table in self._tables else []
             self._columns[table] = frozenset(row[1] for row in told if row[6] == 0)

@@ -194,7 +194,7 @@ class _Threads:
 
 
 def header_integer(info: Any, key: str, most: int = MOST_RANKS) -> int | None:
-    """A count of a JSON object; None if it is no object, or the value no integer from 0 to ``most``."""
+    """A count of a JSON object; None if it is not an object, or the value not an integer up to ``most``."""
     value = info.get(key) if isinstance(info, dict) else None
     return value if type(value) is int and 0 <= value <= most else None
 

@@ -159,7 +159,7 @@ def _isolating_flag(arguments: tuple[str, ...]) -> str | None:
 
 _LOOK_S = 1.0
 ANSWER_S = 10.0
-"""Seconds that the other ranks have after the first to write their stacks: they stand in the same step."""
+"""Seconds that the other ranks have after the first to write their stacks: they are in the same step."""
 _READ_S = 30
 """Seconds that py-spy has for one rank."""
 _MOST_READ = 16
@@ -222,9 +222,8 @@ class HangReport:
     def _line(self, ranks: list[int], silent: list[int]) -> str:
         without = "" if _py_spy() else "; with py-spy installed their stacks would be"
         more = f" ({_ranks(silent)} did not answer{without})" if silent else ""
-        do = "do" if len(ranks) > 1 else "does"
         return (
-            f"no step ends: what {_ranks(ranks)} {do} was saved{more}; `fsdp2prof analyze hang {self._run}`"
+            f"no step ends: stacks of {_ranks(ranks)} saved{more}; see `fsdp2prof analyze hang {self._run}`"
         )
 
     def _silent(self, kept: Mapping[Path, int]) -> dict[int, int]:

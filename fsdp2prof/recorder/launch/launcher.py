@@ -249,9 +249,11 @@ def _mark_dead_ranks(records: list[RankRecord], killed: list[int]) -> None:
         remove_scratch(manifest.pid)
         manifest.state = "crashed"
         manifest.error = (
-            "killed: it outlived the command" if record.rank in killed else "ended without a message"
+            "killed: it ran on after the command ended"
+            if record.rank in killed
+            else "ended without a message"
         )
-        manifest.messages.append("what was being captured then is lost")
+        manifest.messages.append("the capture in progress is lost")
         write_json(record.path / MANIFEST_FILE, manifest)
 
 
@@ -280,7 +282,7 @@ def _messages(
         messages.append(f"the command ended with exit code {code}")
         if any((record.path / STACKS_FILE).is_file() for record in records):
             run = records[0].path.parent
-            messages.append(f"what its ranks were doing then says `fsdp2prof analyze hang {run}`")
+            messages.append(f"its ranks' last calls were saved; see `fsdp2prof analyze hang {run}`")
     present = {record.rank for record in records if record.manifest is not None}
     silent = [process for process in processes.silent(alive) if process.rank not in present]
     messages += [f"rank {one.rank}: no sign of life: {one.why_silent(BOOTSTRAP)}" for one in silent]
@@ -291,14 +293,12 @@ def _messages(
         elif alive and not failures:
             messages.append("no process ever called fully_shard: nothing was recorded")
         elif not alive:
-            messages.append(
-                f"no process showed a sign of life; what can keep the recorder out: {_NO_RECORDER}"
-            )
+            messages.append(f"no process showed a sign of life; possible causes: {_NO_RECORDER}")
     missing = expected - present - {process.rank for process in silent}
     if missing and present:
         messages.append(
             f"{_ranks(missing)}: no sign of life, or fully_shard was never called; "
-            f"what can keep the recorder out: {_NO_RECORDER}; "
+            f"possible causes: {_NO_RECORDER}; "
             "ranks of another node are recorded there, with --node-rank"
         )
     texts: dict[str, set[int]] = defaultdict(set)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fsdp2prof.files import replacing
 from fsdp2prof.labels import BACKWARD, FsdpLabel, parse_label, qualified_fqn
 from fsdp2prof.recorder.guard import Enter, guard
-from fsdp2prof.recorder.model import compiling
+from fsdp2prof.recorder.model import describe
 from fsdp2prof.recorder.model.roots import Range
 from fsdp2prof.recorder.rehearsal import fake_mode
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
@@ -38,7 +38,7 @@ _COMPILED = (
     "counting storages on a CPU would run torch.compile's code eagerly, with other random numbers; "
     "record without torch.compile, or on a GPU"
 )
-_MODE = "the training has a TorchDispatchMode on: torch would take off the count of storages instead of it"
+_MODE = "the training uses a TorchDispatchMode, which cannot be combined with counting storages"
 _HISTORY = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 MAX_ENTRIES = 2_000_000
 """Entries the CUDA history keeps: tens of steps of a large model; older ones are overwritten."""
@@ -47,14 +47,14 @@ MAX_ENTRIES = 2_000_000
 def why_not(device_type: str) -> str | None:
     """Say why memory cannot be recorded, at all or without a change to the training; None if it can."""
     if device_type not in ("cuda", "cpu"):
-        return f"fsdp2prof reads no history of the allocator of {device_type} devices"
+        return f"fsdp2prof cannot read the allocator history of {device_type} devices"
     fake = fake_mode()
     if device_type == "cuda" and fake is None:
         if any(torch.cuda.memory._snapshot()["device_traces"]):
             return "the training records the allocator's history itself, which ours would clear"
     elif fake is None and _get_current_dispatch_mode_stack():
         return _MODE
-    elif device_type == "cpu" and (has_compiled() or compiling.may_run_unseen()):
+    elif device_type == "cpu" and (has_compiled() or describe.may_run_unseen()):
         return _COMPILED
     return None
 
@@ -96,7 +96,7 @@ class CpuMemoryCapture:
         if self.lost is not None:
             return
         if not self._running:
-            self._unwatch = compiling.watch_entry(self._give_way)
+            self._unwatch = describe.watch_entry(self._give_way)
             self._tracker.start()
             self._running = True
         self._tracker.mark_step(step)
@@ -201,7 +201,7 @@ class CudaMemoryCapture:
         if self._running:
             self.lost = (
                 f"the training turned its own allocator history {'on' if enabled else 'off'} in step "
-                f"{self._number}; torch has one history, which is the training's from there on"
+                f"{self._number}; torch has only one history"
             )
             self._leave()
 

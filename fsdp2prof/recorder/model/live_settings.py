@@ -129,7 +129,7 @@ class LiveSettings:
     def _input_buffers(self, value: str) -> list[Assignment]:
         name = "reduce_scatter_max_input_buffers"
         if not all(hasattr(group, name) for group in self._groups):
-            raise NotTriedError("this torch has no such setting: it came with torch 2.13")
+            raise NotTriedError("this setting needs torch 2.13 or newer")
         return [Assignment(group, name, int(value)) for group in self._groups]
 
     def _separate_group(self, _: str) -> list[Assignment]:
@@ -137,7 +137,7 @@ class LiveSettings:
         name = "reduce_scatter_process_group"
         meshes = self._meshes()
         if not all(hasattr(mesh, name) for mesh in meshes):
-            raise NotTriedError("this torch has no such setting: it came with torch 2.13")
+            raise NotTriedError("this setting needs torch 2.13 or newer")
         before = {id(mesh): getattr(mesh, name) for mesh in meshes}
         if all(group is not None for group in before.values()):
             raise NotTriedError("the training has this setting already")
@@ -152,7 +152,9 @@ class LiveSettings:
 
     def _reduced_last(self) -> Candidate:
         if len(self._roots) != 1:
-            raise NotTriedError("the training has several models, whose micro-batches are not told apart")
+            raise NotTriedError(
+                "the training has several models, whose micro-batches cannot be distinguished"
+            )
         if not all(group.reduce_grads and group.all_reduce_grads for group in self._groups):
             raise NotTriedError("the training switches gradient sync itself")
         return Candidate(self.original.assignments, reduces_last=True)

@@ -49,7 +49,7 @@ class Root:
     def note_forward_order(self) -> None:
         """Note FSDP's own order of the forwards that the backward which ends now belongs to.
 
-        FSDP clears it with the last backward of a step's micro-batches. An evaluation's forwards stand in it
+        FSDP clears it with the last backward of a step's micro-batches. An evaluation's forwards are in it
         too, so the order after one is not used.
         """
         states = self.states

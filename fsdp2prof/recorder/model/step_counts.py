@@ -91,7 +91,7 @@ class StepCounts:
         """Count a backward of these ``FSDPParamGroup`` objects that ends now.
 
         A pipeline stage reduces once behind the backwards of all its micro-batches, by a call of FSDP's last
-        hook that no backward makes: that is no further micro-batch.
+        hook that no backward makes: that does not count as another micro-batch.
         """
         self.backwards += torch._C._current_graph_task_id() != -1
         trained = [

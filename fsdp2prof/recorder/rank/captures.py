@@ -406,16 +406,20 @@ class Captures:
             return None
         if self._adopted:
             steps = _listed(self._manifest.traced_steps)
-            outcome = f"left no gap for ours; {TRACE_FILE} is the one it wrote first{steps and ', '}{steps}"
+            outcome = f"left no gap; {TRACE_FILE} is the first trace that it wrote{steps and ', '}{steps}"
         elif self._traced:
-            outcome = f"came first; ours traced {_listed(self._traced)}"
+            outcome = f"had priority; the recorder traced {_listed(self._traced)}"
         elif self._options.active:
-            outcome = "left no gap for ours and wrote no Chrome trace that could replace it"
+            outcome = "left no gap and wrote no Chrome trace to use instead"
         else:
             outcome = "came first"
         if not self._without_memory:
             memory = self._manifest.memory_steps
-            outcome += f"; memory is that of {_listed(memory)}" if memory else "; memory found no gap either"
+            outcome += (
+                f"; memory is that of {_listed(memory)}"
+                if memory
+                else "; no gap for the memory recording either"
+            )
         return f"the training's own profiler {outcome}"
 
     def _measure_step(self) -> None:
@@ -467,7 +471,7 @@ class Captures:
         if self._trace is None:
             self._trace = TraceCapture(self._file.folder / TRACE_FILE, self._options)
             if (device := self._file.device_type) not in ("cpu", "cuda"):
-                self._file.tell(f"the trace holds the host's work alone: {device} devices are not recorded")
+                self._file.tell(f"the trace holds only the host's work: {device} devices are not recorded")
             guard.run("description", self._file.describe)
         is_measured = self._fits is not None and self._schedule.is_measured(self._step)
         only_prepare = kind == "warmup" and not is_measured

@@ -124,7 +124,7 @@ class Recordings:
         try:
             guard.on_signal(number, self._hear)
         except ValueError:  # not the main thread
-            self._file.tell(f"SIG{number.name} is not heard: the model was wrapped outside the main thread")
+            self._file.tell(f"SIG{number.name} has no effect: the model was wrapped outside the main thread")
 
     def _hear(self) -> None:
         self._signalled = True
@@ -174,7 +174,7 @@ class Recordings:
         own.manifest.steps = list(self._recent)
         own.manifest.state = "complete" if whole else "partial"
         if not whole:
-            own.tell(f"ended before it was whole; complete are {self.current.shortfall()}")
+            own.tell(f"ended early; complete: {self.current.shortfall()}")
         own.write()
         if self._summaries is not None and (own.manifest.traced_steps or own.manifest.memory_steps):
             self._summaries.begin(own.folder)

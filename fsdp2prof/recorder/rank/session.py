@@ -200,7 +200,7 @@ class RankSession:
             self.tell(self._why_no_step())
         elif not over:
             ran = f"only {self._step} of {self._captures.end} steps ran"
-            self.tell(f"schedule cut short: {ran}; complete are {self._captures.shortfall()}")
+            self.tell(f"schedule cut short: {ran}; complete: {self._captures.shortfall()}")
         self._finish_manifest(error, crashed, whole)
         self._summarise()
         self._wait_for_summaries(error)
@@ -242,9 +242,8 @@ class RankSession:
             except Exception as error:  # whatever torch's recorder raises where a rank is about to end
                 self.tell(f"{why}: its state could not be saved: {_reason(error)}")
                 return
-        said = f"{' and '.join(kept)} {'say' if len(kept) > 1 else 'says'}"
         if crash is None:
-            self.tell(f"{why}: {said} what it was doing then")
+            self.tell(f"{why}: its state is in {' and '.join(kept)}")
 
     def _hung(self, waited_s: float) -> None:
         if self._alive():
@@ -347,7 +346,7 @@ class RankSession:
 
     def _out_of_memory(self, file: str) -> None:
         self.manifest.memory_source = self.manifest.memory_source or "cuda_snapshot"
-        self.tell(f"out of memory in step {self._step}: the allocator's state then is in {file}")
+        self.tell(f"out of memory in step {self._step}: the allocator's state is in {file}")
         self.write_manifest()
 
     def _watch_memory(self) -> None:

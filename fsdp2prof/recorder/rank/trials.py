@@ -218,7 +218,7 @@ class Trials:
         agreed, _ = self._agreement.on(found)
         for text in found:
             if text not in agreed:
-                self._trial.left_out.append(LeftOut(change=text, reason="another rank cannot have it"))
+                self._trial.left_out.append(LeftOut(change=text, reason="another rank does not support it"))
         kept = [text for text in found if text in agreed]
         self._trial.candidates = [OWN_SETTINGS, *kept]
         self._candidates = [self._live.original, *(found[text] for text in kept)]
@@ -235,7 +235,7 @@ class Trials:
             free, _ = torch.cuda.mem_get_info()
             unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
             if self._live.full_bytes > MEMORY_MARGIN * (free + max(0, unused)):
-                return "may not fit: all parameters gathered take more than the memory that is free"
+                return "may not fit: all parameters gathered exceed the free memory"
         return reason
 
     def _switch(self, candidate: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Document, Facts, KeyFigure, Sentences, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.check import findings_section
+from fsdp2prof.reporters.documents.brief import findings_section
 from fsdp2prof.reporters.formats import show_frac, show_ns
 from fsdp2prof.results.balance import BalanceCheck, TokenBalance
 from fsdp2prof.units import format_count

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.document import Findings, Section, Sentences
+from fsdp2prof.reporters.document import Block, Findings, Section, Sentences
 from fsdp2prof.reporters.formats import show_ns
 from fsdp2prof.results.finding import Finding
-from fsdp2prof.units import format_bytes
+from fsdp2prof.results.what_if import WhatIfChange
+from fsdp2prof.units import format_bytes, format_frac, format_ns
 from fsdp2prof.vocabulary import CONFIDENCES, GAIN_BASES
 
 if TYPE_CHECKING:
@@ -231,3 +232,39 @@ def _slowest(trace: TraceAnalysis) -> list[str]:
 def _ended(rank: RunRank) -> str:
     error = f": {rank.error}" if rank.error else ""
     return f"rank {rank.rank} {'crashed' if rank.state == 'crashed' else f'is {rank.state}'}{error}"
+
+
+_WORTH_MOST = 3
+
+
+def findings_section(
+    findings: Sequence[Finding], notes: Sequence[str] = (), verdict: Sequence[str] = ()
+) -> list[Section]:
+    """Lay out the findings, and the notes that the verdict does not hold already."""
+    notes = [line for line in notes if line not in verdict]
+    blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
+    blocks += [Sentences(title="Notes", lines=notes, style="list")] if notes else []
+    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
+
+
+def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
+    """Say the three changes that gained most of those tried, with what each gains and costs.
+
+    ``tried`` is ordered by what is gained, the most first.
+    """
+    gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
+    return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
+
+
+def _gain(row: WhatIfChange) -> str:
+    """Say what a change gains and costs."""
+    memory = ""
+    if row.memory_bytes:
+        size = format_bytes(abs(row.memory_bytes))
+        memory = (
+            f", for at most {size} more memory"
+            if row.memory_bytes > 0
+            else f", and at most {size} less memory"
+        )
+    spared = f"{format_ns(row.gained_ns or 0)} less a step ({format_frac(row.gained_frac)})"
+    return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."

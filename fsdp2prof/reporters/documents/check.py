@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2prof.reporters import columns as c
-from fsdp2prof.reporters.document import Block, Document, Findings, KeyFigure, Section, Sentences, Table
+from fsdp2prof.reporters.document import Document, KeyFigure, Section, Sentences, Table
 from fsdp2prof.reporters.documents import builds
+from fsdp2prof.reporters.documents.brief import findings_section
 from fsdp2prof.results.check import CheckRow, EnvironmentCheck, ParityCheck, ParityRow, RunCheck, UnshardedRow
-from fsdp2prof.results.finding import Finding
-from fsdp2prof.results.what_if import WhatIfChange
-from fsdp2prof.units import format_bytes, format_frac, format_ns
 
 
 @builds(ParityCheck)
 def parity_document(parity: ParityCheck) -> Document:
     """Lay out a parity check: the steps, then what differs, then every tensor for data formats."""
     wrong = [row for row in parity.rows if row.state in ("differs", "missing")]
-    title = "What differs"
+    title = "Differences"
     hint = None if parity.hint is None else Sentences(title="Likely", lines=[parity.hint])
     return Document(
         title=f"Parity of {parity.model}",
@@ -71,42 +69,6 @@ def _loss(value: float | None) -> str:
 
 def _error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}" if value else "0"
-
-
-_WORTH_MOST = 3
-
-
-def findings_section(
-    findings: Sequence[Finding], notes: Sequence[str] = (), verdict: Sequence[str] = ()
-) -> list[Section]:
-    """Lay out the findings, and the notes that the verdict does not hold already."""
-    notes = [line for line in notes if line not in verdict]
-    blocks: list[Block] = [Findings(title="Findings", findings=findings)] if findings else []
-    blocks += [Sentences(title="Notes", lines=notes, style="list")] if notes else []
-    return [Section(anchor="findings", title=blocks[0].title, blocks=blocks)] if blocks else []
-
-
-def changes_worth_most(tried: Sequence[WhatIfChange]) -> list[str]:
-    """Say the three changes that gained most of those tried, with what each gains and costs.
-
-    ``tried`` is ordered by what is gained, the most first.
-    """
-    gains = [row for row in tried if row.gained_ns and row.gained_ns > 0]
-    return [_gain(row) for row in gains if not row.other_hardware][:_WORTH_MOST]
-
-
-def _gain(row: WhatIfChange) -> str:
-    """Say what a change gains and costs."""
-    memory = ""
-    if row.memory_bytes:
-        size = format_bytes(abs(row.memory_bytes))
-        memory = (
-            f", for at most {size} more memory"
-            if row.memory_bytes > 0
-            else f", and at most {size} less memory"
-        )
-    spared = f"{format_ns(row.gained_ns or 0)} less a step ({format_frac(row.gained_frac)})"
-    return f"{row.what[:1].upper()}{row.what[1:]} (`{row.change}`): {spared}{memory}."
 
 
 _ROWS = 16
@@ -186,7 +148,7 @@ def _communication(check: EnvironmentCheck) -> list[Table]:
     ]
     note = "median, of the slowest rank"
     gathers = c.table("gathers", "All-gathers over all ranks", sizes, check.gathers, note=note, noun="size")
-    title = "What NCCL connects with"
+    title = "NCCL transports"
     transports = c.table("transports", title, ways, check.transports, limit=_ROWS, noun="connection")
     return [gathers, *([transports] if check.transports else ())]
 

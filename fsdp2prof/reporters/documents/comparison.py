@@ -59,7 +59,7 @@ def memory_comparison_document(comparison: MemoryComparison) -> Document:
         ],
         sections=[
             *(Section(anchor="compared", title=facts.title, blocks=[facts]) for facts in named),
-            *([Section(anchor="change", title="What changed", blocks=blocks)] if blocks else []),
+            *([Section(anchor="change", title="Comparison", blocks=blocks)] if blocks else []),
         ],
         data=[_memory_changes(comparison)],
     )
@@ -152,7 +152,7 @@ def comparison_document(comparison: RunComparison) -> Document:
     """Lay out both sides and their settings, then time, communication and memory."""
     before, after = _names(comparison)
     return Document(
-        title="What changed",
+        title="Comparison",
         numbers=_numbers(comparison),
         sections=[
             Section(

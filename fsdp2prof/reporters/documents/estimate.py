@@ -57,7 +57,7 @@ def packing_estimate_document(estimate: PackingEstimate) -> Document:
         "longer than a sequence": f"{format_count(estimate.truncated_documents)}, of which "
         f"{format_count(estimate.truncated_tokens)} tokens are cut off",
     }
-    what = "What was estimated"
+    what = "Configuration"
     assumed = Sentences(title="Assumptions", lines=estimate.assumptions, style="list")
     methods = c.table("methods", "By method", columns, estimate.methods)
     return Document(
@@ -71,7 +71,7 @@ def packing_estimate_document(estimate: PackingEstimate) -> Document:
 
 
 _LAYER_ROWS = 12
-_GIVEN = "What was estimated"
+_GIVEN = "Configuration"
 
 
 # What an estimate is of.
@@ -172,7 +172,7 @@ def config_section(config: ConfigRead | None) -> list[Section]:
 @builds(MemoryEstimate)
 def memory_estimate_document(estimate: MemoryEstimate) -> Document:
     """Lay out a memory estimate: the peak, whether it fits, its contents, and changes that would lower it."""
-    remedies = remedy_table("What would lower it", estimate.remedies)
+    remedies = remedy_table("Changes that lower the peak", estimate.remedies)
     layers = layer_memory_table(estimate.peak)
     return Document(
         title=f"Memory of one rank of {estimate.model.name}",
@@ -181,7 +181,7 @@ def memory_estimate_document(estimate: MemoryEstimate) -> Document:
         sections=[
             Section(
                 anchor="peak",
-                title="What fills the peak",
+                title="Peak by kind",
                 lead="Categories and layers sum exactly to the bytes in use at the peak.",
                 blocks=[
                     _category_table(estimate),

@@ -46,7 +46,7 @@ def hang_document(hang: HangAnalysis) -> Document:
         ],
         sections=[
             *c.section("standings", "The blocked collective", _standings(hang), _mismatches(hang)),
-            *c.section("places", "At which line", *_lines(hang)),
+            *c.section("places", "Lines", *_lines(hang)),
             Section(anchor="ranks", title="Last collective of each rank", blocks=[_ranks(hang)]),
         ],
     )

@@ -19,14 +19,14 @@ def critical_path_document(found: CriticalPath) -> Document:
     """Lay out what bounds the critical path, then its segments."""
     bounds = c.table(
         "bound_by",
-        "What bounds it",
+        "Time by bound",
         [c.word("bound_by", "bound by", PATH_BOUNDS, of=0), c.time("duration_ns", "time", of=1)],
         asdict(found.bound_by_ns).items(),
         totals=[{"bound_by": "all", "duration_ns": found.duration_ns}],
     )
     segments = c.table(
         "segments",
-        "What lies on it",
+        "Events on the path",
         [
             c.kernel(),
             c.word("bound_by", "bound by", PATH_BOUNDS),

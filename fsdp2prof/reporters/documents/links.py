@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fsdp2prof.reporters.document import Link, Section, Table, Value
 from fsdp2prof.results.finding import Finding, Place
 from fsdp2prof.results.ledger import LedgerEntry
-from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.timeline import RankTimeline, StepTimeline
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.vocabulary import OPS, in_family, layer_name
+
+if TYPE_CHECKING:
+    from fsdp2prof.results.memory import MemoryAnalysis
 
 Links = dict[str, list[Link]]
 Wanted = Mapping[str, Value]

@@ -14,8 +14,7 @@ from fsdp2prof.reporters.charts.memory import (
 from fsdp2prof.reporters.document import Block, Chart, Document, Facts, KeyFigure, Section, Spark, Table
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import memory_tables as tables
-from fsdp2prof.reporters.documents.brief import in_order, memory_brief
-from fsdp2prof.reporters.documents.check import findings_section
+from fsdp2prof.reporters.documents.brief import findings_section, in_order, memory_brief
 from fsdp2prof.reporters.documents.links import memory_links
 from fsdp2prof.results.finding import Finding
 from fsdp2prof.results.memory import MemoryAnalysis, RankMemory
@@ -93,7 +92,7 @@ def _failure_section(rank: RankMemory, oom: OutOfMemory) -> Section:
     }
     blocks: list[Block] = [Facts(title=title, pairs=facts)]
     if oom.remedies:
-        blocks.append(tables.remedy_table("What would let it fit", oom.remedies, oom))
+        blocks.append(tables.remedy_table("Changes that would let it fit", oom.remedies, oom))
     return Section(anchor="out_of_memory", title=title, blocks=blocks)
 
 
@@ -109,7 +108,7 @@ def _peak_sections(analysis: MemoryAnalysis) -> list[Section]:
         "memory_layers", tables.largest_layer(peak.layers_folded), memory_layer_chart(peak.layers_folded)
     )
     cells = _chart("memory_map", tables.largest_cell(peak.layers_folded), memory_map(peak.layers_folded))
-    remedies = tables.remedy_table("What would bring the peak down", rank.remedies)
+    remedies = tables.remedy_table("Changes that lower the peak", rank.remedies)
     return [
         *c.section(
             "memory",

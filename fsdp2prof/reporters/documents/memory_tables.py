@@ -64,7 +64,7 @@ def category_table(rank: RankMemory) -> Table:
     """Return the bytes of a rank at its peak, by category."""
     return c.table(
         "by_category",
-        f"What fills rank {rank.rank} at its peak",
+        f"Peak of rank {rank.rank} by kind",
         [c.category(), c.size("bytes"), c.percent("frac"), c.bar("frac")],
         rank.peak.by_category,
         totals=[{"category": "allocated", "bytes": rank.peak.allocated_bytes, "frac": "100.0"}],
@@ -81,7 +81,7 @@ def _running_then(seen: AtPeak | None) -> list[str]:
         f"the last launch was {seen.launched}" if seen.launched else "",
         f"in flight: {', '.join(seen.running)}" if seen.running else "nothing was in flight",
     ]
-    when = "At that instant" if seen.match == "clock" else f"At that place of the traced step {seen.step}"
+    when = "At the peak" if seen.match == "clock" else f"At the same point of traced step {seen.step}"
     return [f"{when}: {'; '.join(part for part in parts if part)}."]
 
 
@@ -163,7 +163,7 @@ def layer_peak_table(rank: RankMemory) -> Table:
     """Return how high memory was while each layer ran, and how much it grew."""
     columns = [c.layer(), c.text("phase"), c.size("peak_bytes", "peak"), c.size("delta_bytes", "growth")]
     rows = sorted(rank.layers, key=lambda row: -row.peak_bytes)
-    note = "of the whole device, highest first; growth: from begin to end of the layer"
+    note = "of the whole device, highest first; growth: from start to end of the layer"
     return c.table("layers_running", "While each layer ran", columns, rows, note=note, limit=_LAYER_ROWS)
 
 

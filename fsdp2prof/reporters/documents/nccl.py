@@ -5,7 +5,7 @@ from __future__ import annotations
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Document, KeyFigure, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.check import findings_section
+from fsdp2prof.reporters.documents.brief import findings_section
 from fsdp2prof.results.nccl import NcclAnalysis
 from fsdp2prof.vocabulary import layer_name
 
@@ -17,7 +17,7 @@ _RANKS = 16
 def nccl_document(found: NcclAnalysis) -> Document:
     """Lay out what NCCL said of a job."""
     return Document(
-        title="What NCCL says",
+        title="NCCL logs",
         numbers=[
             KeyFigure(value=str(found.inspected), label="processes inspected"),
             KeyFigure(value=str(found.logged), label="processes with a log"),
@@ -62,7 +62,7 @@ def _communicators(found: NcclAnalysis) -> list[Table]:
         ),
         c.table(
             "transports",
-            "What connects their ranks",
+            "Connections between ranks",
             transports,
             rows,
             note=note,

@@ -9,8 +9,7 @@ from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.document import Block, Document, Facts, Section, Table
 from fsdp2prof.reporters.documents import builds
-from fsdp2prof.reporters.documents.brief import in_order, run_brief
-from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.brief import changes_worth_most, findings_section, in_order, run_brief
 from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks
@@ -71,7 +70,7 @@ def _layout_sections(analysis: RunAnalysis) -> list[Section]:
         *(mesh_blocks(analysis.mesh) if analysis.mesh else ()),
         *(rows_blocks(analysis.sharding, _SHARD_ROWS) if analysis.sharding else ()),
     ]
-    return c.section("layout", "Who holds what", *blocks, detail=True)
+    return c.section("layout", "Mesh and shards", *blocks, detail=True)
 
 
 def _state(run: RunSummary) -> str:
@@ -98,7 +97,7 @@ def _run_sections(run: RunSummary) -> list[Section]:
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(run.versions.items())),
         "optimizer": "; ".join(run.optimizers),
     }
-    title = "What was run"
+    title = "Command and environment"
     blocks: list[Block] = [Facts(title=title, pairs={name: text for name, text in facts.items() if text})]
     blocks += [_rank_table(run.ranks)] if run.ranks else []
     blocks += [_sharding_table(run)] if run.shard_groups else []
@@ -125,7 +124,7 @@ def _rank_table(ranks: Sequence[RunRank]) -> Table:
         *([c.prose("error", of=lambda rank: rank.error or "")] if any(rank.error for rank in ranks) else []),
     ]
     rows = sorted(ranks, key=lambda rank: (rank.state == "complete", rank.rank))
-    note = "ranks with problems first; median of the unrecorded steps"
+    note = "ranks with problems first; unrecorded step: median"
     return c.table("ranks", "Ranks", columns, rows, note=note, limit=_RANK_ROWS, noun="rank")
 
 

@@ -241,7 +241,7 @@ def _what(name: str, timeline: StepTimeline) -> str:
         ranks += f" of {len(timeline.ranks) + timeline.ranks_left_out}"
     facts = [f"{format_ns(timeline.duration_ns)} of step {timeline.step} on {ranks}"]
     if not timeline.aligned:
-        facts.append("clocks not known to agree: each rank from its own beginning")
+        facts.append("clocks not aligned: each rank starts at its own zero")
     if timeline.resolution_ns:
         facts.append(f"gaps under {format_ns(timeline.resolution_ns)} folded")
     return f"{name} {', '.join(facts)}".strip()

@@ -12,6 +12,7 @@ from fsdp2prof.reporters.charts.trace import (
     prefetch_chart,
     roofline_chart,
     step_chart,
+    step_rows,
     wait_chart,
 )
 from fsdp2prof.reporters.document import (
@@ -25,13 +26,17 @@ from fsdp2prof.reporters.document import (
 )
 from fsdp2prof.reporters.documents import builds
 from fsdp2prof.reporters.documents import trace_tables as tables
-from fsdp2prof.reporters.documents.brief import causes_section, in_order, trace_brief
-from fsdp2prof.reporters.documents.check import changes_worth_most, findings_section
+from fsdp2prof.reporters.documents.brief import (
+    causes_section,
+    changes_worth_most,
+    findings_section,
+    in_order,
+    trace_brief,
+)
 from fsdp2prof.reporters.documents.links import trace_links
 from fsdp2prof.reporters.documents.timeline import timeline_section
 from fsdp2prof.reporters.documents.what_if import what_if_section
 from fsdp2prof.reporters.formats import show_gb_per_s, show_op
-from fsdp2prof.reporters.step_rows import step_rows
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import format_bytes, format_flops, format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS, LEDGER_CAUSES, layer_name
@@ -184,10 +189,10 @@ def _operator_section(analysis: TraceAnalysis, predicted: bool) -> list[Section]
     if analysis.operators:
         peaks = analysis.peak_flops_per_s
         roof = roofline_chart(analysis.operators, peaks, analysis.peak_memory_bytes_per_s) if peaks else None
-        blocks += _chart("roofline_chart", operators_title(analysis), roof, "larger: more time")
+        blocks += _chart("roofline_chart", operators_title(analysis), roof, "larger points: more time")
         blocks.append(tables.operator_table(analysis))
     elif not predicted and analysis.kernels and _no_flops(analysis):
-        blocks.append(Sentences(title="What products and attention achieve", lines=[_NO_SHAPES]))
+        blocks.append(Sentences(title="Achieved rates of products and attention", lines=[_NO_SHAPES]))
     return c.section("operators", kernels.title, *blocks, detail=True)
 
 
@@ -273,9 +278,9 @@ def arrivals_title(analysis: TraceAnalysis) -> str:
     """Name the longest wait."""
     late = max(analysis.arrivals, key=lambda row: row.stall_ns, default=None)
     if late is None or not late.stall_ns:
-        return "Every collective came in time"
+        return "Every collective finished in time"
     what = f"{layer_name(late.fqn)} {show_op(late.op)} in {late.phase}"
-    return f"Waited for longest: {what}, {format_ns(late.stall_ns)} a step"
+    return f"Longest wait: {what}, {format_ns(late.stall_ns)} a step"
 
 
 def bandwidth_title(analysis: TraceAnalysis) -> str:
@@ -303,4 +308,4 @@ def operators_title(analysis: TraceAnalysis) -> str:
     rate = format_flops(first.flops_per_s)
     share = f", {format_frac(first.roof_frac)} of its roof" if first.roof_frac is not None else ""
     what = f"{first.name.removeprefix('aten::')} of {first.shapes}"
-    return f"Longest of products and attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"
+    return f"Longest matrix product or attention: {what}, {format_ns(first.total_ns)} a step at {rate}{share}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from fsdp2prof.reporters import columns as c
+from fsdp2prof.reporters.charts.trace import StepRow, every_step, step_rows
 from fsdp2prof.reporters.document import Table, Value
 from fsdp2prof.reporters.formats import show_bytes
-from fsdp2prof.reporters.step_rows import StepRow, every_step, step_rows
 from fsdp2prof.results.communication import BandwidthRow, GroupRow
 from fsdp2prof.results.step import BreakdownNs
 from fsdp2prof.results.trace import TraceAnalysis
@@ -129,7 +129,7 @@ def operator_table(analysis: TraceAnalysis) -> Table:
         *(peaks if analysis.peak_flops_per_s else ()),
     ]
     note = "per rank and step, longest first; bytes: operands and results once"
-    title, rows = "What products and attention achieve", analysis.operators
+    title, rows = "Achieved rates of products and attention", analysis.operators
     return c.table("operators", title, columns, rows, note=note, limit=_KERNEL_ROWS, noun="shape")
 
 
@@ -160,8 +160,7 @@ def layer_table(analysis: TraceAnalysis) -> Table:
         columns,
         rows,
         every=analysis.by_layer,
-        note="worst exposed first; mean per rank and step; stall: how long its layer waited for it, queueing "
-        "before its start included",
+        note="most exposed first; mean per rank and step; stall: time the layer waited, queueing included",
         limit=_LAYER_ROWS,
         remarks=[_overlap_sentence(analysis), *_attribution_sentences(analysis)],
     )
@@ -178,16 +177,8 @@ def _overlap_sentence(analysis: TraceAnalysis) -> str:
 
 def _attribution_sentences(analysis: TraceAnalysis) -> list[str]:
     """Say which collectives have no layer, and why; nothing where all have one."""
-    found = analysis.attribution
-    missing = [
-        f"Unattributed: {plural(count, 'collective')}, {reason}."
-        for reason, count in found.unattributed_reasons.items()
-    ]
-    if not (missing and found.attributed):
-        return missing
-    share = format_frac(analysis.totals.attributed_frac)
-    of_all = f"{found.attributed:,} of {plural(found.collectives, 'collective')}"
-    return [f"Attributed to a layer: {of_all}, {share} of communication time.", *missing]
+    reasons = analysis.attribution.unattributed_reasons
+    return [f"Unattributed: {plural(count, 'collective')}, {reason}." for reason, count in reasons.items()]
 
 
 def group_table(analysis: TraceAnalysis) -> Table:
@@ -212,8 +203,8 @@ def fit_table(analysis: TraceAnalysis) -> Table:
         c.op(),
         c.time("latency_ns", "latency"),
         c.gb_per_s("bytes_per_s", "GB/s at\nany size"),
-        c.number("knee_bytes", "half of it\nat", lambda size: show_bytes(round(size))),
-        c.frac("error_frac", "off by\nat most"),
+        c.number("knee_bytes", "half rate\nat", lambda size: show_bytes(round(size))),
+        c.frac("error_frac", "largest\nerror"),
         c.number("sizes"),
         c.number("group_size", "ranks"),
     ]
@@ -236,7 +227,7 @@ def late_table(analysis: TraceAnalysis) -> Table:
     ]
     return c.table(
         "late",
-        "Did it arrive in time?",
+        "Arrival of collectives",
         columns,
         [row for row in analysis.late_folded if row.stall_ns > 0],
         every=analysis.late,
@@ -303,7 +294,7 @@ def wait_table(analysis: TraceAnalysis) -> Table:
         c.time("wait_caused_ns", "others\nwaited"),
         c.time("wait_ns", "waited\nitself"),
     ]
-    note = "in collectives, all steps together; waiting of the others is summed over them"
+    note = "in collectives, all steps together; others waited: sum over the other ranks"
     title, rows = "Waiting for one another", analysis.cross_rank.ranks
     return c.table("waits", title, columns, rows, note=note, limit=_RANK_ROWS, noun="rank")
 

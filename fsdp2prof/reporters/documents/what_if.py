@@ -11,7 +11,7 @@ from fsdp2prof.results.what_if import WhatIf, WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
 from fsdp2prof.vocabulary import BREAKDOWN_PARTS
 
-_TITLE = "What would make it faster"
+_TITLE = "Changes that make it faster"
 
 
 @builds(WhatIf)

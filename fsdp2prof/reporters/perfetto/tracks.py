@@ -1,7 +1,7 @@
 """Tracks of the merged trace: which rows a rank has, what they are called, and slices that nest in them.
 
-Perfetto draws the slices of a row inside one another: two that overlap without one holding the other cannot
-stand in one row. :func:`nested` gives such slices rows of their own.
+Perfetto draws the slices of a row inside one another: two that overlap without one holding the other need
+two rows. :func:`nested` gives such slices rows of their own.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import io
 
 from fsdp2prof.errors import UsageError
 from fsdp2prof.reporters.document import Column, Document, Table, Value
-from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers import RenderOptions
 from fsdp2prof.vocabulary import layer_name, printable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp2prof import __version__
 from fsdp2prof.reporters.charts.figure import DARK
 from fsdp2prof.reporters.document import CHANGES, Block, Column, Document, Table, Value
-from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers import RenderOptions
 from fsdp2prof.reporters.renderers.terminal import shorten
 from fsdp2prof.vocabulary import layer_name, printable
 

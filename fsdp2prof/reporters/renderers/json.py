@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from fsdp2prof.reporters.document import Document
-from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers import RenderOptions
 
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """What a terminal may obey and JSON lets stand: delete, C1 controls, directions."""

@@ -20,7 +20,7 @@ from fsdp2prof.reporters.document import (
     Table,
     Value,
 )
-from fsdp2prof.reporters.renderers.base import RenderOptions
+from fsdp2prof.reporters.renderers import RenderOptions
 from fsdp2prof.vocabulary import layer_name, printable
 
 

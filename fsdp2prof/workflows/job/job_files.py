@@ -25,7 +25,6 @@ from fsdp2prof.workflows.job.folders import (
     refuse_special,
 )
 from fsdp2prof.workflows.job.one_job import Found, RankFile, read_name, same_files
-from fsdp2prof.workflows.job.remote import fetched
 from fsdp2prof.workflows.job.urls import is_url, url_of
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 def at_hand(file: RankFile) -> Iterator[Path]:
     """Give a local path to read a file from; one at a URL is copied for that time. Raises ``InputError``."""
     if file.location is not None and is_url(file.location):
+        from fsdp2prof.workflows.job.remote import fetched
+
         with fetched(file.location) as copy:
             yield copy
     else:

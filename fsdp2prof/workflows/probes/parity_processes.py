@@ -79,7 +79,7 @@ def _received(pipe: Connection, name: str) -> Any:
     try:
         error, value = pipe.recv()
     except EOFError:
-        raise ModelError(f"parity: {name} died without a word") from None
+        raise ModelError(f"parity: {name} died without a message") from None
     if error is not None:
         raise ModelError(f"parity: {name} failed: {error}")
     return value

@@ -260,7 +260,7 @@ class _Part:
     rank: int = 0
 
     def of(self, plain: Tensor, like: Tensor) -> Tensor:
-        """This rank's part of a tensor if ``like``, gathered whole, is no more than that; else all of it."""
+        """This rank's part of a tensor if ``like``, gathered whole, is not larger; else all of it."""
         rows = plain.shape[0] // self.ranks if plain.dim() else 0
         if self.ranks == 1 or like.shape != (rows, *plain.shape[1:]):
             return plain

@@ -142,7 +142,7 @@ class Cluster:
         from distributed import KilledWorker
 
         if isinstance(error, KilledWorker):
-            return LostError("every worker that read it died, of too little memory perhaps")
+            return LostError("every worker that read it died, perhaps of too little memory")
         if isinstance(error, Fsdp2ProfError):
             raise error
         raise ClusterError(

@@ -39,7 +39,7 @@ from fsdp2prof.workflows.job.job_files import JobFiles, require
 from fsdp2prof.workflows.ranks.one_rank import TraceOptions
 
 _LONG_NUMBER = re.compile(rb"[:,\[\s-]\d{19}")
-"""May be one beyond 64 bits, or stand in a text."""
+"""May exceed 64 bits, or be part of a text."""
 
 _LONGEST_NS = 1 << 56
 """Two years; a lane may begin before its step."""

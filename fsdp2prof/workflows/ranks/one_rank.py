@@ -14,7 +14,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from fsdp2prof.errors import InputError, SnapshotError, TraceError
+from fsdp2prof.analyzers.ledger.thresholds import FindingThresholds
+from fsdp2prof.analyzers.trace.analysis import References
+from fsdp2prof.errors import InputError, SnapshotError, TraceError, UsageError
 from fsdp2prof.worker_processes import map_in_processes, usable_cores
 from fsdp2prof.workflows.job.folders import is_trace_name
 from fsdp2prof.workflows.job.job_files import at_hand, seen_from_anywhere
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp2prof.analyzers.trace.analysis import RankAnalysis, References
     from fsdp2prof.analyzers.trace.rank_tables import RankTables
     from fsdp2prof.analyzers.whatif.program import RankProgram
+    from fsdp2prof.estimators.config.hardware import HardwareSpec
     from fsdp2prof.manifest import RankManifest
     from fsdp2prof.results.memory import AtPeak
     from fsdp2prof.run_directory import PackedManifest
@@ -118,7 +121,7 @@ def reduce_rank(work: RankWork) -> Reduced:
         try:
             trace, tables = _reduce_trace(work, work.trace)
             if fullest is not None:
-                from fsdp2prof.analyzers.memory.trace_join import find_peak
+                from fsdp2prof.analyzers.memory.kineto_events import find_peak
 
                 at_peak = find_peak(fullest, tables)
         except TraceError as error:
@@ -138,7 +141,7 @@ def peak_in_trace(work: RankWork, fullest: PreparedRecording | None = None) -> A
 
     ``fullest`` is the recording, if it is at hand already. Raises ``TraceError``.
     """
-    from fsdp2prof.analyzers.memory.trace_join import find_peak
+    from fsdp2prof.analyzers.memory.kineto_events import find_peak
     from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 
     assert work.trace is not None
@@ -362,3 +365,33 @@ def _workers(files: Sequence[RankFile], given: int | None) -> tuple[int, int | N
         return 1, None
     workers = min(large, usable_cores())
     return workers, max(1, usable_cores() // workers)
+
+
+def references(
+    *,
+    tokens_per_step: int | None = None,
+    hardware: str | HardwareSpec | None = None,
+    thresholds: FindingThresholds | None = None,
+) -> References:
+    """Return what the speed of a step and of its collectives is measured against.
+
+    ``tokens_per_step`` is of all ranks together; ``hardware`` the accelerator (``h100-sxm``), for MFU and
+    bandwidth against its peak; ``thresholds`` when a finding is worth reporting. Raises ``ModelError`` for
+    unknown hardware, and ``UsageError`` for hardware of which only the memory is known.
+    """
+    device = _accelerator(hardware) if isinstance(hardware, str) else hardware
+    if device is not None and not device.flops:
+        raise UsageError(f"hardware {device.name} is a size of memory: name an accelerator, such as h100-sxm")
+    return References(
+        tokens_per_step=tokens_per_step,
+        peak_flops_per_s=device.flops if device else {},
+        peak_memory_bytes_per_s=device.memory_bytes_per_s if device else None,
+        peak_bus_bytes_per_s=device.link_bytes_per_s if device else None,
+        thresholds=thresholds or FindingThresholds(),
+    )
+
+
+def _accelerator(hardware: str) -> HardwareSpec:
+    from fsdp2prof.estimators.config.hardware import HardwareSpec
+
+    return HardwareSpec.parse(hardware)

@@ -30,7 +30,7 @@ from torch.distributed import tensor as _tensor  # noqa: F401
 import fsdp2prof
 
 BOOTSTRAP = Path(fsdp2prof.__file__).parent / "recorder" / "bootstrap"
-BOUNDARY = ("fsdp2prof.recorder.guard:", "fsdp2prof.plain_operators:PlainOperators.__torch_dispatch__")
+BOUNDARY = ("fsdp2prof.recorder.guard:", "fsdp2prof.storage_tracker:PlainOperators.__torch_dispatch__")
 """What stands between the training and everything that may fail, with ``sitecustomize``."""
 STEPS = 9
 TRIAL_STEPS = 28
