@@ -10,8 +10,9 @@ next one goes on. Delete the cache after a change of the estimators.
 A range has two parts: the alternatives of everything that is not stated, evaluated, and a margin for what
 the model itself misses. The score of a row is the margin that it needs: of memory the distance from the
 evaluated alternatives over the prediction, of speed the distance from the prediction in units of the
-simulated range. The margin of a class is the 85th percentile of the scores; every source has the same weight
-regardless of its number of rows. Each source's rows are then evaluated with the margin derived from the other
+simulated range. The margin of a class is the 85th percentile of the scores; a speed has a margin for slower
+steps and one for faster ones, each the 95th percentile. Every source has the same weight regardless of its
+number of rows. Each source's rows are then evaluated with the margin derived from the other
 sources. A row with known software is predicted a second time with the software left unspecified (``t1?``).
 """
 
@@ -51,6 +52,8 @@ from .later import TABLE, policy_of
 GIB = 1 << 30
 WANTED = 0.85
 """Share of rows that a range should hold."""
+OF_A_SIDE = 0.95
+"""Share of rows that each margin of a speed is drawn at: a source left out holds fewer than the others."""
 NOISE = 0.02
 """Within which a published step repeats, as ``estimate step --measured`` has it."""
 DATA = Path(__file__).with_name("data")
@@ -73,6 +76,10 @@ _CONTRADICTS_ITSELF = ("f09", "f10", "f11")
 GPUs that their source names: whatever is predicted, one of their numbers is wrong."""
 
 
+Margins = tuple[float, float]
+"""Of slower steps and of faster ones; of memory twice the same."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A published row and its prediction."""
@@ -86,9 +93,11 @@ class Outcome:
     score: float
     """The margin that its range needs to hold it."""
     unit: float
-    """Half-width of its range, over the prediction, by which margins of its class are multiplied."""
+    """How far off the end of its range is (of speed the slower) by a margin of 1, over the prediction."""
     alternatives: float
     """Half-width of the evaluated alternatives that no margin multiplies."""
+    fast_unit: float = 0.0
+    """Of speed: logarithm of the prediction over the fastest step that is simulated."""
     family: str = ""
     """Of a speed: accelerator and source, whose rows may anchor each other."""
     elasticities: Sequence[float] = ()
@@ -96,14 +105,21 @@ class Outcome:
     prior: Sequence[float] = ()
     """Standard deviations of the logarithms of these, before any measurement."""
 
-    def half_width(self, margin: float) -> float:
-        """Of the range with a margin, over the prediction."""
-        return margin * self.unit + self.alternatives
-
     @property
-    def held(self) -> bool:
-        """Whether the range printed today holds it."""
-        return self.score <= range_end(self.kind).value
+    def is_speed(self) -> bool:
+        """Whether its class has a margin for slower steps and one for faster ones."""
+        return self.kind.startswith("speed")
+
+    def half_width(self, margins: Margins) -> float:
+        """Of the range with such margins, over the prediction."""
+        slow, fast = margins
+        if self.is_speed:
+            return (slow * self.unit + 1 - math.exp(-fast * self.fast_unit)) / 2
+        return slow * self.unit + self.alternatives
+
+    def fits(self, margins: Margins) -> bool:
+        """Whether the range with such margins holds it."""
+        return self.score <= margins[self.error > 0]
 
 
 _FIELDS = [one.name for one in fields(Outcome)]
@@ -242,11 +258,12 @@ def _speed(found: dict[str, str]) -> Outcome:
     return Outcome(
         id=found["id"],
         source=_short(found["source"]),
-        kind=speed_class(row.mesh, row.policy),
+        kind=speed_class(row.mesh, row.policy, row.cluster.hardware),
         error=made.step_ns / published_ns - 1,
         score=score,
-        unit=(high - low) / 2 / made.step_ns,
+        unit=(high - made.step_ns) / made.step_ns,
         alternatives=0.0,
+        fast_unit=math.log(made.step_ns / low),
         family=" ".join(row.family),
         elasticities=sensitivities(anchor, row.cluster)[1],
         prior=prior_of(row.cluster, [anchor]),
@@ -268,8 +285,23 @@ def _short(source: str) -> str:
     return next((name for part, name in _SAME.items() if part in short), short)
 
 
-def margin_of(outcomes: Iterable[Outcome]) -> float:
-    """The 85 % point of the scores, each source weighing the same."""
+def margins_of(outcomes: Sequence[Outcome]) -> Margins:
+    """Margins that rows of a class need."""
+    if not any(one.is_speed for one in outcomes):
+        both = margin_of(outcomes)
+        return both, both
+    slow, fast = (
+        margin_of(
+            [one if (one.error > 0) is faster else replace(one, score=0.0) for one in outcomes],
+            OF_A_SIDE,
+        )
+        for faster in (False, True)
+    )
+    return slow, fast
+
+
+def margin_of(outcomes: Iterable[Outcome], wanted: float = WANTED) -> float:
+    """The point below which a share of the scores lies, each source weighing the same."""
     by_source: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         by_source[outcome.source].append(outcome.score)
@@ -279,19 +311,19 @@ def margin_of(outcomes: Iterable[Outcome]) -> float:
     total = 0.0
     for score, weight in weighed:
         total += weight
-        if total >= WANTED - 1e-9:
+        if total >= wanted - 1e-9:
             return score
     return weighed[-1][0]
 
 
-def held_out(outcomes: Sequence[Outcome]) -> Mapping[str, tuple[float, list[bool]]]:
-    """Source -> the margin of the others, and which of its rows that holds; nothing for a single source."""
+def held_out(outcomes: Sequence[Outcome]) -> Mapping[str, tuple[Margins, list[bool]]]:
+    """Source -> the margins of the others, and which of its rows they hold; nothing for a single source."""
     found = {}
     for source in sorted({one.source for one in outcomes}):
         others = [one for one in outcomes if one.source != source]
         if others:
-            margin = margin_of(others)
-            found[source] = margin, [one.score <= margin for one in outcomes if one.source == source]
+            margins = margins_of(others)
+            found[source] = margins, [one.fits(margins) for one in outcomes if one.source == source]
     return found
 
 
@@ -326,29 +358,33 @@ def predictions(rows: Iterable[Row], cache: Path, seconds: float) -> tuple[list[
 
 
 def _line(one: Outcome) -> str:
-    held = "inside" if one.held else "outside"
+    held = "inside" if one.fits(_printed(one.kind)) else "outside"
     return f"{one.id:6}{one.error:+8.1%}  score {one.score:6.3f}  {held:8}{one.kind:33}{one.source[:60]}"
+
+
+def _printed(kind: str) -> Margins:
+    end = range_end(kind)
+    return end.value, end.value if end.fast is None else end.fast
 
 
 def show(kind: str, outcomes: Sequence[Outcome]) -> None:
     """Print a class: coverage by source left out, and the margin that all of its sources give."""
-    margin, found = margin_of(outcomes), held_out(outcomes)
+    margins, found = margins_of(outcomes), held_out(outcomes)
     print(f"\n{kind}: {len(outcomes)} rows of {len({one.source for one in outcomes})} sources")
-    print(f"{'left out':70}{'margin of others':>17}{'rows inside':>13}")
-    for source, (width, own) in found.items():
-        print(f"{source[:69]:70}{width:17.3f}{sum(own):9} of {len(own)}")
+    print(f"{'left out':70}{'margins of others':>17}{'rows inside':>13}")
+    for source, ((slow, fast), own) in found.items():
+        print(f"{source[:69]:70}{slow:9.3f}{fast:8.3f}{sum(own):9} of {len(own)}")
     if found:
         inside = [one for _, own in found.values() for one in own]
         sources = mean(mean(own) for _, own in found.values())
         print(
             f"held out: {mean(inside):.0%} of rows inside, {sources:.0%} with each source weighing the same"
         )
-    printed = range_end(kind).value
-    for name, value in (("of all its sources", margin), ("printed today", printed)):
+    for name, value in (("of all its sources", margins), ("printed today", _printed(kind))):
         widths = [one.half_width(value) for one in outcomes]
-        share = mean(one.score <= value for one in outcomes)
+        share = mean(one.fits(value) for one in outcomes)
         print(
-            f"margin {name}: {value:.3f}; {share:.0%} of rows inside, "
+            f"margins {name}: {value[0]:.3f}, {value[1]:.3f}; {share:.0%} of rows inside, "
             f"half-width {mean(widths):.1%} on average, {max(widths):.1%} at most"
         )
 

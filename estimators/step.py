@@ -277,7 +277,7 @@ def simulate_program(
     whole, timeline, trace, analysis = _simulated(program, model, mesh, costs)
     bubble = bubble_ns_of(whole, timeline, mesh, policy)
     step = _step_of(analysis, whole, timeline)
-    spread = range_of(program, costs, policy, bubble, step.duration_ns)
+    spread = range_of(program, costs, policy, bubble, step.duration_ns, cluster.hardware)
     estimate = _estimate(whole, timeline, analysis, model, mesh, policy, costs, spread)
     if bubble:
         trace = _trace(whole, with_waiting(whole, timeline, bubble), model, mesh, costs)

@@ -13,7 +13,14 @@ from fsdp2prof.analyzers.compare.communication import (
 )
 from fsdp2prof.analyzers.compare.memory_peaks import compare_peaks
 from fsdp2prof.analyzers.compare.settings import changed, main_settings
-from fsdp2prof.analyzers.compare.sides import Side, machine_change, peak_change, unrecorded_of
+from fsdp2prof.analyzers.compare.sides import (
+    Side,
+    equalities,
+    machine_change,
+    peak_change,
+    unrecorded_of,
+    verdict,
+)
 from fsdp2prof.analyzers.compare.times import (
     beyond_spread,
     exposed_change,
@@ -23,7 +30,6 @@ from fsdp2prof.analyzers.compare.times import (
     unrecorded_change,
     unrecorded_spread,
 )
-from fsdp2prof.analyzers.compare.wording import equalities, verdict
 from fsdp2prof.analyzers.means import mean
 from fsdp2prof.errors import InputError
 from fsdp2prof.results.comparison import (

@@ -85,6 +85,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Power limit at which the achieved rates were measured, if not the same: see :attr:`power_frac`."""
     peak_tflops: dict[str, _Rate] = {}
     achieved_tflops: dict[str, _Rate] = {}
+    is_tried: bool = False
+    """Whether the estimate is held against published trainings on it, at its power limit."""
     lowest_compute_frac: _Share = 1.0
     """Lowest rate of products that was published, over the achieved ones: other libraries, other shapes."""
     attention_tflops: _Rate | Annotated[dict[str, _Rate], _SOME] | None = None
@@ -206,6 +208,12 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(
             self, attention_tflops=tflops, attention_backward_frac=backward, source=source
         )
+
+    @property
+    def fastest_attention(self) -> str | None:
+        """The kernel with the highest rate, where several are stated."""
+        stated = self.attention_tflops
+        return max(stated, key=stated.__getitem__) if isinstance(stated, dict) else None
 
     def attention_flops(self, dtype: str, head_dim: int, seq_len: int, *, backward: bool = False) -> float:
         """Operations per second of causal flash attention, forward or backward. Raises ``ModelError``."""

@@ -14,6 +14,8 @@ class RangeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     value: float
     source: str
+    fast: float | None = None
+    """Of speed, the margin of faster steps; ``value`` is that of slower ones."""
 
 
 @lru_cache(maxsize=1)

@@ -52,7 +52,7 @@ def _completed(own: Mapping[str, Stack]) -> dict[str, Stack]:
     def facts_of(name: str) -> dict[str, tuple[Any, str]]:
         stack = own[name]
         inherited = {} if stack.base is None else facts_of(stack.base)
-        return {**{key: inherited[key] for key in inherited.keys() - stack.leaves}, **stack.facts}
+        return {**{key: fact for key, fact in inherited.items() if key not in stack.leaves}, **stack.facts}
 
     return {name: msgspec.structs.replace(own[name], facts=facts_of(name)) for name in own}
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
+from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
@@ -49,23 +50,33 @@ class _End:
     """Of an optimizer on the host."""
     behind_a_switch: bool
     """Whether a node whose GPUs may have a switch between them, or none, has one."""
+    hardware: HardwareSpec
+    """The part with the attention kernel that runs."""
 
 
-def speed_class(mesh: MeshSpec, policy: PolicySpec) -> str:
+def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> str:
     """Return the name in ``ranges.yaml`` of the margin of a run."""
     if policy.torch is None:
         return "speed_with_software_open"
+    if not hardware.is_tried:
+        return "speed_on_untried_parts"
     divided = mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1
     return "speed_of_divided_models" if divided else "speed_of_sharded_models"
 
 
 def range_of(
-    program: Program, costs: ClusterCosts, policy: PolicySpec, bubble_ns: int, step_ns: int
+    program: Program,
+    costs: ClusterCosts,
+    policy: PolicySpec,
+    bubble_ns: int,
+    step_ns: int,
+    part: HardwareSpec,
 ) -> StepRange:
     """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread.
 
-    The margin of ``ranges.yaml`` multiplies the distance to the harshest. It is the exponent of the ratio to
-    the kindest, which so stays above zero.
+    A margin of ``ranges.yaml`` multiplies the distance to the harshest. Another is the exponent of the ratio
+    to the kindest, which so stays above zero. Where the software is not stated, the fastest attention of
+    ``part`` may run.
     """
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
     if calibration is not None:
@@ -81,14 +92,20 @@ def range_of(
     hardware = costs.cluster.hardware
     if hardware.on_host:
         return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
-    kind, harsh = _ends(costs.cluster)
+    kernel = part.fastest_attention if policy.torch is None else None
+    kind, harsh = _ends(costs.cluster, hardware if kernel is None else part.with_attention(kernel))
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = range_end(speed_class(costs.mesh, policy))
+    margin = range_end(speed_class(costs.mesh, policy, hardware))
+    fast = margin.value if margin.fast is None else margin.fast
     return StepRange(
-        low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** margin.value)) + bubble_ns,
+        low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** fast)) + bubble_ns,
         high_ns=round(step_ns + margin.value * (high - step_ns)) + bubble_ns,
-        unknown=[*_in_words(program, costs, kind, harsh), _margin_in_words(margin, policy)],
+        unknown=[
+            *([] if kernel is None else [f"attention may be that of {kernel}"]),
+            *_in_words(program, costs, kind, harsh),
+            _margin_in_words(margin, policy),
+        ],
         simulated_low_ns=low + bubble_ns,
         simulated_high_ns=high + bubble_ns,
     )
@@ -96,10 +113,14 @@ def range_of(
 
 def _margin_in_words(margin: RangeEnd, policy: PolicySpec) -> str:
     narrower = "" if policy.torch is not None else "; stating the software (--torch or --stack) narrows it"
-    return f"the range is {margin.value:g} times as wide as these make it: {margin.source}{narrower}"
+    fast = margin.value if margin.fast is None else margin.fast
+    return (
+        f"the range is {margin.value:g} times as wide as these make it towards slower steps, {fast:g} times "
+        f"towards faster ones: {margin.source}{narrower}"
+    )
 
 
-def _ends(cluster: Cluster) -> tuple[_End, _End]:
+def _ends(cluster: Cluster, kindest: HardwareSpec) -> tuple[_End, _End]:
     """Kindest and harshest; what was measured on the part itself stays as it is."""
     hardware = cluster.hardware
     slow, fast = hardware.compute_range
@@ -121,8 +142,20 @@ def _ends(cluster: Cluster) -> tuple[_End, _End]:
             fast_network,
             hardware.host_memory_gb_per_s,
             True,
+            kindest,
         ),
-        _End(contention[1], host[1], slow, slow_memory, slow_link, slow_small, slow_network, starved, False),
+        _End(
+            contention[1],
+            host[1],
+            slow,
+            slow_memory,
+            slow_link,
+            slow_small,
+            slow_network,
+            starved,
+            False,
+            hardware,
+        ),
     )
 
 
@@ -182,6 +215,7 @@ def _step_ns(program: Program, costs: ClusterCosts, end: _End) -> int:
         costs,
         cluster=replace(
             costs.cluster,
+            hardware=end.hardware,
             node_frac=end.node_frac,
             small_frac=end.small_frac,
             network_frac=end.network_frac,

@@ -28,8 +28,22 @@ def test_each_source_weighs_the_same():
 
 def test_a_source_is_judged_by_the_others():
     found = coverage.held_out([outcome("a", 0.01), outcome("a", 0.5), outcome("b", 0.02)])
-    assert found == {"a": (0.02, [True, False]), "b": (0.5, [True])}
+    assert found == {"a": ((0.02, 0.02), [True, False]), "b": ((0.5, 0.5), [True])}
     assert coverage.held_out([outcome("alone", 0.1)]) == {}
+
+
+def test_slower_and_faster_steps_have_margins_of_their_own():
+    """Half of the rows are faster: the 95 % point of all is the 90 % point of the slower half."""
+    slow = [
+        outcome(f"s{at}", at / 10, kind="speed_of_sharded_models", error=-0.1, unit=0.2, fast_unit=0.1)
+        for at in range(1, 11)
+    ]
+    fast = [outcome(f"s{at}", 0.3, kind="speed_of_sharded_models", error=0.1) for at in range(1, 11)]
+    margins = coverage.margins_of([*slow, *fast])
+    assert margins == (pytest.approx(0.9), pytest.approx(0.3))
+    assert [one.fits(margins) for one in (slow[8], slow[9], fast[0])] == [True, False, True]
+    # half of 0.9 of the way to 20 % slower and 0.3 of that to 10 % faster
+    assert slow[0].half_width(margins) == pytest.approx((0.9 * 0.2 + 1 - 0.9**0.3) / 2, rel=0.03)
 
 
 def test_an_anchor_takes_away_what_rows_share():

@@ -13,8 +13,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.execution.fake_world import fake_process_group, fsdp_mesh
 from fsdp2prof.estimators.torch_rules import fsdp_method_refusal
 from fsdp2prof.recorder.devices import parse_settings
-from fsdp2prof.recorder.model.compiling import compiled_modules
-from fsdp2prof.recorder.model.describe import describe_param_groups, describe_tensors
+from fsdp2prof.recorder.model.describe import compiled_modules, describe_param_groups, describe_tensors
 from fsdp2prof.recorder.model.ownership import add_ownership, keep_told
 from fsdp2prof.recorder.model.roots import Roots
 

@@ -254,6 +254,7 @@ def test_every_stack_is_a_policy_and_says_where_each_fact_is_from(name: str) -> 
 def test_a_stack_has_what_its_base_decides_but_for_its_own_facts() -> None:
     base, slurm = (known_stacks()[f"torchtitan-2024-12{kind}"] for kind in ("", "-slurm"))
     assert slurm.policy == {**base.policy, "allocator": "classic"}
+    assert [*slurm.policy] == [*base.policy]
     assert "reshard_root" in known_stacks()["torchtitan-2025-06"].policy
     assert "reshard_root" not in known_stacks()["torchtitan-2025-08"].policy
 

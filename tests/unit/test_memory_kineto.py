@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from support.snapshots import SnapshotBuilder
 
-from fsdp2prof.analyzers.memory.kineto_events import kineto_recordings
+from fsdp2prof.analyzers.memory.kineto_events import find_peak, kineto_recordings
 from fsdp2prof.analyzers.memory.prepared import allocated_totals, prepare, reserved_totals
-from fsdp2prof.analyzers.memory.trace_join import find_peak
 from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 from fsdp2prof.errors import SnapshotError
 from fsdp2prof.readers.memory.recording import read_memory

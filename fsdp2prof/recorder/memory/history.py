@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fsdp2prof.files import replacing
 from fsdp2prof.labels import BACKWARD, FsdpLabel, parse_label, qualified_fqn
 from fsdp2prof.recorder.guard import Enter, guard
-from fsdp2prof.recorder.model import compiling
+from fsdp2prof.recorder.model import describe
 from fsdp2prof.recorder.model.roots import Range
 from fsdp2prof.recorder.rehearsal import fake_mode
 from fsdp2prof.run_directory import OOM_SNAPSHOT_FILE, SNAPSHOT_FILE, STORAGE_COUNT_FILE
@@ -54,7 +54,7 @@ def why_not(device_type: str) -> str | None:
             return "the training records the allocator's history itself, which ours would clear"
     elif fake is None and _get_current_dispatch_mode_stack():
         return _MODE
-    elif device_type == "cpu" and (has_compiled() or compiling.may_run_unseen()):
+    elif device_type == "cpu" and (has_compiled() or describe.may_run_unseen()):
         return _COMPILED
     return None
 
@@ -96,7 +96,7 @@ class CpuMemoryCapture:
         if self.lost is not None:
             return
         if not self._running:
-            self._unwatch = compiling.watch_entry(self._give_way)
+            self._unwatch = describe.watch_entry(self._give_way)
             self._tracker.start()
             self._running = True
         self._tracker.mark_step(step)

@@ -15,7 +15,7 @@ from fsdp2prof.manifest import RankManifest
 from fsdp2prof.recorder import devices
 from fsdp2prof.recorder.guard import guard
 from fsdp2prof.recorder.identity import Identity, relevant_environment
-from fsdp2prof.recorder.model import compiling, describe, ownership
+from fsdp2prof.recorder.model import describe, ownership
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
 from fsdp2prof.recorder.rank.stepping import OptimizerWatch
@@ -94,7 +94,7 @@ class ManifestFile:
         self.manifest.allocator = devices.allocator_stats(self.device_type)
         self.manifest.allocator_settings |= devices.allocator_settings(self.device_type)
         self.manifest.attention_backends = devices.attention_backends(self.device_type)
-        self.manifest.compiled_modules = compiling.compiled_modules(self._roots)
+        self.manifest.compiled_modules = describe.compiled_modules(self._roots)
         self.write()
 
     def describe_first(self) -> None:

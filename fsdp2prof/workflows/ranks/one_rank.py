@@ -121,7 +121,7 @@ def reduce_rank(work: RankWork) -> Reduced:
         try:
             trace, tables = _reduce_trace(work, work.trace)
             if fullest is not None:
-                from fsdp2prof.analyzers.memory.trace_join import find_peak
+                from fsdp2prof.analyzers.memory.kineto_events import find_peak
 
                 at_peak = find_peak(fullest, tables)
         except TraceError as error:
@@ -141,7 +141,7 @@ def peak_in_trace(work: RankWork, fullest: PreparedRecording | None = None) -> A
 
     ``fullest`` is the recording, if it is at hand already. Raises ``TraceError``.
     """
-    from fsdp2prof.analyzers.memory.trace_join import find_peak
+    from fsdp2prof.analyzers.memory.kineto_events import find_peak
     from fsdp2prof.analyzers.trace.rank_tables import rank_tables
 
     assert work.trace is not None
