@@ -113,7 +113,7 @@ def _causes(ledger: Mapping[str, Any]) -> Iterator[Said]:
 
 def _savings(analysed: Mapping[str, Any]) -> Iterator[Said]:
     """What would lower the peak, where the verdict says so."""
-    if any(line.startswith("What would bring it down most") for line in analysed["verdict"]):
+    if any(line.startswith("Largest savings") for line in analysed["verdict"]):
         for one in analysed["memory"]["ranks"][0]["remedies"]:
             yield Said(id=one["action"], change=one["how"], message=f"{one['saves_bytes']} B")
 
