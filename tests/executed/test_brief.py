@@ -74,20 +74,24 @@ def test_a_long_result_gives_rows_up_before_its_sections() -> None:
     assert "one part: hidden" in text
 
 
-def test_a_long_name_breaks_after_a_dot() -> None:
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("layers.0.attention_norm.weight", ["layers.0.attention_norm.weight"]),
+        ("layers.0.attention.parametrizations.weight", ["layers.0.attention.parametrizations.", "weight"]),
+    ],
+)
+def test_a_name_breaks_after_a_dot_and_only_if_no_line_can_hold_it(name: str, lines: list[str]) -> None:
+    """40 characters: the columns on the right are left out first."""
     columns = [
         Column(name="fqn", label="layer", kind="name"),
         *(Column(name=n * 9, label=n * 9) for n in "ab"),
     ]
-    row = ["layers.0.attention_norm.weight", "1", "2"]
-    table = Table(name="one", title="One", columns=columns, rows=[row])
+    table = Table(name="one", title="One", columns=columns, rows=[[name, "1", "2"]])
     section = Section(anchor="one", title="One", blocks=[table])
     made = Document(title="Some", sections=[section], result=None)
     text = str(RENDERERS["text"].render(made, RenderOptions(width=40)))
-    assert [line.split()[0] for line in text.splitlines() if "layers.0" in line or "weight" in line] == [
-        "layers.0.",
-        "weight",
-    ]
+    assert [line.split()[0] for line in text.splitlines() if "layers.0" in line or "weight" in line] == lines
 
 
 def test_the_short_form_names_what_the_long_one_has() -> None:
