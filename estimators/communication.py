@@ -27,12 +27,13 @@ from fsdp2prof.estimators.sharding.wrapping import reshard_rule
 from fsdp2prof.estimators.timeline.commands import Program
 from fsdp2prof.estimators.timeline.costs import add_executed
 from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.traffic.limits import check_parallelism, part_of
+from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     Ledger,
     add_parallel_traffic,
     counted_by_execution,
 )
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.results.estimate import CommEstimate, WeightSync
 from fsdp2prof.schedule import Axis, Event, ScheduledGroup, steady_step

@@ -64,7 +64,7 @@ from fsdp2prof.estimators.models.float8_weight import Float8Shard, with_memory
 from fsdp2prof.estimators.models.llama import RMSNorm
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.models.quantized import PackedLinear
-from fsdp2prof.estimators.traffic.limits import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.fake_tensors import fake_tensors
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.manifest import TensorInfo

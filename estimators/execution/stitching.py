@@ -36,7 +36,7 @@ from fsdp2prof.estimators.execution.extension import (
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.wrapping import fold_blocks, names_a_block
-from fsdp2prof.estimators.traffic.limits import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.labels import parse_label
 from fsdp2prof.manifest import TensorInfo
 from fsdp2prof.tables import NEVER, AllocationTable, IntArray, LabelTable, MemoryRecording, Strings

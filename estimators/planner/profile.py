@@ -34,7 +34,7 @@ from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, K
 from fsdp2prof.estimators.timeline.costs import HostPace
 from fsdp2prof.estimators.timeline.deepen import Part, parts_of
 from fsdp2prof.estimators.timeline.program import execute_and_capture
-from fsdp2prof.estimators.traffic.limits import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.tables import BoolArray, IntArray
 
 Shapes: TypeAlias = tuple[Shape, ...]

@@ -25,7 +25,8 @@ from fsdp2prof.estimators.timeline.commands import Collective, Kernel
 from fsdp2prof.estimators.timeline.costs import transfer
 from fsdp2prof.estimators.timeline.operators import work_of
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.limits import check_parallelism, part_of
+from fsdp2prof.estimators.traffic.limits import check_parallelism
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.results.estimate import CommEstimate
 
 pytestmark = pytest.mark.skipif(

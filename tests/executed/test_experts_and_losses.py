@@ -44,7 +44,8 @@ from fsdp2prof.estimators.models.model import Batch
 from fsdp2prof.estimators.models.quantized import PackedLinear, dequantized
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal, packed_parameters_refusal
-from fsdp2prof.estimators.traffic.limits import check_parallelism, part_of
+from fsdp2prof.estimators.traffic.limits import check_parallelism
+from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_fit import expert_padding
 from fsdp2prof.storage_tracker import StorageTracker
 from fsdp2prof.tables import NEVER

@@ -24,7 +24,7 @@ from fsdp2prof.estimators.planner.search import candidates, meshes
 from fsdp2prof.estimators.sharding.groups import parameter_groups
 from fsdp2prof.estimators.timeline.program import capture_step, execute_and_capture
 from fsdp2prof.estimators.torch_rules import expert_mesh_refusal
-from fsdp2prof.estimators.traffic.limits import part_of
+from fsdp2prof.estimators.traffic.parts import part_of
 
 CLUSTER = Cluster(hardware=HardwareSpec.parse("h100"), network=NetworkSpec.parse("400gb-ib"))
 MIXTRAL = PlanRequest(

@@ -13,8 +13,9 @@ import torch
 from fsdp2prof.files import write_json
 from fsdp2prof.manifest import RankManifest
 from fsdp2prof.recorder import devices
+from fsdp2prof.recorder.environment_variables import relevant_environment
 from fsdp2prof.recorder.guard import guard
-from fsdp2prof.recorder.identity import Identity, relevant_environment
+from fsdp2prof.recorder.identity import Identity
 from fsdp2prof.recorder.model import describe, ownership
 from fsdp2prof.recorder.model.roots import Roots
 from fsdp2prof.recorder.rank.host import machine_info
