@@ -86,7 +86,7 @@ of_software = partial(option, group="Software")
 
 def options_of(specification: Any) -> dict[str, Option]:
     """The options of a dataclass or one of its instances, by field, in order."""
-    return {item.name: item.metadata[_KEY] for item in fields(specification)}
+    return {item.name: item.metadata[_KEY] for item in fields(specification) if _KEY in item.metadata}
 
 
 def read_options(specification: Any) -> None:

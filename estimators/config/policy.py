@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from fsdp2prof import units
@@ -363,6 +363,9 @@ class PolicySpec:
         "self is the trained model (its adapters left out, or for old log-probabilities).",
     )
 
+    attention_is_stated: bool = field(default=False, compare=False, repr=False)
+    """Whether a person, a file or a stack says which attention runs, be it the default."""
+
     def __post_init__(self) -> None:
         read_options(self)
         if self.sequences * self.seq_len > _MOST_TOKENS:
@@ -402,7 +405,7 @@ class PolicySpec:
         unknown = sorted(map(str, set(values) - set(known)))
         if unknown:
             raise ModelError(f"policy: unknown option {unknown[0]!r}; there are {', '.join(sorted(known))}")
-        return cls(**values)
+        return cls(**values, attention_is_stated="attention" in values)
 
     def to_mapping(self) -> dict[str, Any]:
         """The plain values :meth:`from_mapping` builds an equal policy from."""
@@ -477,6 +480,11 @@ class PolicySpec:
     def rules(self) -> TorchRules:
         """What the run's version of torch does."""
         return torch_rules(self.torch)
+
+    @property
+    def leaves_attention_open(self) -> bool:
+        """Whether another attention than the default may run: neither it nor torch's version is stated."""
+        return self.torch is None and self.attention == "flash" and not self.attention_is_stated
 
     @property
     def recomputes_attention(self) -> bool:

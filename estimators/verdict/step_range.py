@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
+
 from fsdp2prof.estimators.config import shares
 from fsdp2prof.estimators.config.cluster import Cluster
 from fsdp2prof.estimators.config.hardware import HardwareSpec
@@ -58,10 +60,23 @@ def speed_class(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> s
     """Return the name in ``ranges.yaml`` of the margin of a run."""
     if policy.torch is None:
         return "speed_with_software_open"
-    if not hardware.is_tried:
+    if not hardware.is_tried and hardware.host_operator_ns is None:  # `bench` measures it with all rates
         return "speed_on_untried_parts"
-    divided = mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1
-    return "speed_of_divided_models" if divided else "speed_of_sharded_models"
+    return "speed_of_divided_models" if _is_divided(mesh) else "speed_of_sharded_models"
+
+
+def margin_of(mesh: MeshSpec, policy: PolicySpec, hardware: HardwareSpec) -> RangeEnd:
+    """Return the margin of a run; of a divided model on an untried part the larger one of slower steps."""
+    name = speed_class(mesh, policy, hardware)
+    margin, divided = range_end(name), range_end("speed_of_divided_models")
+    if name != "speed_on_untried_parts" or not _is_divided(mesh) or divided.value <= margin.value:
+        return margin
+    source = f"{margin.source}; slower steps: {divided.source}"
+    return msgspec.structs.replace(margin, value=divided.value, source=source)
+
+
+def _is_divided(mesh: MeshSpec) -> bool:
+    return mesh.tp * mesh.cp * mesh.pp * mesh.ep > 1
 
 
 def range_of(
@@ -75,7 +90,7 @@ def range_of(
     """Simulate the kindest and the harshest of what is not known; of a calibration, its steps' own spread.
 
     A margin of ``ranges.yaml`` multiplies the distance to the harshest. Another is the exponent of the ratio
-    to the kindest, which so stays above zero. Where the software is not stated, the fastest attention of
+    to the kindest, which so stays above zero. Where the policy leaves attention open, the fastest one of
     ``part`` may run.
     """
     calibration = costs.calibration if isinstance(costs, PlacedCosts) else None
@@ -92,11 +107,12 @@ def range_of(
     hardware = costs.cluster.hardware
     if hardware.on_host:
         return StepRange(low_ns=step_ns, high_ns=step_ns, unknown=["nothing is varied for a CPU"])
-    kernel = part.fastest_attention if policy.torch is None else None
+    kernel = part.fastest_attention if policy.leaves_attention_open else None
+    kernel = None if kernel == policy.attention else kernel
     kind, harsh = _ends(costs.cluster, hardware if kernel is None else part.with_attention(kernel))
     low = min(_step_ns(program, costs, kind), step_ns)
     high = max(_step_ns(program, costs, harsh), step_ns)
-    margin = range_end(speed_class(costs.mesh, policy, hardware))
+    margin = margin_of(costs.mesh, policy, hardware)
     fast = margin.value if margin.fast is None else margin.fast
     return StepRange(
         low_ns=max(1, round(step_ns * (low / max(1, step_ns)) ** fast)) + bubble_ns,
@@ -104,15 +120,15 @@ def range_of(
         unknown=[
             *([] if kernel is None else [f"attention may be that of {kernel}"]),
             *_in_words(program, costs, kind, harsh),
-            _margin_in_words(margin, policy),
+            _margin_in_words(margin, is_narrower_with_torch=policy.torch is None and hardware.is_tried),
         ],
         simulated_low_ns=low + bubble_ns,
         simulated_high_ns=high + bubble_ns,
     )
 
 
-def _margin_in_words(margin: RangeEnd, policy: PolicySpec) -> str:
-    narrower = "" if policy.torch is not None else "; stating the software (--torch or --stack) narrows it"
+def _margin_in_words(margin: RangeEnd, *, is_narrower_with_torch: bool) -> str:
+    narrower = "; stating torch (--torch) narrows it" if is_narrower_with_torch else ""
     fast = margin.value if margin.fast is None else margin.fast
     return (
         f"the range is {margin.value:g} times as wide as these make it towards slower steps, {fast:g} times "

@@ -26,6 +26,7 @@ from fsdp2prof.estimators.step import (
 )
 from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program, Work
 from fsdp2prof.estimators.timeline.costs import kernel_ns
+from fsdp2prof.estimators.verdict.step_range import margin_of
 from fsdp2prof.readers.trace.chrome_trace import read_trace
 from fsdp2prof.workflows.saved_estimates import write_trace
 
@@ -307,6 +308,22 @@ def test_the_estimate_lies_in_its_range_and_measured_figures_are_not_varied(prog
     assert narrow.step_ns == wide.step_ns
     assert wide.range.low_ns <= narrow.range.low_ns < narrow.range.high_ns < wide.range.high_ns
     assert len(narrow.range.unknown) == len(wide.range.unknown) - 2
+
+
+def test_attention_is_varied_and_margins_are_those_of_the_part_where_nothing_else_is_stated(
+    program: Program,
+) -> None:
+    mesh, stated = MeshSpec(dp_shard=8), PolicySpec.from_mapping({"seq_len": 256, "attention": "flash"})
+    for policy, varies in ((POLICY, True), (stated, False), (replace(POLICY, attention="math"), False)):
+        unknown = simulate_program(program, MODEL, mesh, policy, H100).estimate.range.unknown
+        assert any(line.startswith("attention may be") for line in unknown) is varies
+    known = replace(POLICY, torch="2.9")
+    untried = HardwareSpec.parse("mi300x")
+    benched = msgspec.structs.replace(untried, host_operator_ns=5000)
+    divided = MeshSpec(dp_shard=4, tp=2)
+    margins = [margin_of(one, known, part) for part in (untried, benched) for one in (mesh, divided)]
+    assert [margin.value for margin in margins] == [1.1, 1.15, 0.55, 1.15]
+    assert [margin.fast for margin in margins] == [2.2, 2.2, 0.4, 0.4]
 
 
 def test_the_range_has_collectives_as_slow_as_they_were_seen(program: Program) -> None:

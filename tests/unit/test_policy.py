@@ -25,6 +25,22 @@ def test_dtypes_have_short_names():
     assert PolicySpec(reduce_dtype=None).gradient_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("values", "is_open"),
+    [
+        ({}, True),
+        ({"stack": "transformers-2026"}, True),
+        ({"stack": "torchtitan-2026-02"}, False),  # cudnn
+        ({"stack": "torchtitan-2026-08"}, False),  # flash
+        ({"policy": {"attention": "flash"}}, False),
+        ({"policy": {"attention": "math"}}, False),
+        ({"policy": {"torch": "2.9"}}, False),
+    ],
+)
+def test_attention_is_open_where_nobody_states_it(values, is_open):
+    assert make_spec({"model": "llama3-8b", **values}).policy.leaves_attention_open is is_open
+
+
 def test_counted_options():
     policy = PolicySpec(ac=Every(2), loss=Chunked(8))
     assert (policy.ac, policy.loss) == (Every(2), Chunked(8))

@@ -352,6 +352,8 @@ model: {pretrained_model_name_or_path: Qwen/Qwen3-8B}
 peft: {dim: 4, target_modules: [q_proj]}
 """
 QLORA = "r=4,targets=q_proj,base=bnb-nf4"
+MIXTURE = NEMO + "distributed: "
+KEPT = "model.backend.enable_fsdp_optimizations: true"
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,13 @@ QLORA = "r=4,targets=q_proj,base=bnb-nf4"
         (NEMO + "fp8: {enabled: true, recipe_name: rowwise}", "float8", "rowwise"),
         (NEMO + "fp8: {enabled: false, recipe_name: rowwise}", "float8", None),
         (NEMO + "quantization: {load_in_4bit: true}", "lora", QLORA),
+        (NEMO.replace("dim: 4, ", ""), "lora", "r=8,targets=q_proj"),
+        (NEMO + "fp8: null\ndistributed: {moe: null, pipeline: null}", "float8", None),
+        (NEMO, "sync", "last"),
+        (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}", "sync", "each"),
+        (MIXTURE + "{ep_size: 8}", "sync", "last"),
+        (MIXTURE + "{moe: {wrap_outer_model: false}, ep_size: 8}\n" + KEPT, "sync", "last"),
+        (AXOLOTL + "attn_implementation: flash_attention_3", "attention", None),
     ],
 )
 def test_kernels_and_losses_follow_the_file(
@@ -401,6 +410,7 @@ def test_kernels_and_losses_follow_the_file(
         ),
         (AXOLOTL + "expert_parallel_size: 2", "expert_parallel_size = 2"),
         (ADAPTED_V1 + "quant_config: {name: bnb, quantization_bit: 8}", "quantization_bit = 8"),
+        (FACTORY_V1 + "quant_config: {quantization_bit: 4}", r"c\.yaml: quant_config\.quantization_bit = 4"),
         (AUTOMODEL + "quantization: {load_in_4bit: true}", "load_in_4bit = True"),
         (TUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}", r"loss\._component_ = .*DPOLoss"),
     ],
@@ -483,6 +493,29 @@ def test_pipelines_experts_and_patterns_of_automodel(tmp_path: Path) -> None:
     assert "distributed.pipeline does nothing: pipeline parallelism is 1" in run.read.notes
     with pytest.raises(ModelError, match="no layer of q_proj"):
         read(tmp_path, ("nemo.yaml", PIPELINED.replace("*_proj", "*wkv")), world_size=8)
+
+
+def test_bare_keys_are_read_and_kept_parameters_are_said(tmp_path: Path) -> None:
+    bare = NEMO + "fp8: false\ndistributed: {moe: null, pipeline: null}\n"
+    run = read(tmp_path, ("nemo.yaml", bare), world_size=8, overrides=["model.backend.linear=null"])
+    assert not run.read.not_known
+    assert not any("model.backend.linear" in note or "does nothing" in note for note in run.read.notes)
+    kept = ["model.backend.enable_fsdp_optimizations=true", "step_scheduler.global_batch_size=16"]
+    said = [
+        any(
+            "enable_fsdp_optimizations" in note
+            for note in read(tmp_path, ("nemo.yaml", NEMO), **options).read.notes
+        )
+        for options in ({"world_size": 8, "overrides": kept}, {"world_size": 16, "overrides": kept})
+    ]
+    assert said == [True, False]  # two micro-batches, and one
+    held = (
+        ADAPTED_V1
+        + "quant_config: {quantization_bit: 4, compute_dtype: bfloat16, double_quantization: false}"
+    )
+    run = read(tmp_path, ("factory.yaml", held), world_size=8)
+    assert not run.read.not_known
+    assert any("quant_config.double_quantization = False" in note for note in run.read.notes)
 
 
 def test_sections_of_torchtitan_follow_their_converter(tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ def read_automodel(run: Reading) -> None:
             "attention, MLP and norms are checkpointed separately there, whole blocks in the estimate, which "
             "holds one input a block where the trainer holds three or four"
         )
-    defer = run.get("distributed.defer_fsdp_grad_sync")
-    run.set("sync", "last" if is_on(defer) else "each", defer)
+    _sync(run)
     _sharding(run)
     dtype = run.get("model.torch_dtype", "model.dtype")
     if dtype.word() not in ("auto", ""):
@@ -54,7 +53,7 @@ def read_automodel(run: Reading) -> None:
         run.set("compile", True, compiled if is_on(compiled) else layers)
     _optimizer_and_loss(run)
     _low_precision(run)
-    rank = run.get("peft.dim")
+    rank = _rank(run)
     if rank.value is not None:
         everywhere, targets = run.get("peft.match_all_linear"), run.get("peft.target_modules")
         wanted = targets.value or ("*",)
@@ -86,14 +85,14 @@ def _low_precision(run: Reading) -> None:
             run.notes.append(f"{outside.key}: {', '.join(map(str, extra))} is in float8 in the estimate")
         run.get("fp8.precompute_float8_dynamic_scale_for_fsdp", "fp8.force_recompute_fp8_weight_in_bwd")
         run.get("fp8.emulate")
-    elif run.has("fp8"):
-        run.get(*(f"fp8.{name}" for name in run.section("fp8")))
+    else:
+        _idle(run, "fp8")
     if is_on(eight := run.get("quantization.load_in_8bit")):
         run.refuse(eight, "weights in 8 bits are not modelled; load_in_4bit is")
     four = run.get("quantization.load_in_4bit")
     if is_on(four):
         run.get(*(f"quantization.{name}" for name in run.section("quantization")))
-        if run.get("peft.dim").value is None:
+        if _rank(run).value is None:
             run.refuse(four, "weights in 4 bits are modelled under LoRA")
 
 
@@ -105,9 +104,8 @@ def _sharding(run: Reading) -> None:
     )
     if reshard.value is not None:
         run.set("reshard", "always" if is_on(reshard) else "never", reshard)
-    if run.has("distributed.moe") and not experts:
-        run.get(*(f"distributed.moe.{name}" for name in run.section("distributed.moe")))
-        run.notes.append("distributed.moe does nothing: expert parallelism is 1")
+    if not experts:
+        _idle(run, "distributed.moe", "expert parallelism is 1")
     if is_on(prefetch := run.get("distributed.enable_fsdp2_prefetch")):
         for way in ("forward", "backward"):
             depth = run.get(f"distributed.fsdp2_{way}_prefetch_depth")
@@ -125,9 +123,8 @@ def _sharding(run: Reading) -> None:
         run.set(
             "grad_accum", run.policy.get("grad_accum", 1) * local.number(1) // micro.number(1), local, micro
         )
-    elif run.has("distributed.pipeline"):
-        run.get(*(f"distributed.pipeline.{name}" for name in run.section("distributed.pipeline")))
-        run.notes.append("distributed.pipeline does nothing: pipeline parallelism is 1")
+    else:
+        _idle(run, "distributed.pipeline", "pipeline parallelism is 1")
     dispatcher = run.get("model.backend.dispatcher")
     if experts and dispatcher.word() not in ("", "torch"):
         run.notes.append(
@@ -138,7 +135,7 @@ def _sharding(run: Reading) -> None:
     if kernel.get(attention.word()) is not None:
         run.set("attention", kernel[attention.word()], attention)
     kernels = [run.get(f"model.backend.{name}") for name in ("linear", "rms_norm", "experts")]
-    others = [f"{one.key} = {one.value}" for one in kernels if one.given and "torch" not in one.word()]
+    others = [f"{one.key} = {one.value}" for one in kernels if one.word() and "torch" not in one.word()]
     if others:
         run.notes.append(f"{', '.join(others)}: torch's kernels are estimated instead")
     liger = run.get("model.use_liger_kernel")
@@ -148,6 +145,38 @@ def _sharding(run: Reading) -> None:
     if precision.value is not None:
         run.notes.append(
             f"{precision.key} = {precision.value} is not modelled: matrix products are estimated in bf16"
+        )
+
+
+def _idle(run: Reading, section: str, why: str = "") -> None:
+    """Take a section that does nothing as read; ``why`` is said where it has keys."""
+    keys = [f"{section}.{name}" for name in run.section(section)]
+    run.get(section, *keys)
+    if keys and why:
+        run.notes.append(f"{section} does nothing: {why}")
+
+
+def _rank(run: Reading) -> Value:
+    """The adapters' rank, which has a default where there are adapters."""
+    rank = run.get("peft.dim")
+    if rank.given or not run.section("peft"):
+        return rank
+    return Value(rank.key, 8, "nemo_automodel/components/_peft/lora.py:49", given=False)
+
+
+def _sync(run: Reading) -> None:
+    """When gradients are reduced: by the outer model where FSDP wraps it, else by the experts' own switch."""
+    defer = run.get("distributed.defer_fsdp_grad_sync")
+    kept, outer = (
+        run.get("model.backend.enable_fsdp_optimizations"),
+        run.get("distributed.moe.wrap_outer_model"),
+    )
+    decides = defer if is_on(outer) or run.mesh.get("ep", 1) == 1 else kept
+    run.set("sync", "last" if is_on(decides) else "each", decides)
+    if is_on(kept) and run.mesh.get("pp", 1) == 1 and run.policy.get("grad_accum", 1) > 1:
+        run.notes.append(
+            f"{kept.key}: a mixture of experts keeps its parameters gathered between micro-batches there, "
+            "which is not in the estimate"
         )
 
 

@@ -77,7 +77,8 @@ def read_attention(run: Reading, found: Value) -> None:
     """The attention by transformers' name for it; what is not given is as the stack has it."""
     word = found.word()
     if "flash" in word or word in ("sdpa", "fa2"):
-        run.set("attention", "flash", found)
+        newer = "3" in word or "4" in word  # FlashAttention-2 stands in for it
+        (run.says if newer else run.set)("attention", "flash", found)
     elif word in ("eager", "disabled"):
         run.set("attention", "math", found)
     elif found.given and word not in ("", "auto", "none"):

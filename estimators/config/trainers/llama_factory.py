@@ -105,7 +105,12 @@ def read_llama_factory_v1(run: Reading) -> None:
     if bits.value is not None and not four:
         run.refuse(bits, "4 bits are modelled")
     if four and peft.word() != "lora":
-        run.refuse(kind, "weights in 4 bits are modelled under LoRA")
+        run.refuse(bits if bits.given else kind, "weights in 4 bits are modelled under LoRA")
+    double = run.get("quant_config.double_quantization")
+    if four and double.given and not is_on(double):
+        run.notes.append(
+            f"{double.key} = {double.value}: the scales of 4-bit weights are estimated in 8 bits"
+        )
     if peft.word() == "lora":
         rank, targets = run.get("peft_config.r"), run.get("peft_config.target_modules")
         read_lora(run, rank, targets, quantized="bnb-nf4" if four else None, base=bits if four else peft)

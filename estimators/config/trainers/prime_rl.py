@@ -42,11 +42,12 @@ def read_prime_rl(run: Reading) -> None:
     _batch(run, is_sft)
     _memory(run)
     attention = key("model.attn")
-    if "3" in attention.word() or "4" in attention.word() or attention.word() == "auto":
+    stands_in = "3" in attention.word() or "4" in attention.word() or attention.word() == "auto"
+    if stands_in:
         run.notes.append(
             f"{attention.key} = {attention.value}: FlashAttention 3 and 4 are estimated as FlashAttention 2"
         )
-    run.set("attention", "flash", attention)
+    (run.says if stands_in else run.set)("attention", "flash", attention)
     _loss(run, is_sft)
     rank = key("model.lora.rank")
     if rank.value is not None:
