@@ -358,7 +358,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
     kind, _, _ = _main_cause(mine)
     problem = f"{waited}; no rank is late in most steps."
     if not book.on_device:
-        problem = f"{waited}, at no place of their own: ranks that share processors do that."
+        problem = f"{waited}; no single place causes it, as is usual where ranks share processors."
     book.enter(
         mine,
         id="ranks_take_turns",

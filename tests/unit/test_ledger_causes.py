@@ -295,14 +295,16 @@ def test_a_loop_takes_its_backward_along() -> None:
     assert "with its backward" in first.said
 
 
-@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (0, False)])
-def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("reason", "checks", "is_told"), [("anomaly", 200, True), ("anomaly", 2, True), ("loop", 200, False)]
+)
+def test_anomaly_detection_is_named_by_its_checks(reason: str, checks: int, is_told: bool) -> None:
     analysis = trace_analysis()
     charges = [
         Charge(rank=rank.rank, step=step.step, cause="compute", ns=ns, phase="backward", why=why, count=count)
         for rank in analysis.ranks
         for step in rank.steps
-        for ns, why, count in ((step.duration_ns, None, 0), (0, "anomaly", checks))
+        for ns, why, count in ((step.duration_ns, None, 0), (0, reason, checks))
     ]
     found = with_ledger(analysis, charges).findings
     assert any(one.id == "anomaly_detection" for one in found) is is_told
