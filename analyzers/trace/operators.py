@@ -256,7 +256,11 @@ def additional_ns(ranks: Sequence[tuple[list[KernelSum], int]]) -> list[int]:
     does not count: whether a nested operator of a CPU is counted depends on its time.
     """
     known = [
-        {one.name: one.count / max(1, steps) for one in sums if one.kind == "compute" and one.name}
+        {
+            one.name: one.count / max(1, steps)
+            for one in sums
+            if one.kind == "compute" and one.name is not None
+        }
         for sums, steps in ranks
     ]
     found = []
@@ -264,7 +268,9 @@ def additional_ns(ranks: Sequence[tuple[list[KernelSum], int]]) -> list[int]:
         others = known[:at] + known[at + 1 :]
         more = 0.0
         for one in sums:
-            mine = known[at].get(one.name, 0.0) if one.kind == "compute" and one.name else 0.0
+            if one.kind != "compute" or one.name is None:
+                continue
+            mine = known[at][one.name]
             excess = mine - max((other.get(one.name, 0.0) for other in others), default=0.0)
             if excess >= _IN_MOST_STEPS:
                 more += excess / mine * one.total_ns
