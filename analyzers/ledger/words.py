@@ -97,7 +97,7 @@ def not_judged(book: Book) -> list[str]:
     if not book.on_device:
         found.append(
             "On a CPU, overlap and kernels cannot be judged; counts of collectives, units, extra forwards, "
-            "data loading and late ranks can."
+            "data loading and uneven work of ranks can."
         )
     if not book.waits_known:
         found.append(f"Part of communication may be waiting for other ranks. {book.missing_traces}")
