@@ -205,7 +205,7 @@ def _judged(check: BalanceCheck, *, is_even: bool) -> BalanceCheck:
             f"{format_ns(check.step_ns)}.",
             f"Rank {check.ranks[0].rank} causes {format_ns(check.constant_ns)} of it in the mean of "
             f"{plural(len(check.steps), 'step')}; "
-            f"the rank that causes {format_ns(check.varying_ns)} changes.",
+            f"the other {format_ns(check.varying_ns)} come from a different rank in each step.",
         ]
     )
     if check.tokens is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
@@ -80,7 +80,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     cost = sum(one.ns for one in mine)
     outside = max(1, among.compared - len(among.ranks))
     share = book.frac(cost) * len(book.analysis.ranks) / outside
-    net = max(0.0, min(cost / outside - late.wait_ns, _least(mine, among))) * len(book.analysis.ranks)
+    least = _least(mine, {one.rank for one in among.ranks})
+    net = max(0.0, min(cost / outside - late.wait_ns, least)) * len(book.analysis.ranks)
     if share < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
@@ -147,9 +148,8 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     )
 
 
-def _least(waits: Sequence[Charge], among: LateRanks) -> int:
+def _least(waits: Sequence[Charge], late: Collection[int]) -> int:
     """Return what an end of some waits gains on the rank that gains least: the others wait for that one."""
-    late = {one.rank for one in among.ranks}
     gained: Counter[int] = Counter()
     for one in waits:
         gained[one.rank] += 0 if one.caught_up else one.ns
@@ -223,7 +223,7 @@ def _for_pauses(book: Book) -> None:
     book.put_back(replace(one, cause="host_pause") for one in mine)
     collecting = {one.rank for one in book.left("garbage_collection")}
     mine = book.take("uneven_ranks", lambda one: one.site == GARBAGE and one.late_rank in collecting)
-    book.put_back(replace(one, cause="garbage_collection", count=0) for one in mine)
+    book.put_back(replace(one, cause="garbage_collection", site=None, count=0) for one in mine)
 
 
 def _operations(book: Book) -> dict[int, dict[int, int]]:
@@ -260,7 +260,7 @@ def _more_work(book: Book) -> bool:
     rank = max(book.additional_ns, key=lambda one: book.additional_ns[one], default=0)
     expected: float = book.additional_ns.get(rank, 0)
     steps = max(1, book.rank_steps // max(1, len(book.analysis.ranks)))
-    does, change = f"runs operators for {format_ns(expected / steps)} a step that no other rank runs", "work"
+    does, change = f"runs operators for {format_ns(expected / steps)} a step beyond the others'", "work"
     if (most := _most_operations(book)) and (more := _busy_ns(book, most[0]) * (1 - 1 / most[1])) > expected:
         (rank, least), expected, change = most, more, "batch and the same work"
         does = f"computes {least:.3g} times as many operations as any other rank in every step"
@@ -269,6 +269,7 @@ def _more_work(book: Book) -> bool:
     if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
         book.put_back(mine)
         return False
+    least = _least(mine, {rank}) * len(book.analysis.ranks)
     mine += _own_excess(book, mine, rank, waited)
     problem = f"Rank {rank} {does}, and the others wait for it: {{cost}}, including its own time for them."
     book.enter(
@@ -279,7 +280,9 @@ def _more_work(book: Book) -> bool:
         problem=problem,
         remedy=Remedy(
             change=f"Give rank {rank} the same {change} as the others.",
+            gain_ns=min(least, sum(one.ns for one in mine)),
             reason="what the others wait for it, and its own time for that work",
+            what_if=f"without straggler:{rank}" if book.on_device else None,
         ),
         rank=rank,
         why_sure="counted from recorded operators",
@@ -358,7 +361,7 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
     kind, _, _ = _main_cause(mine)
     problem = f"{waited}; no rank is late in most steps."
     if not book.on_device:
-        problem = f"{waited}, at no place of their own: ranks that share processors do that."
+        problem = f"{waited}; no single place causes it, as is usual where ranks share processors."
     book.enter(
         mine,
         id="ranks_take_turns",

@@ -135,7 +135,7 @@ def too_coarse(book: Book) -> None:
             f"All parameters ({format_bytes(payload)}) are in one FSDP unit, {name}, and are gathered "
             "together"
         )
-        change = "Apply fully_shard to the blocks inside before the module around them."
+        change = "Call fully_shard on each block, then on the module that holds them."
         named, title = "wrapping_too_coarse", "one FSDP unit for the whole model"
     elif root:
         large = _large_in_root(book, fqn)

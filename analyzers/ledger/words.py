@@ -12,7 +12,6 @@ from fsdp2prof.results.step import UnrecordedStep
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.results.what_if import WhatIfChange
 from fsdp2prof.units import format_frac, format_ns, plural
-from fsdp2prof.vocabulary import LEDGER_CAUSES
 
 NOTHING = "Nothing to fix was found"
 """How the sentence begins that says so."""
@@ -98,7 +97,7 @@ def not_judged(book: Book) -> list[str]:
     if not book.on_device:
         found.append(
             "On a CPU, overlap and kernels cannot be judged; counts of collectives, units, extra forwards, "
-            "data loading and late ranks can."
+            "data loading and uneven work of ranks can."
         )
     if not book.waits_known:
         found.append(f"Part of communication may be waiting for other ranks. {book.missing_traces}")
@@ -106,22 +105,10 @@ def not_judged(book: Book) -> list[str]:
 
 
 def trace_advice(analysis: TraceAnalysis) -> list[str]:
-    """Say how long an unrecorded step takes, then name the largest losses of the traced one."""
-    if analysis.rehearsed or analysis.ledger is None or any(rank.misses_records for rank in analysis.ranks):
+    """Say how long an unrecorded step takes, and what this recording cannot show."""
+    if analysis.ledger is None or any(rank.misses_records for rank in analysis.ranks):
         return []
-    ledger = analysis.ledger
-    lines = [
-        f"{format_frac(ns / ledger.step_ns)} of the traced step is {LEDGER_CAUSES[cause].label} "
-        f"({format_ns(ns)}){_mainly(ledger.entries, cause)}."
-        for cause, ns in ledger.causes_ns.items()
-        if cause != "compute" and ns > _WORTH_NAMING * ledger.step_ns
-    ]
-    return [*unrecorded_sentence(analysis.unrecorded_step), *lines, *ledger.not_judged]
-
-
-def _mainly(entries: Sequence[LedgerEntry], cause: str) -> str:
-    mine = sorted((one for one in entries if one.cause == cause), key=lambda one: -one.ns)
-    return f"; most of it {mine[0].title}" if mine and mine[0].title != LEDGER_CAUSES[cause].label else ""
+    return [*unrecorded_sentence(analysis.unrecorded_step), *analysis.ledger.not_judged]
 
 
 def unrecorded_sentence(step: UnrecordedStep | None) -> list[str]:

@@ -54,7 +54,7 @@ def _evaluation(book: Book) -> None:
             change=_GENERATING if site and "generat" in site else _evaluate_less(site),
             reason="all of their time",
         ),
-        calm=steps <= _without_some_model(book),
+        calm=bool(steps) and steps <= _without_some_model(book),
         why_sure="forwards and backwards are counted by their labels",
         evidence={"forwards_per_step": each, "steps": len(steps), "site": site},
     )
@@ -67,8 +67,9 @@ def _without_some_model(book: Book) -> set[int]:
     """
     reduced: dict[int, set[str]] = {step.step: set() for rank in book.analysis.ranks for step in rank.steps}
     for row in book.rows("reduce_scatter"):
-        if row.fqn is not None and row.count:
-            reduced.setdefault(row.step, set()).add(row.fqn.partition(":")[0])
+        root, of_several, _ = (row.fqn or "").partition(":")
+        if of_several and row.count:
+            reduced.setdefault(row.step, set()).add(root)
     roots = set().union(*reduced.values())
     return {step for step, some in reduced.items() if some and some != roots}
 

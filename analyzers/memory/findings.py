@@ -196,7 +196,7 @@ def _all_in_one_group(peak: Peak) -> Finding | None:
         fqn,
         f"All parameters are in one group, so the whole model is gathered at the peak: {format_bytes(size)} "
         f"({format_frac(size / peak.allocated_bytes)} of it) of unsharded parameters and all-gather buffers.",
-        "Apply fully_shard to the blocks before the module around them: then one or two are gathered.",
+        "Call fully_shard on each block, then on the module that holds them: one or two are then gathered.",
         {"bytes": size},
     )
 

@@ -302,7 +302,11 @@ def _warnings(
 
 def _verdict(result: NcclAnalysis, matched: int) -> list[str]:
     """At most three sentences: why a group is slow, what costs most time and how fast it is, who is late."""
-    causes = [one.message for one in result.findings if one.evidence.get("communicator") is not None]
+    causes = [
+        one.message
+        for one in result.findings
+        if one.severity != "low" and one.evidence.get("communicator") is not None
+    ]
     sentences = causes[:1]
     if not causes and result.logged:
         logged = plural(len(result.communicators), "communicator")

@@ -18,11 +18,12 @@ _FORCED = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NC
 _SHOWN = 3
 OF_SOME_RANKS = ("send_recv", "broadcast")
 """Calls that not every rank of a communicator makes, or not with the same size."""
+_BEHIND = "nccl-behind"
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why one communicator is slow."""
+    """Why one communicator is slow, or which of its ranks did less."""
 
     id: str
     severity: Severity
@@ -44,7 +45,10 @@ def reasons(communicator: NcclCommunicator, processes: Sequence[LoggedProcess]) 
 
 
 def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
-    """Return the ranks that logged fewer collectives than the others, where every rank logged some."""
+    """Return the ranks that logged fewer collectives than the others, where every rank logged some.
+
+    They are ranks in the communicator. One collective less is usual in the log of a job that runs.
+    """
     counts = {
         one.rank: sum(count for call, count in one.calls.items() if call.op not in OF_SOME_RANKS)
         for one in logged
@@ -56,9 +60,9 @@ def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
     ranks = sorted(rank for rank, count in counts.items() if count == fewest)
     return [
         Reason(
-            "nccl-behind",
-            "medium",
-            f"has {fewest:,} collectives in the log of {numbered('rank', ranks)} and {most:,} in others'",
+            _BEHIND,
+            "medium" if most - fewest > 1 else "low",
+            f"has {fewest:,} collectives in the log of its {numbered('rank', ranks)} and {most:,} in others'",
             "If the job hangs, look there first (`fsdp2prof analyze hang`); else the log ends early.",
             {"ranks": list(ranks), "fewest": fewest, "most": most},
         )
@@ -66,13 +70,17 @@ def behind(logged: Sequence[LoggedCommunicator]) -> list[Reason]:
 
 
 def folded(causes: Sequence[tuple[NcclCommunicator, Sequence[Reason]]]) -> list[Finding]:
-    """Return a finding for each reason and change, which names all communicators that have it."""
-    alike: dict[tuple[str, Severity, str], list[tuple[NcclCommunicator, Reason]]] = {}
+    """Return a finding for each reason and change, which names all communicators that have it.
+
+    Ranks and counts of those that are behind are each communicator's own.
+    """
+    alike: dict[tuple[str, Severity, str, str], list[tuple[NcclCommunicator, Reason]]] = {}
     for communicator, why in causes:
         for one in why:
-            alike.setdefault((one.id, one.severity, one.change), []).append((communicator, one))
+            own = one.what if one.id == _BEHIND else ""
+            alike.setdefault((one.id, one.severity, one.change, own), []).append((communicator, one))
     findings = []
-    for (name, severity, change), members in alike.items():
+    for (name, severity, change, _), members in alike.items():
         first, reason = members[0]
         more = len(members) - 1
         also = f" So {'does' if more == 1 else 'do'} {plural(more, 'more communicator')}." if more else ""

@@ -279,7 +279,9 @@ def merge(
         ]
         extra = dict(
             zip(
-                (one.rank.rank for one in analyses), additional_ns([a.kernels for a in analyses]), strict=True
+                (one.rank.rank for one in analyses),
+                additional_ns([(one.kernels, len(one.rank.steps)) for one in analyses]),
+                strict=True,
             )
         )
         result = with_ledger(result, charges, manifests, references.thresholds, extra)

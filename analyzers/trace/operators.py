@@ -210,6 +210,8 @@ _Kind = Literal["compute", "fsdp_copy", "memcpy"]
 _KINDS: tuple[_Kind, ...] = ("compute", "fsdp_copy", "memcpy")
 
 _NAMED_OF_A_RANK = 300
+_IN_MOST_STEPS = 0.5
+"""Calls a step that a rank has more of, from which on it has them in most of its steps."""
 _NAMED = 40
 
 
@@ -246,20 +248,33 @@ def kernel_sums(tables: RankTables) -> list[KernelSum]:
     return _largest(sums, _NAMED_OF_A_RANK)
 
 
-def additional_ns(ranks: Sequence[list[KernelSum]]) -> list[int]:
-    """Return the time of each rank's kernels (CPU: operators) that no other rank runs, or runs as often.
+def additional_ns(ranks: Sequence[tuple[list[KernelSum], int]]) -> list[int]:
+    """Return the time of each rank's kernels (CPU: operators) beyond those that another rank runs a step.
 
-    Less that of the other ranks' own: kernels that are only named otherwise elsewhere cancel out.
+    ``ranks`` are their sums and the number of steps in which they ran. Less that of the other ranks' own:
+    kernels that are only named otherwise elsewhere cancel out. What a rank runs more of in a few steps alone
+    does not count: whether a nested operator of a CPU is counted depends on its time.
     """
-    known = [{one.name: one for one in rank if one.kind == "compute" and one.name} for rank in ranks]
+    known = [
+        {
+            one.name: one.count / max(1, steps)
+            for one in sums
+            if one.kind == "compute" and one.name is not None
+        }
+        for sums, steps in ranks
+    ]
     found = []
-    for at, mine in enumerate(known):
+    for at, (sums, _) in enumerate(ranks):
         others = known[:at] + known[at + 1 :]
-        more = 0
-        for name, one in mine.items():
-            usual = max((other[name].count for other in others if name in other), default=0)
-            more += max(0, one.count - usual) * one.total_ns // one.count
-        found.append(more)
+        more = 0.0
+        for one in sums:
+            if one.kind != "compute" or one.name is None:
+                continue
+            mine = known[at][one.name]
+            excess = mine - max((other.get(one.name, 0.0) for other in others), default=0.0)
+            if excess >= _IN_MOST_STEPS:
+                more += excess / mine * one.total_ns
+        found.append(int(more))
     most = [max((ns for j, ns in enumerate(found) if j != i), default=found[i]) for i in range(len(found))]
     return [max(0, own - other) for own, other in zip(found, most, strict=True)]
 

@@ -2,7 +2,6 @@
 
 Outside the ranks:
 
-- ``one_process``: the command that a rehearsal starts instead of a launcher's;
 - ``launcher``: starts the command, passes signals and the exit code, says how the run ended;
 - ``host_processes``: ranks seen in ``/proc``, to explain a silent rank and to leave none behind;
 - ``bootstrap/sitecustomize``: on ``PYTHONPATH``, waits in every Python process for FSDP2 to be imported.

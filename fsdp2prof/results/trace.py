@@ -204,7 +204,7 @@ class TraceAnalysis(Shown):
     cross_rank: CrossRank
     findings: list[Finding]
     advice: list[str] = field(default_factory=list)
-    """What to look at next, largest loss first."""
+    """Notes: how long an unrecorded step takes, and what the recording cannot show."""
     warnings: list[str]
     prefetch: list[PrefetchRow] = field(default_factory=list)
     late: list[LateRow] = field(default_factory=list)

@@ -725,6 +725,19 @@ def test_a_narrow_terminal_shows_the_configuration_of_every_row(plan: Plan, brie
         assert words >= set(family.best.name.split())
 
 
+@pytest.mark.parametrize("width", [80, 110])
+def test_the_full_tables_show_why_and_what_to_add(plan: Plan, width: int) -> None:
+    text = str(RENDERERS["text"].render(build(plan), RenderOptions(width=width)))
+    families, precisions = (
+        set(text[text.rindex(f"\n{title}") :].split("\n\n")[0].split())
+        for title in ("The best of each family", "The best in another precision")
+    )
+    for family in plan.families[:8]:
+        assert families >= {"why", *family.why.split()}
+    for one in plan.precisions:
+        assert precisions >= {"why", *one.why.split(), *one.take.split()}
+
+
 def test_a_cost_has_its_currency(plan: Plan) -> None:
     named = build(replace(plan, given=replace(plan.given, currency="EUR")))
     assert "EUR a billion tokens" in [figure.label for figure in named.numbers]

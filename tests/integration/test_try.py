@@ -119,7 +119,6 @@ def test_a_setting_that_the_script_changes_stays_the_scripts(tried):
 
 
 @pytest.mark.parametrize("method", ["_assign", pytest.param("_save", marks=pytest.mark.slow)])
-@pytest.mark.slow
 def test_a_failure_on_one_rank_restores_and_goes_on(tried, tmp_path, method):
     script = ("--steps", "40", "--fail-on-rank", "1", "--fail-in", method, "--fail-at", "3")
     result = tried("--steps", "64", settings=["reshard=never"], script=script)

@@ -45,6 +45,7 @@ def test_the_slowest_rank_changes() -> None:
     assert (check.lost_ns, check.constant_ns, check.varying_ns) == (10 * MS, 0, 10 * MS)
     assert [(one.id, one.severity) for one in check.findings] == [("work_varies", "medium")]
     assert [one.slowest_rank for one in check.steps] == [0, 1]
+    assert "the other 10.0 ms come from" in check.verdict[1]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_command(capfd: pytest.CaptureFixture[str], run: Path) -> None:
     }
     text = call(capfd, "check", "balance", run, "--fail-at", "medium")
     assert text.code == 3
-    assert "the rank that causes" in " ".join(text.out.split())
+    assert "from a different rank" in " ".join(text.out.split())
 
 
 def test_what_is_refused(capfd: pytest.CaptureFixture[str], run: Path) -> None:

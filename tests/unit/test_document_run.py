@@ -11,8 +11,10 @@ from support.results import HOSTILE, memory_analysis, out_of_memory, run_analysi
 
 from fsdp2prof.analyzers.ledger.words import NOTHING
 from fsdp2prof.analyzers.run_summary import combine, shard_families
+from fsdp2prof.reporters.document import Sentences
 from fsdp2prof.reporters.documents import build
 from fsdp2prof.results.finding import Finding, Severity
+from fsdp2prof.results.run import RunAnalysis
 
 RAW = frozenset({"groups", "prefetch", "host_syncs", "timeline", "phase_spans"})
 
@@ -21,18 +23,30 @@ def finding(name: str, severity: Severity, change: str = "") -> Finding:
     return Finding(id=name, severity=severity, fqn=None, message=f"{name}. {change}", change=change)
 
 
+def notes(run: RunAnalysis) -> list[str]:
+    """Return the notes of a built document."""
+    [section] = [one for one in build(run).sections if one.anchor == "findings"]
+    return [
+        line
+        for block in section.blocks
+        if isinstance(block, Sentences) and block.title == "Notes"
+        for line in block.lines
+    ]
+
+
 def test_findings_of_both_the_most_severe_first_and_what_to_try_of_the_first() -> None:
     trace = replace(trace_analysis(), findings=[finding("t1", "high", "Do t1."), finding("t2", "low")])
+    trace = replace(trace, advice=["A note of the trace."])
     memory = replace(memory_analysis(), findings=[finding("m1", "high"), finding("m2", "medium")])
     run = combine(run_summary(), trace, memory)
     assert [one.id for one in run.findings] == ["t1", "t2"], "memory is not tight"
     assert run.verdict[:2] == ["t1. Do t1.", trace.verdict[0]]
-    assert run.advice == trace.advice
+    assert notes(run) == trace.advice
     assert memory.key_figures is not None
     figures = replace(memory.key_figures, device_frac=0.9)
     tight = combine(run_summary(), trace, replace(memory, key_figures=figures))
     assert [one.id for one in tight.findings] == ["t1", "m1", "m2", "t2"]
-    assert tight.advice == [*trace.advice, *memory.advice]
+    assert notes(tight) == [*trace.advice, *memory.advice]
 
 
 def test_the_peak_is_told_where_there_is_nothing_to_try() -> None:

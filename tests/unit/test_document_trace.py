@@ -157,9 +157,7 @@ def test_nothing_to_show_is_said() -> None:
 
 def test_limits_of_a_recording_are_notes_unless_the_verdict_has_them() -> None:
     analysis = trace_analysis()
-    assert analysis.ledger is not None
-    ledger = replace(analysis.ledger, not_judged=["said", "unsaid"])
-    noted = build(replace(analysis, ledger=ledger, verdict=["said"])).sections[0].blocks
+    noted = build(replace(analysis, advice=["said", "unsaid"], verdict=["said"])).sections[0].blocks
     assert [type(block) for block in noted] == [Findings, Sentences]
     assert isinstance(noted[1], Sentences)
     assert noted[1].lines == ["unsaid"]

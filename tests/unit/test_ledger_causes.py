@@ -14,6 +14,7 @@ from support.sharded_groups import sharded_group
 
 from fsdp2prof.analyzers.ledger.account import with_ledger
 from fsdp2prof.analyzers.ledger.charges import Charge
+from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
     HostStep,
     RankManifest,
@@ -295,14 +296,16 @@ def test_a_loop_takes_its_backward_along() -> None:
     assert "with its backward" in first.said
 
 
-@pytest.mark.parametrize(("checks", "is_told"), [(200, True), (0, False)])
-def test_anomaly_detection_is_named_by_its_checks(checks: int, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("reason", "checks", "is_told"), [("anomaly", 200, True), ("anomaly", 2, True), ("loop", 200, False)]
+)
+def test_anomaly_detection_is_named_by_its_checks(reason: str, checks: int, is_told: bool) -> None:
     analysis = trace_analysis()
     charges = [
         Charge(rank=rank.rank, step=step.step, cause="compute", ns=ns, phase="backward", why=why, count=count)
         for rank in analysis.ranks
         for step in rank.steps
-        for ns, why, count in ((step.duration_ns, None, 0), (0, "anomaly", checks))
+        for ns, why, count in ((step.duration_ns, None, 0), (0, reason, checks))
     ]
     found = with_ledger(analysis, charges).findings
     assert any(one.id == "anomaly_detection" for one in found) is is_told
@@ -340,3 +343,14 @@ def test_the_end_of_waits_gains_nothing_where_the_host_is_the_limit(caught_up: b
     )  # fmt: skip
     entries = [one.id for one in told(ledger_of([late(caught_up=caught_up)], among=among))]
     assert entries == ([] if caught_up else ["straggler"])
+
+
+def test_operators_beyond_the_others_count_a_step() -> None:
+    """Rank 0 has five steps and rank 1 four, 10 calls of 1 ms in each; then rank 1 has two more a step."""
+
+    def ran(calls: int, steps: int) -> tuple[list[KernelSum], int]:
+        return [KernelSum("aten::mm", "compute", calls, calls * MS)], steps
+
+    assert additional_ns([ran(50, 5), ran(40, 4)]) == [0, 0]
+    assert additional_ns([ran(50, 5), ran(48, 4)]) == [0, 8 * MS]
+    assert additional_ns([ran(50, 5), ran(41, 4)]) == [0, 0]

@@ -400,6 +400,35 @@ def test_a_rank_whose_log_has_fewer_collectives_is_named(
     assert [one.evidence["ranks"] for one in found] == ([ranks] if ranks else [])
 
 
+def logs_of_two_communicators(folder: Path, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    """The second's ranks are in processes of their own; each number is the collectives in one rank's log."""
+    for which, counts in enumerate((first, second)):
+        for rank, count in enumerate(counts):
+            text = "\n".join(log_lines(rank, size=len(counts), per_node=1, calls=count)) + "\n"
+            text = text.replace("0x5eed", f"0x5eed{which}").replace("node", f"{'ab'[which]}node")
+            (folder / f"nccl.{which}{rank}.log").write_text(text)
+
+
+def test_ranks_and_counts_of_one_communicator_are_not_said_of_another(tmp_path: Path) -> None:
+    logs_of_two_communicators(tmp_path, (9, 5), (3, 7))
+    found = [one for one in analyze_path(tmp_path).findings if one.id == "nccl-behind"]
+    said = [(one.evidence["ranks"], one.evidence["fewest"], one.evidence["most"]) for one in found]
+    assert sorted(said, key=str) == [([0], 3, 7), ([1], 5, 9)]
+    assert all(one.evidence["communicators"] == [one.evidence["communicator"]] for one in found)
+    assert all("its rank" in one.message for one in found)
+
+
+@pytest.mark.parametrize(("count", "severity"), [(4, "low"), (3, "medium")])
+def test_one_collective_less_does_not_head_the_verdict(tmp_path: Path, count: int, severity: str) -> None:
+    for rank in range(2):
+        text = "\n".join(log_lines(rank, size=2, calls=count if rank else 5)) + "\n"
+        (tmp_path / f"nccl.{rank}.log").write_text(text)
+    found = analyze_path(tmp_path)
+    (behind,) = (one for one in found.findings if one.id == "nccl-behind")
+    assert behind.severity == severity
+    assert (found.verdict[0] == behind.message) == (severity == "medium")
+
+
 def calls_alone(rank: int, comm: str, *, size: int, count: int) -> list[str]:
     """A log with COLL and without INIT: neither number nor rank of the communicator."""
     return [

@@ -252,8 +252,3 @@ def test_waiting_that_is_next_to_nothing_is_nobodys() -> None:
     cross = replace(waits(r1=1), wait_ns={"0": MS, "1": 0})
     told = summarise(replace(trace_analysis(), cross_rank=cross)).cross_rank.summary
     assert told[1:] == ["They wait for one another less than 1.0% of their time."]
-
-
-def test_advice_leads_to_the_largest_loss_first() -> None:
-    lines = trace_analysis(blocks=8).advice
-    assert lines[0].startswith("28.0% of the traced step is exposed FSDP communication (14.0 ms)")

@@ -258,3 +258,79 @@ def test_a_timeout_of_gloo_names_the_ranks_that_say_nothing(tmp_path: Path) -> N
     )
     found = analyze_hang(write(tmp_path, f"[rank0]: {gloo}", "[rank1]: ValueError: no such file"))
     assert (found.cause, found.culprits) == ("no_dump", [1])
+
+
+GLOO_TIMEOUT = (
+    "RuntimeError: [/gloo/unbound_buffer.cc:78] Timed out waiting 4000ms for {} operation to complete"
+)
+GLOO_GONE = "RuntimeError: [/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:2413"
+GLOO_RESET = (
+    "RuntimeError: [/gloo/transport/tcp/pair.cc:469] Read error [10.0.0.1]:2413: Connection reset by peer"
+)
+
+
+@pytest.mark.parametrize("operation", ["recv", "send"])
+def test_ranks_of_gloo_whose_peer_has_gone_have_waited_too(tmp_path: Path, operation: str) -> None:
+    """Rank 0 times out and exits, which ranks 1 and 2 notice; rank 3 sleeps."""
+    lines = [f"[rank0]: {GLOO_TIMEOUT.format(operation)}", f"[rank1]: {GLOO_GONE}", f"[rank2]: {GLOO_RESET}"]
+    found = analyze_hang(write(tmp_path, *lines, "[rank3]: INFO saving a sample"))
+    assert (found.cause, found.culprits) == ("no_dump", [3])
+    assert found.standings[0].came == [0, 1, 2]
+
+
+def test_a_rank_whose_peer_has_gone_may_have_come_late(tmp_path: Path) -> None:
+    """No rank is silent: one of them was late, and which is not known."""
+    lines = [f"[rank0]: {GLOO_TIMEOUT.format('recv')}", f"[rank1]: {GLOO_TIMEOUT.format('recv')}"]
+    found = analyze_hang(write(tmp_path, *lines, f"[rank2]: {GLOO_GONE}", f"[rank3]: {GLOO_GONE}"))
+    assert found.culprits == []
+    assert (found.standings[0].came, found.standings[0].ranks_known) == ([0, 1], False)
+
+
+def test_a_closed_connection_that_is_not_gloos_excuses_no_rank(tmp_path: Path) -> None:
+    lines = [f"[rank0]: {GLOO_TIMEOUT.format('recv')}", f"[rank1]: {GLOO_GONE}"]
+    lines.append("[rank2]: ConnectionResetError: [Errno 104] Connection reset by peer")
+    assert analyze_hang(write(tmp_path, *lines)).culprits == [2]
+
+
+MISSED = "RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [f"[rank4]: {MISSED}"],
+        [f"[rank0]: {MISSED}", f"[rank4]: {MISSED}"],
+        [f"[rank0]: {MISSED}", "[rank2]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but"],
+    ],
+)
+def test_a_barrier_of_some_ranks_accuses_no_rank_of_the_job(tmp_path: Path, lines: list[str]) -> None:
+    """Ranks in it are those of its process group: the speaker has another rank in the job."""
+    found = analyze_hang(write(tmp_path, *lines, "[rank1]: INFO saving a sample"))
+    assert found.culprits == []
+    assert 1 not in {one.rank for one in found.ranks}
+    assert "without its rank 1" in found.standings[0].call.group
+
+
+def test_ranks_that_no_job_has_do_not_miss_a_barrier(tmp_path: Path) -> None:
+    found = analyze_hang(write(tmp_path, f"[rank0]: {MISSED.replace('Rank 1 ', 'Ranks 1, 99999999 ')}"))
+    assert found.culprits == [1]
+
+
+@pytest.mark.parametrize("speakers", [[4], [4, 5]])
+def test_fingerprints_of_some_ranks_are_those_of_who_speaks(tmp_path: Path, speakers: list[int]) -> None:
+    """Job's ranks 4 and 5 are ranks 0 and 1 of the process group."""
+    told = [fingerprint(0, "ALLREDUCE", 8), fingerprint(1, "ALLREDUCE", 9)]
+    said = [
+        f"[rank{rank}]: RuntimeError: {told[rank - 4]}, but {told[5 - rank]}.Collectives" for rank in speakers
+    ]
+    found = analyze_hang(write(tmp_path, *said))
+    assert [one.rank for one in found.ranks] == speakers
+    assert found.culprits == ([5] if len(speakers) == 2 else [])
+
+
+def test_a_file_of_one_rank_needs_no_prefix_in_its_lines(tmp_path: Path) -> None:
+    for rank in range(2):
+        text = f"epoch 1\n{GLOO_TIMEOUT.format('recv')}\n" if rank else f"epoch 1\n{MISSED}\n"
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    found = analyze_hang(tmp_path)
+    assert sorted(one.call.op for one in found.standings) == ["barrier", "collective"]

@@ -5,7 +5,8 @@ is the rank of the job; the rank inside brackets is the one in the process group
 out itself often says how far it has come when another rank's timeout makes it dump.
 
 With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` every rank says what two ranks call where they differ, and which ranks
-do not come (``monitoredBarrier``). Gloo says only that a rank's peer did not send: no number, no group.
+do not come (``monitoredBarrier``), by their ranks in a process group that is not named. Gloo says only that a
+rank's peer did not send, or has gone: no number, no group.
 """
 
 from __future__ import annotations
@@ -29,8 +30,19 @@ _MARKS = (
     b"CollectiveFingerPrint(SequenceNumber=",
     b"failed to pass monitoredBarrier",
     b"for recv operation to complete",
+    b"for send operation to complete",
 )
 """The second is all that a rank writes which waits in no collective itself."""
+_READ = (
+    b"[rank",
+    b"[Rank",
+    b"[PG ",
+    b"CollectiveFingerPrint(",
+    b"monitoredBarrier",
+    b"to complete",
+    b"by peer",
+)
+"""Without one of these a line says nothing."""
 
 _RANK = re.compile(r"\[rank(\d{1,7})\]:")
 _TIMEOUT = re.compile(
@@ -47,7 +59,9 @@ _FINGERPRINT = re.compile(
     r"OpType=(\w{1,60})(?:, TensorShape=\[([\d, ]{1,200})\], TensorDtypes=(\w{1,40}))?"
 )
 _BARRIER = re.compile(r"\[Rank (\d{1,7})\]: Ranks? ([\d, ]{1,10000}) failed to pass monitoredBarrier")
-_GLOO = re.compile(r"Timed out waiting \d+ms for recv operation to complete")
+_REACHED = re.compile(r"Rank (\d{1,7}) successfully reached monitoredBarrier")
+_GLOO = re.compile(r"Timed out waiting \d+ms for (?:recv|send) operation to complete")
+_LEFT = re.compile(r"gloo/.{0,200}Connection (?:closed|reset) by peer")
 _SPEAKER = re.compile(rb"(?=\[rank\d{1,7}\]:)|(?<!\]:)(?=\[E )")
 """Where a message begins: ranks that share a pipe write several into one line."""
 
@@ -90,6 +104,10 @@ class _Log:
     works: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
     """(rank, sequence number) of a work that timed out -> name and description of its group."""
     progress: dict[int, dict[str, _Progress]] = field(default_factory=lambda: defaultdict(dict))
+    told: list[tuple[int, str, dict[int, _Progress]]] = field(default_factory=list)
+    """Who speaks, of what, and what ranks of a process group do, the speaker first."""
+    left: set[int] = field(default_factory=set)
+    """Ranks whose peer in gloo has gone."""
 
 
 def looks_like_watchdog(path: Path) -> bool:
@@ -107,11 +125,14 @@ def read_watchdog_logs(files: Mapping[Path, int | None]) -> list[FlightDump]:
     """
     log = _Log()
     for path, rank in files.items():
+        log.ranks |= {rank} if rank is not None and rank <= MOST_RANKS else set()
         for raw in _lines(path):
-            for message in _SPEAKER.split(raw):
-                if b"[rank" in message or b"[Rank" in message or b"[PG " in message or rank is not None:
+            if any(mark in raw for mark in _READ):
+                for message in _SPEAKER.split(raw):
                     _add(log, message.decode(errors="replace"), rank)
     _place(log)
+    _place_told(log)
+    _place_left(log)
     members = _members(log)
     source = ", ".join(str(path) for path in files)
     return [
@@ -169,18 +190,60 @@ def _add(log: _Log, line: str, of_file: int | None) -> None:
 
 
 def _add_of_any_backend(log: _Log, line: str, rank: int) -> None:
-    """Add what ranks call where they differ, who misses a barrier, and that gloo's peer is silent."""
+    """Add what ranks call where they differ, who misses a barrier, and that gloo's peer is silent or gone."""
     if (barrier := _BARRIER.search(line)) is not None:
-        log.progress[int(barrier[1])][_MONITORED] = _Progress(timed_out=_call(1, "barrier"))
-        for late in re.findall(r"\d{1,7}", barrier[2]):
-            log.progress[int(late)][_MONITORED] = _Progress(enqueued=0, completed=0)
+        late = [int(one) for one in re.findall(r"\b\d{1,8}\b", barrier[2])]
+        missing = {one: _Progress(enqueued=0, completed=0) for one in late if one <= MOST_RANKS}
+        log.told.append((rank, _MONITORED, {int(barrier[1]): _waits("barrier"), **missing}))
+    elif (reached := _REACHED.search(line)) is not None:
+        log.told.append((rank, _MONITORED, {int(reached[1]): _waits("barrier")}))
     elif _GLOO.search(line):
-        log.progress[rank].setdefault(_OF_GLOO, _Progress(timed_out=_call(1, "collective")))
-    for one in _FINGERPRINT.finditer(line):
-        sizes = tuple(int(size) for size in (one[4] or "").split(",") if size.strip())
-        dtypes = (one[5].lower(),) if one[5] else ()
-        call = replace(_call(int(one[2]), one[3]), input_sizes=(sizes,), input_dtypes=dtypes)
-        log.progress[int(one[1])].setdefault(_NO_GROUP, _Progress(timed_out=call))
+        log.progress[rank].setdefault(_OF_GLOO, _waits("collective"))
+    elif _LEFT.search(line):
+        log.left.add(rank)
+    if calls := {int(one[1]): _Progress(timed_out=_printed(one)) for one in _FINGERPRINT.finditer(line)}:
+        log.told.append((rank, _NO_GROUP, calls))
+
+
+def _printed(one: re.Match[str]) -> Issued:
+    sizes = tuple(int(size) for size in (one[4] or "").split(",") if size.strip())
+    dtypes = (one[5].lower(),) if one[5] else ()
+    return replace(_call(int(one[2]), one[3]), input_sizes=(sizes,), input_dtypes=dtypes)
+
+
+def _waits(op: str) -> _Progress:
+    return _Progress(timed_out=_call(1, op))
+
+
+def _place_told(log: _Log) -> None:
+    """Take ranks of a process group for those of the job where all who speak have the same rank in both.
+
+    Else only the speaker is known; the others are named as ranks of a group that nothing names.
+    """
+    of_job = all(speaker == next(iter(calls)) for speaker, _, calls in log.told)
+    for speaker, group, calls in sorted(log.told, key=lambda one: len(one[2])):
+        own, *others = calls
+        if of_job:
+            for rank, one in calls.items():
+                log.progress[rank].setdefault(group, one)
+        elif others:
+            call, listed = calls[own].timed_out, ", ".join(map(str, sorted(calls)))
+            name = f"{_NO_GROUP}, call {0 if call is None else call.seq} of its ranks {listed}"
+            if group == _MONITORED:
+                ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+                name = f"{_NO_GROUP}, without its {ranks}"
+            log.progress[speaker].setdefault(name, calls[own])
+
+
+def _place_left(log: _Log) -> None:
+    """Let ranks whose peer has gone wait as those that timed out, where another rank is silent.
+
+    Where none is, one of them may have come late, and found the others gone.
+    """
+    waited = {rank for rank, groups in log.progress.items() if _OF_GLOO in groups}
+    if waited and log.ranks - waited - log.left:
+        for rank in log.left:
+            log.progress[rank].setdefault(_OF_GLOO, _waits("collective"))
 
 
 def _is_behind(before: _Progress | None, completed: int) -> bool:
@@ -194,6 +257,8 @@ def _forget(log: _Log, rank: int) -> None:
     log.timeouts.clear()
     log.works.clear()
     log.progress.clear()
+    log.told.clear()
+    log.left.clear()
     log.timeouts[rank].update(latest)
 
 
@@ -275,7 +340,8 @@ def _members(log: _Log) -> dict[str, list[int]]:
             found[name] = even
     barred = sorted(rank for rank, groups in log.progress.items() if _MONITORED in groups)
     found |= {_MONITORED: barred} if barred else {}
-    return found | ({_OF_GLOO: sorted(log.ranks)} if len(log.ranks) > 1 else {})
+    known = len(log.ranks) > 1 and all(_OF_GLOO in log.progress[rank] for rank in log.left)
+    return found | ({_OF_GLOO: sorted(log.ranks)} if known else {})
 
 
 def _size(one: Issued | None) -> int:

@@ -205,16 +205,18 @@ def _numbers_of(plan: Plan, best: str) -> list[Column]:
 def _best_table(
     plan: Plan, name: str, title: str, first: Column, items: Iterable[Any], note: str = ""
 ) -> Table:
+    *numbers, gpu_hours = _numbers_of(plan, "best.")
     columns = [
         first,
         c.prose("configuration", of="best.name"),
-        *_numbers_of(plan, "best."),
         c.prose("why"),
+        *numbers,
         c.text(
             "confirmed", "scored\nby", lambda confirmed: "engine" if confirmed else "search", "best.confirmed"
         ),
         *([] if name == "precisions" else [c.count("fitting")]),
         c.count("configurations", "tried"),
+        gpu_hours,
     ]
     return c.table(name, title, columns, items, note=note, limit=_ROWS, noun=first.label)
 
@@ -236,7 +238,7 @@ def _changes(plan: Plan) -> Section:
 
 
 def _precisions(plan: Plan) -> Section:
-    named = c.text("precision", of=lambda one: f"{one.option}={one.value}")
+    named = c.prose("precision", of=lambda one: f"with {one.take}")
     table = _best_table(
         plan, "precisions", "The best in another precision", named, plan.precisions, _OF_A_STEP
     )

@@ -14,11 +14,9 @@ from fsdp2prof.reporters.documents.links import memory_links, trace_links
 from fsdp2prof.reporters.documents.memory import memory_data, memory_numbers, memory_sections
 from fsdp2prof.reporters.documents.mesh import mesh_blocks
 from fsdp2prof.reporters.documents.sharding import rows_blocks
-from fsdp2prof.reporters.documents.trace import not_judged, trace_data, trace_numbers, trace_sections
+from fsdp2prof.reporters.documents.trace import trace_data, trace_numbers, trace_sections
 from fsdp2prof.reporters.documents.trial import trial_section
-from fsdp2prof.results.memory import MemoryAnalysis
 from fsdp2prof.results.run import RunAnalysis, RunRank, RunSummary, Sharded
-from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.units import plural
 from fsdp2prof.vocabulary import dtype_label, layer_name
 
@@ -35,7 +33,7 @@ def run_document(analysis: RunAnalysis) -> Document:
     changes = changes_worth_most(trace.what_if) if trace else []
     sections = in_order(
         [
-            *findings_section(analysis.findings, _notes(trace, memory), analysis.verdict),
+            *findings_section(analysis.findings, analysis.advice, analysis.verdict),
             *(trace_sections(trace) if trace else ()),
             *(memory_sections(memory) if memory else ()),
             *(trial_section(analysis.trial) if analysis.trial else ()),
@@ -58,10 +56,6 @@ def run_document(analysis: RunAnalysis) -> Document:
         brief=run_brief(analysis),
         brief_lines=60,
     )
-
-
-def _notes(trace: TraceAnalysis | None, memory: MemoryAnalysis | None) -> list[str]:
-    return [*(not_judged(trace) if trace else ()), *(memory.advice if memory else ())]
 
 
 def _layout_sections(analysis: RunAnalysis) -> list[Section]:

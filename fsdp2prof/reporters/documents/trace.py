@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdp2prof.reporters import columns as c
 from fsdp2prof.reporters.charts.figure import Figure
 from fsdp2prof.reporters.charts.trace import (
@@ -61,7 +59,7 @@ def trace_document(analysis: TraceAnalysis) -> Document:
     changes = changes_worth_most(analysis.what_if)
     sections = in_order(
         [
-            *findings_section(analysis.findings, not_judged(analysis), analysis.verdict),
+            *findings_section(analysis.findings, analysis.advice, analysis.verdict),
             *trace_sections(analysis),
         ]
     )
@@ -75,11 +73,6 @@ def trace_document(analysis: TraceAnalysis) -> Document:
         places=trace_links(analysis, sections, analysis.verdict, changes, analysis.findings),
         brief=trace_brief(analysis, analysis.findings, analysis.verdict),
     )
-
-
-def not_judged(analysis: TraceAnalysis) -> Sequence[str]:
-    """Return the sentences that say what this recording cannot show."""
-    return () if analysis.ledger is None else analysis.ledger.not_judged
 
 
 def trace_numbers(analysis: TraceAnalysis) -> list[KeyFigure]:
