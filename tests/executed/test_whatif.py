@@ -266,7 +266,7 @@ def test_every_single_change_is_ranked_by_what_it_gains_and_the_others_say_why_n
         assert (row.step_ns is None) == (row.reason is not None)
     refused = {row.change: row.reason for row in result.tried if row.reason}
     assert refused["reshard=default"] == "the run does so already"
-    assert "no call of this run stops the host" in refused["without host_syncs"]
+    assert "no call of this run synchronizes the host" in refused["without host_syncs"]
 
 
 def test_the_verdict_is_about_what_a_script_can_change(tmp_path: Path) -> None:
