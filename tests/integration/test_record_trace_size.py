@@ -62,6 +62,8 @@ def record(
     environment = training_environment(SEEN=str(seen), LOG=str(tmp_path / "stderr"))
     command = torchrun(script, ranks)
     alone = ended(command, tmp_path / "alone", env=environment)
+    if alone[0]:  # torchrun gave up by itself, as it may on a busy machine: nothing to compare with
+        alone = ended(command, tmp_path / "alone_again", env=environment)
     run = tmp_path / "run"
     recorder = [sys.executable, "-m", "fsdp2prof", "record", "--wait", "0", "-o", str(run), *options, "--"]
     logged = ["sh", "-c", 'exec "$@" 2>"$LOG"', "sh", *recorder, *command]
