@@ -45,7 +45,7 @@ def with_ledger(
 ) -> TraceAnalysis:
     """Return the analysis with its ledger and the findings made of it.
 
-    ``additional_ns`` is what the kernels or operators of a rank take that no other rank runs.
+    ``additional_ns`` is the time of a rank's kernels or operators beyond those that another rank runs.
 
     Without ``charges`` of its ranks the ledger follows from the breakdown and the rows by layer: then waiting
     for other ranks is not told from communication, nor evaluation from training.

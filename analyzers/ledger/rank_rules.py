@@ -269,7 +269,7 @@ def _more_work(book: Book) -> bool:
     if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
         book.put_back(mine)
         return False
-    least = _least(mine, {rank}) * len(book.analysis.ranks)
+    gain = _least(mine, {rank}) * len(book.analysis.ranks)
     mine += _own_excess(book, mine, rank, waited)
     problem = f"Rank {rank} {does}, and the others wait for it: {{cost}}, including its own time for them."
     book.enter(
@@ -280,7 +280,7 @@ def _more_work(book: Book) -> bool:
         problem=problem,
         remedy=Remedy(
             change=f"Give rank {rank} the same {change} as the others.",
-            gain_ns=min(least, sum(one.ns for one in mine)),
+            gain_ns=min(gain, sum(one.ns for one in mine)),
             reason="what the others wait for it, and its own time for that work",
             what_if=f"without straggler:{rank}" if book.on_device else None,
         ),
