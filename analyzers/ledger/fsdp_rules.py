@@ -294,6 +294,6 @@ def _in_line(book: Book, mine: list[Charge]) -> None:
         cause="communication",
         title="FSDP's collectives",
         problem=problem,
-        fqn=worst_layer(mine),
+        fqn=worst_layer(mine) if book.on_device else None,
         calm=True,
     )

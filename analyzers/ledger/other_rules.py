@@ -231,7 +231,8 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     by = f" by {site}" if site else f" ({where})"
     called = "barrier" if kind == "barrier" else op_label(kind)
     noun = f"{called}{'' if round(count, 2) == 1 else 's'}"
-    problem = f"{count:.3g} {noun} a step are issued outside FSDP{by} and take {book.per_step(cost)}."
+    issued = book.how_many(mine).format(noun)
+    problem = f"{issued} are issued outside FSDP{by} and take {book.per_step(cost)}."
     size = sum(one.bytes for one in mine) / max(1, sum(one.count for one in mine))
     change = _CHANGES.get(kind, "These are another parallelism, or code of the script: do them less often.")
     if site:
