@@ -2,8 +2,8 @@
 
 Whatever the training runs of the recorder is made here: wrappers of torch's functions (:meth:`Guard.around`),
 hooks, threads and ``atexit`` callbacks (:meth:`Guard.hook`), signal handlers (:meth:`Guard.on_signal`).
-An exception in one part of the recorder, of any class but those of Ctrl-C and ``sys.exit``, switches that part
-off and leaves the others on. One line on stderr and a message in the manifest say so; the traceback is in
+An exception in one part of the recorder, of any class but Ctrl-C's and ``sys.exit``'s, switches that part off
+and leaves the others on. One line on stderr and a message in the manifest say so; the traceback is in
 ``errors.txt`` of the rank's folder.
 
 The training's own functions are called once, and no exception of theirs is caught.

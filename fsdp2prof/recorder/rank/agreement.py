@@ -119,7 +119,8 @@ def _store_of_groups(name: str) -> Any:
 
 def _patience(store: Any, most: timedelta) -> timedelta:
     """Return how long a rank may wait here: its peers' collectives must not time out meanwhile."""
-    return min(most, store.timeout / _SHARE)  # a store has the timeout of the process groups
+    timeout: timedelta = store.timeout  # of the process groups
+    return min(most, timeout / _SHARE)
 
 
 class LeftError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -158,6 +159,7 @@ class TraceCapture:
         with training_profilers.set_aside():
             self._profiler.start_trace()
             self._running = True
+            self._profiler.add_metadata_json("torch_version", json.dumps(torch.__version__))
 
 
 def _missing_records(trace: Path) -> str | None:

@@ -38,8 +38,8 @@ class TrainingProfilers:
     Kineto has one session for the process, and torch keeps the other half of a profiler's state per thread: a
     profiler can be stopped on its own thread alone, and crashes the process where another thread has begun a
     session since. So the training's profiler waits on another thread until ours has left
-    (:meth:`claim`, :meth:`release`). If it waits in vain it takes the session over, and ours is taken out of its
-    thread once theirs has ended, with a session that is prepared anew (:meth:`leave`).
+    (:meth:`claim`, :meth:`release`). If it waits in vain it takes the session over, and ours is taken out of
+    its thread once theirs has ended, with a session that is prepared anew (:meth:`leave`).
     """
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ def functions(
     given = [{"options": dict(VARIANTS[name]), "ending": end, **how} for end in endings for name in variants]
     for one in given:
         RecordOptions(**one["options"])
-    folders = Injections(folder).run([{**one, "how": "count", "count": True} for one in given])
+    folders = Injections(folder).run([{**one, "count": True} for one in given])
     seen: set[str] = set()
     found = []
     for one, counted in zip(given, folders, strict=True):

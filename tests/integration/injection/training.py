@@ -245,7 +245,7 @@ def begin_recording(injection: dict[str, Any], run: Path, rank: int) -> None:
     here = injection.get("only_rank", rank) == rank
     if here and "module" in injection:
         sys.meta_path.insert(0, BrokenImports(injection["module"]))
-    if here and injection.get("how") == "none":
+    if here and injection.get("how") == "none" and "function" in injection:
         ReturnsNone.function = injection["function"]
         sys.meta_path.insert(0, ReturnsNone)
     # Imported anew, so that the recorder sees it; what torch imported late is there already.
@@ -288,7 +288,8 @@ def child(injection: dict[str, Any], rank: int) -> None:
 
 def ended(pids: list[int]) -> list[int]:
     """Exit codes of all, those that hang with SIGKILL."""
-    until, codes = time.monotonic() + PATIENCE_S, {}
+    until = time.monotonic() + PATIENCE_S
+    codes: dict[int, int] = {}
     while len(codes) < len(pids):
         for pid in pids:
             if pid in codes:
