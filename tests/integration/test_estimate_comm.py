@@ -263,6 +263,7 @@ def test_tensor_parallelism(config, options):
     [
         {"loss": "chunked:4"},
         {"loss": "chunked-tokens:5", "ac": "full"},
+        {"loss": "chunked-backward:4", "wrap": ("block", "norm+output"), "reshard": "torchtitan"},
         {"trainable": "wq"},  # torch's SequenceParallel makes norms that train again
         {"trainable": r"layers\.1", "ac": "full", "grad_accum": 2},
     ],
@@ -511,6 +512,15 @@ def test_specifications_read_from_a_run_predict_the_same(recorded, script, nproc
     from_specs = estimate_comm(spec.model, spec.mesh, spec.policy).groups
     from_manifest = [replace(row, process_group=None) for row in estimate_comm_of_run(manifest).groups]
     assert sorted(map(repr, from_manifest)) == sorted(map(repr, from_specs))
+
+
+def test_a_first_step_alone_stands_for_none(recorded):
+    manifest = manifest_of(open_run(recorded("train_tiny_fsdp2", 2).run).ranks[0])
+    groups = [msgspec.structs.replace(group, counts_vary=None) for group in manifest.param_groups]
+    first = msgspec.structs.replace(manifest, param_groups=groups, traced_steps=[0])
+    with pytest.raises(ModelError, match="only the training's first step was recorded"):
+        estimate_comm_of_run(first)
+    assert estimate_comm_of_run(first, grad_accum=1).groups
 
 
 KEYS = ("fqn", "phase", "op", "process_group", "mesh_dim", "dtype", "group_size")
