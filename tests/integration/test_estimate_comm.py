@@ -194,6 +194,7 @@ def test_every_collective_of_a_step(case):
     "options",
     [
         {"wrap": ("block", "norm+output")},
+        {"wrap": ("block", "norm+output"), "tp": 2},
         {"wrap": ("block", "norm+output"), "reshard": "torchtitan", "grad_accum": 2},
         {"wrap": ("block", "norm+output"), "reshard": "always", "grad_accum": 2, "sync": "each"},
         {"wrap": ("block", "output"), "grad_accum": 2, "sync": "each"},
@@ -204,16 +205,18 @@ def test_every_collective_of_a_step(case):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
-def test_a_head_whose_backward_runs_in_the_forward(options):
+def test_a_head_whose_backward_runs_in_the_forward(options, monkeypatch):
     """Torch's labels call its reductions backward, this test's account forward: phases are left out."""
     options = dict(options)
-    config = tiny(tied=options.pop("tied", False))
-    policy, mesh = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"}), MeshSpec(dp_shard=4)
+    config, mesh = tiny(tied=options.pop("tied", False), vocab_size=96), MeshSpec(dp_shard=4)
+    monkeypatch.setitem(BUILTIN_MODELS, config.name, config)
+    mesh = replace(mesh, tp=options.pop("tp", 1))
+    policy = PolicySpec(**SIZES | options | {"loss": "chunked-backward:4"})
     sums: Counter[tuple[str, str]] = Counter()
     for (_, op, dtype, payload), count in executed(config, mesh, policy).items():
         sums[op, dtype] += count * payload
         sums[op, "count"] += count
-    for row in estimate(config, mesh, policy).groups:
+    for row in estimate_comm(ModelSpec(source=config.name), mesh, policy).groups:
         sums[row.op, row.dtype] -= row.payload_bytes
         sums[row.op, "count"] -= row.count
     assert not any(sums.values()), sums
@@ -263,7 +266,6 @@ def test_tensor_parallelism(config, options):
     [
         {"loss": "chunked:4"},
         {"loss": "chunked-tokens:5", "ac": "full"},
-        {"loss": "chunked-backward:4", "wrap": ("block", "norm+output"), "reshard": "torchtitan"},
         {"trainable": "wq"},  # torch's SequenceParallel makes norms that train again
         {"trainable": r"layers\.1", "ac": "full", "grad_accum": 2},
     ],
