@@ -252,8 +252,9 @@ def _with_backward_at_once(module: nn.Module, fqn: str, batch: Batch, pieces: in
             hidden = logits_of(module(*batch.args, **batch.named))
         finally:
             owner.register_module(name, head)
-        mesh = hidden.device_mesh if isinstance(hidden, DTensor) else None
-        if mesh is not None:  # torchtitan's last norm gathers what tensor parallelism divides by sequence
+        mesh = None
+        if isinstance(hidden, DTensor):  # divided by sequence: torchtitan's last norm gathers it
+            mesh = hidden.device_mesh
             hidden = hidden.redistribute(mesh, [Replicate()]).to_local()
         leaf = hidden.detach().flatten(0, 1).unsqueeze(0)
         gradient, total = torch.zeros_like(leaf, dtype=torch.float32), leaf.new_zeros((), dtype=torch.float32)
