@@ -1,9 +1,9 @@
 """Work in other processes, without importing the user's main module there.
 
-A fork starts at once, but is safe only in a process without threads of its own, as the command line is (those
-of :func:`repeated` keep clear of forks); torch starts some. Elsewhere a child is a fresh interpreter that reads
-one pickled call and writes its result: ``multiprocessing``'s other methods import ``__main__`` again, fatal for
-a script without a guard.
+A fork starts at once, but is safe only in a process without threads of its own, as the command line is (the
+threads of :func:`repeated` keep clear of forks); torch starts some. Elsewhere a child is a fresh interpreter
+that reads one pickled call and writes its result: ``multiprocessing``'s other methods import ``__main__``
+again, fatal for a script without a guard.
 """
 
 from __future__ import annotations

@@ -139,7 +139,8 @@ def _rows(
 ) -> list[int]:
     """Rows whose value the answer is yes for; each new value is asked about once."""
     answers.extend(map(question, islice(values, len(answers), None)))
-    return np.flatnonzero(np.frombuffer(bytes(answers), dtype=np.bool_)[codes]).tolist()
+    rows: list[int] = np.flatnonzero(np.frombuffer(bytes(answers), dtype=np.bool_)[codes]).tolist()
+    return rows
 
 
 def _device_columns(worked: list[tuple[Complete, Args]], rows: list[int], count: int) -> Columns:
