@@ -19,7 +19,7 @@ from isal import isal_zlib
 
 from fsdp2prof.errors import TraceError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Decompressed bytes decoded at a time: small enough for the decoded events to stay in the cache."""
 
 _HEAD_BYTES = 1 << 20
