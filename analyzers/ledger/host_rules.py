@@ -12,6 +12,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
 from fsdp2prof.analyzers.ledger.notes import REMOVE_ANOMALY
 from fsdp2prof.analyzers.steps import added_ns
+from fsdp2prof.manifest import OptimizerInfo
 from fsdp2prof.results.finding import EvidenceValue
 from fsdp2prof.units import format_ns, plural
 
@@ -318,14 +319,14 @@ def _blocks_its_host(charge: Charge) -> bool:
     return "DtoH" in name and "Pinned" not in name
 
 
+_OPERATORS_EACH = 3
+"""Operators for each parameter, from which on an optimizer of the script's updates them one by one."""
+
+
 def _per_tensor(book: Book) -> None:
-    """An optimizer told to go through its parameters one by one."""
-    slow = [
-        one
-        for manifest in book.manifests
-        for one in manifest.optimizers
-        if one.defaults.get("foreach") == "False" and one.defaults.get("fused", "None") in ("None", "False")
-    ]
+    """Enter an optimizer told to go through its parameters one by one, or written so."""
+    issued = sum(one.count for one in book.left("compute") if one.why == "one_by_one") / book.rank_steps
+    slow = [one for manifest in book.manifests for one in manifest.optimizers if _one_by_one(one, issued)]
     if not slow:
         return
     mine = book.take("host", lambda one: one.phase == "optimizer")
@@ -333,10 +334,18 @@ def _per_tensor(book: Book) -> None:
         mine += book.take("compute", lambda one: one.phase == "optimizer")
     cost = sum(one.ns for one in mine)
     first = slow[0]
+    own = "foreach" not in first.defaults
+    how = f"in {issued:,.0f} operators" if own else "foreach=False"
     problem = (
-        f"{first.class_name} updates {plural(first.parameters, 'parameter')} one by one (foreach=False): "
+        f"{first.class_name} updates {plural(first.parameters, 'parameter')} one by one ({how}): "
         f"{book.per_step(cost)} in the optimizer, most of it dispatch."
     )
+    change = "Leave foreach at its default, or pass fused=True."
+    if own:
+        change = (
+            "Use an optimizer of torch.optim with fused=True or foreach=True, or torch._foreach operations "
+            "on the local shards (to_local())."
+        )
     book.enter(
         mine,
         id="optimizer_per_tensor",
@@ -344,14 +353,22 @@ def _per_tensor(book: Book) -> None:
         title="optimizer, one parameter at a time",
         problem=problem,
         remedy=Remedy(
-            change="Leave foreach at its default, or pass fused=True.",
+            change=change,
             gain_ns=cost / 2,
             reason="an estimate: half of the optimizer's time",
         ),
         confidence="medium",
-        why_sure="the option is recorded, the gain estimated",
+        why_sure=f"{'operators are counted' if own else 'the option is recorded'}, the gain estimated",
         evidence={"parameters": first.parameters},
     )
+
+
+def _one_by_one(optimizer: OptimizerInfo, operators: float) -> bool:
+    """Whether an optimizer updates its parameters in turn though it need not; torch's own say how they do."""
+    if "foreach" in optimizer.defaults:
+        fused = optimizer.defaults.get("fused", "None") not in ("None", "False")
+        return optimizer.defaults["foreach"] == "False" and not fused
+    return optimizer.class_name != "LBFGS" and 0 < _OPERATORS_EACH * optimizer.parameters <= operators
 
 
 def _dispatch(book: Book) -> None:

@@ -19,7 +19,7 @@ from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
+from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, ONE_BY_ONE, WHY, Script, is_outside
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.backends import kernel_name
@@ -100,6 +100,8 @@ class _Charging:
         self._script = Script(tables)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
+        for step, operators in self._script.operators_of_optimizers():
+            self._add(step, "compute", 0, phase="optimizer", why=ONE_BY_ONE, count=operators)
         analysed = set(tables.windows.step.tolist())
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
@@ -112,7 +114,7 @@ class _Charging:
         return [
             _with(key, ns, count, size)
             for key, (ns, count, size) in self._sums.items()
-            if ns or (count and (key.cause == "evaluation" or key.why == ANOMALY))
+            if ns or (count and (key.cause == "evaluation" or key.why in (ANOMALY, ONE_BY_ONE)))
         ]
 
     def _add(

@@ -17,6 +17,7 @@ from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.trace.operators import KernelSum, additional_ns
 from fsdp2prof.manifest import (
     HostStep,
+    OptimizerInfo,
     RankManifest,
     RootInfo,
 )
@@ -284,6 +285,27 @@ def test_what_training_needs_and_what_pauses_is_no_work_outside_training(
     assert ("work_outside_training" in [one.id for one in ledger.entries]) is is_told
 
 
+@pytest.mark.parametrize(
+    ("defaults", "operators", "is_told"),
+    [
+        ({"lr": "0.1"}, 400, True),
+        ({"lr": "0.1"}, 200, False),
+        ({"foreach": "None"}, 400, False),
+        ({"foreach": "False"}, 0, True),
+        ({"foreach": "False", "fused": "True"}, 0, False),
+    ],
+)
+def test_an_optimizer_that_goes_through_its_parameters_in_turn(
+    defaults: dict[str, str], operators: int, is_told: bool
+) -> None:
+    """100 parameters: the script's own optimizer by what it issues, torch's by what it was told."""
+    one = OptimizerInfo(class_name="Mine", state_bytes=0, param_groups=1, parameters=100, defaults=defaults)
+    spent = {"cause": "compute", "phase": "optimizer"}
+    found = [spent | {"ns": 20 * MS}, spent | {"ns": 0, "why": "one_by_one", "count": operators}]
+    ledger = ledger_of(found, [RankManifest(optimizers=[one])], device="cpu")
+    assert [entry.id for entry in told(ledger)] == ["optimizer_per_tensor"] * is_told
+
+
 def test_a_loop_takes_its_backward_along() -> None:
     found = [
         at("loss.py:5 (loss)", 3, "loop"),
@@ -354,3 +376,19 @@ def test_operators_beyond_the_others_count_a_step() -> None:
     assert additional_ns([ran(50, 5), ran(40, 4)]) == [0, 0]
     assert additional_ns([ran(50, 5), ran(48, 4)]) == [0, 8 * MS]
     assert additional_ns([ran(50, 5), ran(41, 4)]) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "count", "joined"),
+    [(12, 1, True), (13, 12, True), (13, 1, False), (20, 12, False)],
+    ids=["one line", "the loop that issues them", "a neighbouring line", "elsewhere"],
+)
+def test_a_collective_and_the_work_at_its_place_are_one_gain(line: int, count: int, joined: bool) -> None:
+    """8 ms in a loop at line 12, and 4 ms of all-reduces: one entry of 12 ms, or two."""
+    reduced = {"cause": "other_communication", "ns": 4 * MS, "op": "all_reduce", "count": count}
+    reduced |= {"site": f"all_reduce() in train.py:{line} (ema)", "bytes": count << 20}
+    ledger = ledger_of([at(EMA, 8, "outside_loop"), reduced], device="cpu")
+    found = told(ledger)
+    assert [one.ns for one in found] == ([12 * MS] if joined else [8 * MS, 4 * MS])
+    assert [one.remedy and one.remedy.gain_ns for one in found] == [one.ns for one in found]
+    assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
