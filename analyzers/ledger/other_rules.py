@@ -22,6 +22,8 @@ _SAME_SIZE, _FULL = 0.9, 1 << 10
 """Part of some all-reduces' bytes whose sizes are those of gradients, of this many bytes at least."""
 _USUAL_COUNT, _USUAL_BYTES = 2, 64 << 10
 """Collectives a step and bytes of each that every training has: a gradient norm, a mean loss."""
+_PART_OF_MODEL, _MODELS = 0.1, ("forward", "backward")
+"""Part of some all-reduces' time in each of these phases, from which on they are the model's own."""
 _LAUNCH_MISSING = "its launch is not in the file"
 
 
@@ -240,6 +242,12 @@ def _enter(book: Book, kind: str, mine: list[Charge]) -> None:
     if again:
         problem += " Their sizes are those of the gradients' shards, which FSDP has reduced already."
         change = f"Delete {site or 'these all-reduces'}: FSDP reduces gradients in backward."
+    elif kind == "all_reduce" and all(phases[phase] >= _PART_OF_MODEL * cost for phase in _MODELS):
+        problem += " The model's forward and backward issue them, as synchronized batch statistics do."
+        change = (
+            f"Send all values of a layer in one tensor{f' at {site}' if site else ''}, or use statistics of "
+            "the rank's own batch (GroupNorm, BatchNorm without synchronization)."
+        )
     by_optimizer = max(phases, key=lambda phase: phases[phase]) == "optimizer"
     if by_optimizer:
         problem += " The optimizer issues them: it needs more than a shard of each parameter."

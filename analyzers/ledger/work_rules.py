@@ -133,13 +133,37 @@ def _offload(book: Book) -> None:
 
 
 def _recompute(book: Book) -> None:
+    mine = book.take("recompute")
+    again = _recomputed_times(book)
+    remedy = Remedy(
+        change="Checkpoint each block once: one checkpoint inside another runs the same forwards twice.",
+        gain_ns=sum(one.ns for one in mine) * (again - 1) / again,
+        reason="all but one of the recomputed forwards",
+    )
     book.enter(
-        book.take("recompute"),
-        id="recomputation",
+        mine,
+        id="recomputation" if again <= 1 else "nested_checkpoints",
         cause="recompute",
         title="recomputed forwards",
-        problem="Activation checkpointing runs forwards again in backward: {cost}.",
+        problem=f"Activation checkpointing runs forwards {f'{again} times ' * (again > 1)}again in "
+        "backward: {cost}.",
+        remedy=remedy if again > 1 else None,
+        evidence={"recomputed_times": again},
     )
+
+
+def _recomputed_times(book: Book) -> int:
+    """Return how often units that recompute run each of their forwards again, as the recorder counts."""
+    manifest = next((one for one in book.manifests if one.param_groups), None)
+    if manifest is None:
+        return 1
+    batches = {one.root: one.micro_batches for one in manifest.roots}
+    times = [
+        group.forwards // (passes * len(group.forward_positions)) - 1
+        for group in manifest.param_groups
+        if group.forwards and group.forward_positions and (passes := batches.get(group.root))
+    ]
+    return max([1, *times])
 
 
 def _rest(book: Book) -> None:

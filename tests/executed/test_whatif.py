@@ -110,8 +110,8 @@ def test_one_unit_for_each_block_gains_at_least_what_is_said(tmp_path: Path) -> 
         links: dict[str, Any] = {
             f"{op}_ns": 100_000 + 5_000 * millions for op in ("all_gather", "reduce_scatter")
         }
-        work = {"forward_ns": 40_002 * parts, "backward_ns": 80_004 * parts, "kernels": 2 * parts}
-        return Layer(fqn=fqn, numel=millions * 1_000_000, copy_ns=parts * 2_000, **links, **work)
+        links |= {"forward_ns": 40_002 * parts, "backward_ns": 80_004 * parts, "kernels": 2 * parts}
+        return Layer(fqn=fqn, numel=millions * 1_000_000, copy_ns=parts * 2_000, **links)
 
     root = unit("", 6, 1)
     fine = [unit(f"layers.{i}.{name}", 4, 1) for i in range(4) for name in ("attention", "mlp")]

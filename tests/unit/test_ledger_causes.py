@@ -92,6 +92,16 @@ def test_gradients_that_fsdp_reduced_are_not_to_be_reduced_at_all(
     assert first.remedy.change.startswith("Delete all_reduce() in train.py:7 (sync)") == deleted
 
 
+@pytest.mark.parametrize("phase", ["backward", "other"])
+def test_all_reduces_of_forward_and_backward_are_the_models(phase: str) -> None:
+    """Synchronized statistics cannot be had less often; metrics and norms can."""
+    reduced = {"cause": "other_communication", "op": "all_reduce", "count": 10, "bytes": 1 << 20}
+    found = [reduced | {"ns": 5 * MS, "phase": one} for one in ("forward", phase)]
+    (first,) = told(ledger_of(found, [sharded()]))
+    assert first.remedy is not None
+    assert ("GroupNorm" in first.remedy.change) is (phase == "backward")
+
+
 @pytest.mark.parametrize(
     ("site", "saves"),
     [
@@ -300,7 +310,7 @@ def test_an_optimizer_that_goes_through_its_parameters_in_turn(
 ) -> None:
     """100 parameters: the script's own optimizer by what it issues, torch's by what it was told."""
     one = OptimizerInfo(class_name="Mine", state_bytes=0, param_groups=1, parameters=100, defaults=defaults)
-    spent = {"cause": "compute", "phase": "optimizer"}
+    spent: dict[str, Any] = {"cause": "compute", "phase": "optimizer"}
     found = [spent | {"ns": 20 * MS}, spent | {"ns": 0, "why": "one_by_one", "count": operators}]
     ledger = ledger_of(found, [RankManifest(optimizers=[one])], device="cpu")
     assert [entry.id for entry in told(ledger)] == ["optimizer_per_tensor"] * is_told
@@ -392,3 +402,17 @@ def test_a_collective_and_the_work_at_its_place_are_one_gain(line: int, count: i
     assert [one.ns for one in found] == ([12 * MS] if joined else [8 * MS, 4 * MS])
     assert [one.remedy and one.remedy.gain_ns for one in found] == [one.ns for one in found]
     assert sum(one.total_ns for one in ledger.entries) == ledger.total_ns
+
+
+@pytest.mark.parametrize(
+    ("forwards", "gain_ms"), [(2, None), (3, 5), (4, None)], ids=["once", "twice", "reused"]
+)
+def test_checkpoints_inside_checkpoints_recompute_forwards_more_than_once(
+    forwards: int, gain_ms: int | None
+) -> None:
+    """10 ms of recomputed forwards: two for each one, or one for each of a module used twice."""
+    positions = [0, 4] if forwards == 4 else [0]
+    manifest = sharded(forwards=forwards, forward_positions=positions)
+    ledger = ledger_of([{"cause": "recompute", "ns": 10 * MS, "phase": "backward"}], [manifest])
+    found = [one.remedy.gain_ns for one in told(ledger) if one.remedy]
+    assert found == ([] if gain_ms is None else [gain_ms * MS])
