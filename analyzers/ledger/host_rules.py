@@ -76,7 +76,6 @@ def enter_host(book: Book) -> None:
     _garbage(book)
     _pauses(book)
     _syncs(book)
-    _per_tensor(book)
     _dispatch(book)
 
 
@@ -323,13 +322,18 @@ _OPERATORS_EACH = 3
 """Operators for each parameter, from which on an optimizer of the script's updates them one by one."""
 
 
-def _per_tensor(book: Book) -> None:
-    """Enter an optimizer told to go through its parameters one by one, or written so."""
+def enter_optimizer(book: Book) -> None:
+    """Enter an optimizer told to go through its parameters one by one, or written so.
+
+    Of its time on the host what tracing adds is left out.
+    """
     issued = sum(one.count for one in book.left("compute") if one.why == "one_by_one") / book.rank_steps
     slow = [one for manifest in book.manifests for one in manifest.optimizers if _one_by_one(one, issued)]
     if not slow:
         return
-    mine = book.take("host", lambda one: one.phase == "optimizer")
+    on_host = book.left_ns("host")
+    added = min(on_host, int(added_ns(book.analysis.unrecorded_step) * book.rank_steps))
+    mine = book.take("host", lambda one: one.phase == "optimizer", (on_host - added, max(1, on_host)))
     if not book.on_device:
         mine += book.take("compute", lambda one: one.phase == "optimizer")
     cost = sum(one.ns for one in mine)

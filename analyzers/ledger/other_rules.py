@@ -14,9 +14,12 @@ from fsdp2prof.vocabulary import op_label
 _MOST_OF_MODEL = 0.5
 """Part of the bytes that forward gathers, from which on gathers outside FSDP are of the whole model."""
 _SAVES = re.compile(
-    r"(?:^|[ (._])(?:\w*save\w*|\w*checkpoint\w*|inner_func)\(\) in |\(\w*(?:save|checkpoint)\w*\)$"
+    r"(?:^|[ (._])(?:\w*save\w*|inner_func)\(\) in "
+    r"|\((?:\w*save\w*|checkpoint|(?:write|store|dump|make|take|create|do|maybe)_\w*checkpoint\w*"
+    r"|checkpoint_(?:model|state|step)\w*)\)$"
 )
-"""Lines that save: they call such a function, ``torch.distributed.checkpoint``'s wrapper, or are in one."""
+"""Lines that save: they call such a function, or ``torch.distributed.checkpoint``'s wrapper, or are in one.
+``torch.utils.checkpoint.checkpoint()`` and functions that train with it do not."""
 _OF_A_SAVE = ("host_pause", "host", "garbage_collection", "other_communication", "sync", "uneven_ranks")
 _SAME_SIZE, _FULL = 0.9, 1 << 10
 """Part of some all-reduces' bytes whose sizes are those of gradients, of this many bytes at least."""
@@ -206,7 +209,7 @@ def _of_gradients(book: Book, mine: list[Charge]) -> bool:
 
 def _own_count(book: Book) -> float:
     """Count FSDP's collectives a step: on gloo, a few small ones beside them cost what their latency is."""
-    return sum(row.count for row in book.analysis.groups if row.fqn is not None) / book.rank_steps
+    return sum(one.count for one in book.left("communication")) / book.rank_steps
 
 
 def _at(site: str, change: str) -> str:

@@ -9,6 +9,8 @@ from fsdp2prof.analyzers.ledger.book import Book, Remedy, by_layer, worst_layer
 from fsdp2prof.units import format_bytes, plural
 
 _GIGA = 1e9
+_NESTED = 1.25
+"""Times that operators of forward run again in backward, from which on checkpoints are called nested."""
 _GENERATING = (
     "Keep the model gathered while it generates (set_reshard_after_forward(False)), or generate with an "
     "inference engine."
@@ -134,36 +136,26 @@ def _offload(book: Book) -> None:
 
 def _recompute(book: Book) -> None:
     mine = book.take("recompute")
-    again = _recomputed_times(book)
+    ran, again = (
+        sum(one.count for one in mine if one.why == "forwards" and one.phase == phase)
+        for phase in ("forward", "backward")
+    )
+    times = again / ran if ran else 1.0
+    nested = times >= _NESTED
     remedy = Remedy(
         change="Checkpoint each block once: one checkpoint inside another runs the same forwards twice.",
-        gain_ns=sum(one.ns for one in mine) * (again - 1) / again,
-        reason="all but one of the recomputed forwards",
+        gain_ns=sum(one.ns for one in mine) * min(1.0, times - 1),
+        reason="recomputed forwards beyond one for each",
     )
     book.enter(
         mine,
-        id="recomputation" if again <= 1 else "nested_checkpoints",
+        id="nested_checkpoints" if nested else "recomputation",
         cause="recompute",
         title="recomputed forwards",
-        problem=f"Activation checkpointing runs forwards {f'{again} times ' * (again > 1)}again in "
+        problem=f"Activation checkpointing runs forwards {f'{times:.2g} times ' * nested}again in "
         "backward: {cost}.",
-        remedy=remedy if again > 1 else None,
-        evidence={"recomputed_times": again},
+        remedy=remedy if nested else None,
     )
-
-
-def _recomputed_times(book: Book) -> int:
-    """Return how often units that recompute run each of their forwards again, as the recorder counts."""
-    manifest = next((one for one in book.manifests if one.param_groups), None)
-    if manifest is None:
-        return 1
-    batches = {one.root: one.micro_batches for one in manifest.roots}
-    times = [
-        group.forwards // (passes * len(group.forward_positions)) - 1
-        for group in manifest.param_groups
-        if group.forwards and group.forward_positions and (passes := batches.get(group.root))
-    ]
-    return max([1, *times])
 
 
 def _rest(book: Book) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,6 +33,13 @@ WHY = (None, "loop", "outside", "outside_loop")
 """Why the script's own work took time: a loop of small operators, or work outside of training."""
 ANOMALY = "anomaly"
 ONE_BY_ONE = "one_by_one"
+FORWARDS = "forwards"
+_OF_FORWARD = frozenset(
+    f"aten::{name}"
+    for name in ("linear", "layer_norm", "group_norm", "batch_norm", "scaled_dot_product_attention", "conv1d",
+                 "conv2d", "conv3d")
+)  # fmt: skip
+"""Operators that autograd's formulas never call: in backward, checkpoints run them again."""
 _OF_MANY = re.compile("_foreach_|_fused_")
 HOOK = ", a hook)"
 """How a line ends that a module called, and not as its forward."""
@@ -46,7 +53,8 @@ class Script:
 
     def __init__(self, tables: RankTables) -> None:
         self._tables = tables
-        self._loops = find_loops(tables)
+        self._threads = list(_threads(tables))
+        self._loops = find_loops(tables, self._threads)
 
     def at(
         self, time: IntArray, outside: BoolArray, *, looped: bool
@@ -89,7 +97,7 @@ class Script:
         """
         tables = self._tables
         found: Counter[int] = Counter()
-        for rows, place in _threads(tables):
+        for rows, place in self._threads:
             mine = rows[tables.phases.phase.lookup(place).equals("optimizer")]
             names = tables.trace.events.name.take(mine)
             if names.matches(_PRODUCTS.__contains__).any():
@@ -100,6 +108,20 @@ class Script:
             )
             found.update(tables.analysed.step[at[at >= 0]].tolist())
         return list(found.items())
+
+    def forward_operators(self) -> list[tuple[int, int, int]]:
+        """Return step and counts of operators that only a forward calls: in forward, again in backward."""
+        tables = self._tables
+        counts: dict[int, Counter[str]] = defaultdict(Counter)
+        for rows, place in self._threads:
+            only = tables.trace.events.name.take(rows).matches(_OF_FORWARD.__contains__)
+            mine, phase = rows[only], tables.phases.phase.lookup(place[only])
+            at = intervals.containing(
+                tables.analysed.start_ns, tables.analysed.end_ns, tables.trace.events.start_ns[mine]
+            )
+            for step, name in zip(tables.analysed.step[at].tolist(), phase.to_list(), strict=True):
+                counts[step][name or ""] += 1
+        return [(step, of["forward"], of["backward"]) for step, of in counts.items() if of["backward"]]
 
     def _before_backward(self, time: IntArray) -> BoolArray:
         """Whether backward is the next phase of the host."""
@@ -148,13 +170,14 @@ class Loops(Table):
     """Python line of the loop, or of the forward that a backward is of; null where none was seen."""
 
 
-def find_loops(tables: RankTables) -> Loops:
+def find_loops(tables: RankTables, threads: Sequence[tuple[IntArray, IntArray]] | None = None) -> Loops:
     """Return the loops of a rank's analysed steps, with the backward of those in a forward or a loss.
 
     None where nothing tells forward from the optimizer, which goes through its parameters one by one.
     """
     labelled = tables.phases.phase.equals("forward").any()
-    found = [one for thread in _threads(tables) for one in _of_thread(tables, *thread)] if labelled else []
+    threads = threads if threads is not None else list(_threads(tables))
+    found = [one for thread in threads for one in _of_thread(tables, *thread)] if labelled else []
     repeats: Counter[frozenset[str | None]] = Counter()
     for one in found:
         repeats[one.names] += one.repeats

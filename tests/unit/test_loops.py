@@ -142,3 +142,13 @@ def test_operators_of_an_optimizer_that_take_one_tensor(
         trace.host(name, at + (10 + i) * US, at + (10 + i) * US + 900)
     trace.label("Optimizer.step#Mine.step", at + 5 * US, at + 90 * US)
     assert Script(rank_tables(trace.build())).operators_of_optimizers() == counted
+
+
+def test_operators_of_a_forward_are_counted_where_backward_runs_them_again() -> None:
+    trace, at = trace_of(["aten::linear", "aten::mm"] * 10)
+    trace.label("FSDP::pre_backward (blocks.0)", at + 10 * US, at + 12 * US)
+    for i in range(30):
+        name = "aten::linear" if i % 2 else "aten::mm"
+        trace.host(name, at + (20 + i) * US, at + (20 + i) * US + 900)
+    trace.label("FSDP::post_backward_reduce (blocks.0)", at + 60 * US, at + 62 * US)
+    assert Script(rank_tables(trace.build())).forward_operators() == [(3, 10, 15)]
