@@ -9,7 +9,12 @@ from dataclasses import replace
 from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
-from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_optimizer, enter_tracing
+from fsdp2prof.analyzers.ledger.host_rules import (
+    enter_host,
+    enter_new_iterators,
+    enter_optimizer,
+    enter_tracing,
+)
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
@@ -61,6 +66,7 @@ def with_ledger(
         return replace(analysis, ledger=None, findings=[])
     for rule in (
         enter_saving,
+        enter_new_iterators,
         enter_script,
         enter_optimizer,
         enter_starved,

@@ -69,6 +69,35 @@ def enter_tracing(book: Book) -> None:
     )
 
 
+def enter_new_iterators(book: Book) -> None:
+    """Enter data loaders whose iterator is made anew in every step: workers start, nothing is prefetched."""
+    drawn = [one for one in book.left("data_loader") if one.why == "rebuilt"]
+    if len({(one.rank, one.step) for one in drawn}) < _OFTEN * book.rank_steps:
+        return
+    sites = Counter(one.site for one in drawn if one.site)
+    site = sites.most_common(1)[0][0] if sites else None
+    mine = book.take("data_loader")
+    for cause in ("host_pause", "host", "compute", "uneven_ranks"):
+        mine += book.take(
+            cause, lambda one: one.phase == "other" and one.site is not None and one.site == site
+        )
+    book.enter(
+        mine,
+        id="data_loader",
+        cause="data_loader",
+        title="a new iterator of the data loader",
+        problem=f"Every step makes a new iterator of its data loader{f' at {site}' if site else ''}, which "
+        "starts workers and has nothing prefetched: {cost}.",
+        remedy=Remedy(
+            change="Make the iterator once and take all batches from it (for batch in loader), with "
+            "persistent_workers=True over epochs.",
+            reason="all of making it and of waiting for its first batch",
+        ),
+        why_sure="each iterator draws a seed",
+        evidence={"site": site},
+    )
+
+
 def enter_host(book: Book) -> None:
     """Enter what the host lost."""
     _data_loader(book)

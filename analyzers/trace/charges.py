@@ -19,7 +19,16 @@ from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.script import ANOMALY, FORWARDS, LOOK_NS, ONE_BY_ONE, WHY, Script, is_outside
+from fsdp2prof.analyzers.trace.script import (
+    ANOMALY,
+    FORWARDS,
+    LOOK_NS,
+    ONE_BY_ONE,
+    REBUILT,
+    WHY,
+    Script,
+    is_outside,
+)
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.backends import kernel_name
@@ -45,7 +54,7 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
-_COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE)
+_COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
 """Why a charge has a count without time."""
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
@@ -104,6 +113,8 @@ class _Charging:
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
         for step, operators in self._script.operators_of_optimizers():
             self._add(step, "compute", 0, phase="optimizer", why=ONE_BY_ONE, count=operators)
+        for step, iterators, line in self._script.new_iterators():
+            self._add(step, "data_loader", 0, site=line, why=REBUILT, count=iterators)
         for step, ran, again in self._script.forward_operators():
             self._add(step, "recompute", 0, phase="forward", why=FORWARDS, count=ran)
             self._add(step, "recompute", 0, phase="backward", why=FORWARDS, count=again)

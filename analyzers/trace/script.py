@@ -21,6 +21,7 @@ from fsdp2prof.analyzers import intervals
 from fsdp2prof.analyzers.phases import find_rows
 from fsdp2prof.analyzers.trace.accounting import ATTENTION, PRODUCTS
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
+from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.labels import qualified_fqn
 from fsdp2prof.tables import BoolArray, IntArray, Strings, Table
 
@@ -40,6 +41,8 @@ _OF_FORWARD = frozenset(
                  "conv2d", "conv3d")
 )  # fmt: skip
 """Operators that autograd's formulas never call: in backward, checkpoints run them again."""
+REBUILT = "rebuilt"
+_SEED = "aten::random_"
 _OF_MANY = re.compile("_foreach_|_fused_")
 HOOK = ", a hook)"
 """How a line ends that a module called, and not as its forward."""
@@ -122,6 +125,23 @@ class Script:
             for step, name in zip(tables.analysed.step[at].tolist(), phase.to_list(), strict=True):
                 counts[step][name or ""] += 1
         return [(step, of["forward"], of["backward"]) for step, of in counts.items() if of["backward"]]
+
+    def new_iterators(self) -> list[tuple[int, int, str | None]]:
+        """Return step, count and line of the data loaders' iterators that are made in it.
+
+        Each draws a seed for its workers before its first batch; batches alone draw none.
+        """
+        tables = self._tables
+        events, found = tables.trace.events, []
+        loading = loading_rows(tables.trace, tables.phases)
+        for rows, place in self._threads if len(loading) else ():
+            drawn = events.name.take(rows).equals(_SEED) & is_outside(tables.phases.phase.lookup(place))
+            start = events.start_ns[rows[drawn]]
+            line, away = tables.sighted.lines.nearest(start)
+            lines = tables.sighted.lines.line.lookup(np.where(away <= _NEAR_NS, line, -1))
+            at = intervals.containing(tables.analysed.start_ns, tables.analysed.end_ns, start)
+            found += zip(tables.analysed.step[at].tolist(), lines.to_list(), strict=True)
+        return [(step, count, site) for (step, site), count in Counter(found).items()]
 
     def _before_backward(self, time: IntArray) -> BoolArray:
         """Whether backward is the next phase of the host."""

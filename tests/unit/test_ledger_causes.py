@@ -418,3 +418,15 @@ def test_checkpoints_inside_checkpoints_recompute_forwards_more_than_once(
     counted = [counts | {"count": 8, "phase": "forward"}, counts | {"count": again}]
     found = told(ledger_of([spent | {"ns": 10 * MS}, *counted]))
     assert [one.remedy and one.remedy.gain_ns for one in found] == ([] if gain_ms is None else [gain_ms * MS])
+
+
+@pytest.mark.parametrize("count", [1, 0])
+def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
+    """4 ms of waiting and 6 ms at the line that makes it; without a new iterator they are two causes."""
+    line = "train.py:9 (main)"
+    wait: dict[str, Any] = {"cause": "data_loader", "ns": 4 * MS, "why": "workers"}
+    made = {"cause": "data_loader", "ns": 0, "why": "rebuilt", "site": line, "count": count}
+    start = {"cause": "host_pause", "ns": 6 * MS, "site": line, "phase": "other"}
+    first, *others = told(ledger_of([wait, start, *[made] * count], device="cpu"))
+    assert (first.ns, len(others)) == ((10 * MS, 0) if count else (6 * MS, 1))
+    assert ("iterator once" in (first.remedy.change if first.remedy else "")) is bool(count)

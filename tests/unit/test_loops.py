@@ -152,3 +152,12 @@ def test_operators_of_a_forward_are_counted_where_backward_runs_them_again() -> 
         trace.host(name, at + (20 + i) * US, at + (20 + i) * US + 900)
     trace.label("FSDP::post_backward_reduce (blocks.0)", at + 60 * US, at + 62 * US)
     assert Script(rank_tables(trace.build())).forward_operators() == [(3, 10, 15)]
+
+
+@pytest.mark.parametrize(("loads", "found"), [(True, [(3, 1, None)]), (False, [])])
+def test_a_new_iterator_draws_a_seed_between_steps(loads: bool, found: list[tuple[int, int, None]]) -> None:
+    trace, _ = trace_of(["aten::random_", *["aten::mm"] * 20])
+    trace.host("aten::random_", 10 * US, 12 * US)
+    if loads:
+        trace.label("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 20 * US, 30 * US)
+    assert Script(rank_tables(trace.build())).new_iterators() == found
