@@ -99,25 +99,54 @@ def _every_micro_batch(book: Book) -> None:
         f"Gradients are reduced {times} times a step{', once a micro-batch' if known else ''}: the "
         f"reductions before the last are exposed for {book.per_step(cost)}."
     )
+    if _backwards_of_one_forward(book, times):
+        problem = (
+            f"{times} backwards a step run through one forward, and each reduces all gradients: reductions "
+            "before the last are exposed for {cost}, beside their compute."
+        )
+        remedy = Remedy(
+            change="Add the losses up and call backward() once.",
+            reason="the exposed time of these reductions",
+            what_if="sync=last",
+        )
+        _enter_reductions(book, mine, "backward", problem, remedy, times)
+        return
     condition = "" if known else "If these are micro-batches of one update: "
     memory = f"; full gradients ({format_bytes(sum(sizes))}) then stay in memory" if sizes else ""
     change = (
         f"{condition}{'c' if condition else 'C'}all set_requires_gradient_sync(False) in all micro-batches "
         f"but the last{memory}."
     )
+    remedy = Remedy(
+        change=change,
+        reason="the exposed time of these reductions; adding gradients up costs some of it",
+        memory_bytes=sum(sizes) or None,
+        what_if="sync=last",
+    )
+    _enter_reductions(book, mine, "micro-batch", problem, remedy, times)
+
+
+def _backwards_of_one_forward(book: Book, times: int) -> bool:
+    """Whether the recorder counts as many backwards as reductions, and no unit's forward as often."""
+    return any(manifest.param_groups for manifest in book.manifests) and all(
+        group.forwards == 1 and group.reductions == times
+        for manifest in book.manifests
+        for group in manifest.param_groups
+        if group.requires_grad
+    )
+
+
+def _enter_reductions(
+    book: Book, mine: list[Charge], each: str, problem: str, remedy: Remedy, times: int
+) -> None:
     book.enter(
         mine,
         id="reduced_every_micro_batch",
         cause="communication",
-        title="reducing gradients every micro-batch",
+        title=f"reducing gradients every {each}",
         problem=problem,
-        remedy=Remedy(
-            change=change,
-            reason="the exposed time of these reductions; adding gradients up costs some of it",
-            memory_bytes=sum(sizes) or None,
-            what_if="sync=last",
-        ),
-        evidence={"reductions_per_step": times, "memory_bytes": sum(sizes) or None},
+        remedy=remedy,
+        evidence={"reductions_per_step": times, "memory_bytes": remedy.memory_bytes},
     )
 
 

@@ -430,3 +430,23 @@ def test_an_iterator_made_in_every_step_is_to_be_made_once(count: int) -> None:
     first, *others = told(ledger_of([wait, start, *[made] * count], device="cpu"))
     assert (first.ns, len(others)) == ((10 * MS, 0) if count else (6 * MS, 1))
     assert ("iterator once" in (first.remedy.change if first.remedy else "")) is bool(count)
+
+
+@pytest.mark.parametrize(("forwards", "remedy"), [(1, "backward() once"), (2, "set_requires_gradient_sync")])
+def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy: str) -> None:
+    """Gradients reduced twice a step, after one forward or after two."""
+    manifest = sharded(forwards=forwards)
+    groups = [msgspec.structs.replace(one, reductions=2) for one in manifest.param_groups]
+    roots = [RootInfo(root=0, micro_batches=2, gradient_syncs=2)]
+    manifest = msgspec.structs.replace(manifest, param_groups=groups, roots=roots)
+    analysis = trace_analysis()
+    rows = [replace(row, count=2) if row.op == "reduce_scatter" else row for row in analysis.groups]
+    reduced = Charge(rank=0, step=0, cause="communication", ns=20 * MS, op="reduce_scatter", phase="backward")
+    charges = [
+        replace(reduced, rank=rank.rank, step=step.step) for rank in analysis.ranks for step in rank.steps
+    ]
+    ledger = with_ledger(replace(analysis, groups=rows), charges, [manifest]).ledger
+    assert ledger is not None
+    (first,) = [one for one in told(ledger) if one.id == "reduced_every_micro_batch"]
+    assert first.remedy is not None
+    assert remedy in first.remedy.change
