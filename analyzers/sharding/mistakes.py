@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
+from fsdp2prof.analyzers.layers import block_of
 from fsdp2prof.analyzers.sharding.run_evidence import RunEvidence, find_in_variables, finding, listed
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo, UnshardedInfo
 from fsdp2prof.results.finding import Finding, Severity
@@ -94,6 +95,37 @@ def _large_root(evidence: RunEvidence) -> Iterator[Finding]:
         change = f"Apply fully_shard to {listed(large) or 'its large modules'} before the root."
         severity: Severity = "medium" if own >= _LARGE_BYTES else "low"
         yield finding("root_holds_most", severity, problem, change, fqn="", gathered_bytes=own)
+
+
+def _forgotten_blocks(evidence: RunEvidence) -> Iterator[Finding]:
+    """Find numbered blocks that are left in the root while most of their siblings are units of their own."""
+    wrapped: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    left: dict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+    for group in evidence.first.param_groups:
+        for one in group.parameters:
+            block = block_of(one.fqn)
+            blocks, _, number = block.rpartition(".")
+            if number.isdecimal():
+                size = group.shard_world_size * prod(one.padded_local_shape) * _item(one.dtype)
+                (wrapped if group.fqn else left)[group.root, blocks][block] += size
+    for (root, blocks), inside in left.items():
+        others = wrapped[root, blocks]
+        forgotten = [
+            name
+            for name, size in inside.items()
+            if name not in others and 2 * size >= min(others.values(), default=0)
+        ]
+        held = sum(inside[name] for name in forgotten)
+        if not forgotten or len(forgotten) > len(others):
+            continue
+        problem = (
+            f"{listed(forgotten)} {'is' if len(forgotten) == 1 else 'are'} not wrapped, as {len(others)} "
+            f"other blocks of {blocks} are: the root gathers {format_bytes(held)} with them, and keeps them "
+            "gathered until the backward ends."
+        )
+        change = f"Call fully_shard on every block of {blocks}."
+        severity: Severity = "medium" if held >= _TINY_BYTES else "low"
+        yield finding("blocks_not_wrapped", severity, problem, change, blocks=forgotten, bytes=held)
 
 
 def _not_reduced(evidence: RunEvidence) -> Iterator[Finding]:
@@ -456,6 +488,7 @@ _RULES: Sequence[Callable[[RunEvidence], Iterator[Finding]]] = (
     _wrappers,
     _root_only,
     _large_root,
+    _forgotten_blocks,
     _tiny_units,
     _outside,
     _optimizer,
