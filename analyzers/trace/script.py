@@ -132,7 +132,8 @@ class Script:
         Each draws a seed for its workers before its first batch; batches alone draw none.
         """
         tables = self._tables
-        events, found = tables.trace.events, []
+        events = tables.trace.events
+        found: list[tuple[int, str | None]] = []
         loading = loading_rows(tables.trace, tables.phases)
         for rows, place in self._threads if len(loading) else ():
             drawn = events.name.take(rows).equals(_SEED) & is_outside(tables.phases.phase.lookup(place))
