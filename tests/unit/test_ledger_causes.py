@@ -20,6 +20,7 @@ from fsdp2prof.manifest import (
     OptimizerInfo,
     RankManifest,
     RootInfo,
+    StepInfo,
 )
 from fsdp2prof.results.communication import LateRank, LateRanks
 from fsdp2prof.results.ledger import Ledger, LedgerEntry
@@ -450,3 +451,21 @@ def test_two_backwards_of_one_forward_are_no_micro_batches(forwards: int, remedy
     (first,) = [one for one in told(ledger) if one.id == "reduced_every_micro_batch"]
     assert first.remedy is not None
     assert remedy in first.remedy.change
+
+
+@pytest.mark.parametrize(("own_ms", "named"), [(10, True), (15, False)])
+def test_a_thread_that_computes_more_than_the_training_holds_it_up_after_collectives(
+    own_ms: int, named: bool
+) -> None:
+    """20 of 50 ms in collectives; another Python thread computes 12 ms, the training's 10 or 15."""
+    analysis = trace_analysis()
+    steps = [step.step for step in analysis.ranks[0].steps]
+    host = [
+        HostStep(step=step, main_thread_cpu_ns=own_ms * MS, python_threads={"a.py:7 (monitor)": 12 * MS})
+        for step in steps
+    ]
+    took = [StepInfo(step=step, start_ns=0, duration_ns=50 * MS) for step in steps]
+    manifests = [RankManifest(rank=rank, host_steps=host, steps=took) for rank in (0, 1)]
+    gathered = {"cause": "communication", "ns": 20 * MS, "op": "all_gather"}
+    found = told(ledger_of([gathered], manifests, device="cpu"))
+    assert [(one.id, one.ns) for one in found] == ([("starved_host", 12 * MS)] if named else [])
