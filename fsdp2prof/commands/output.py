@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from fsdp2prof.commands.help import OUTPUT, with_options
+from fsdp2prof.commands.help import OUTPUT, gathered
 from fsdp2prof.commands.messages import say, show
 from fsdp2prof.commands.options import OutputPath, refuse_given
 from fsdp2prof.errors import InputError, UsageError
@@ -198,54 +197,47 @@ def output_options(
     """
     formats = formats or tuple(RENDERERS)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_output(
-            *args: Any,
-            output_path: Path | None,
-            force: bool,
-            quiet: bool,
-            output_format: str | None = None,
-            output_verbose: bool = False,
-            output_full: bool = False,
-            output_section: str | None = None,
-            output_table: str | None = None,
-            output_sort: str | None = None,
-            output_top: int | None = None,
-            **rest: Any,
-        ) -> None:
-            chosen = _choose_format(output_path, output_format, formats, beside=beside)
-            if chosen != "csv":
-                refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
-            if chosen != "text":
-                refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
-            if chosen not in _SHORT:
-                refuse_given("--full", "--section", because=f"{chosen} output holds everything")
-            if output_section is not None:
-                refuse_given("--full", because="--section prints one part")
-            if chosen == "json":
-                refuse_given("--sort", "--top", because="json output holds every row, in its own order")
-            if output_path is not None:
-                refuse_existing(output_path, force)
-            elif not beside:
-                refuse_given("--force", because="it overwrites the file of -o, which is not given")
-            output = Output(
-                path=output_path,
-                format=chosen,
-                force=force,
-                quiet=quiet,
-                verbose=output_verbose,
-                brief=not (output_full or output_verbose or output_sort or output_top),
-                section=output_section,
-                table=output_table,
-                sort=output_sort,
-                top=output_top,
-            )
-            command(*args, output=output, **rest)
+    def output(
+        output_path: Path | None,
+        force: bool,
+        quiet: bool,
+        output_format: str | None = None,
+        output_verbose: bool = False,
+        output_full: bool = False,
+        output_section: str | None = None,
+        output_table: str | None = None,
+        output_sort: str | None = None,
+        output_top: int | None = None,
+    ) -> Output:
+        chosen = _choose_format(output_path, output_format, formats, beside=beside)
+        if chosen != "csv":
+            refuse_given("--table", because="it chooses the table of CSV output; add --format csv")
+        if chosen != "text":
+            refuse_given("--verbose", because=f"{chosen} output leaves nothing out")
+        if chosen not in _SHORT:
+            refuse_given("--full", "--section", because=f"{chosen} output holds everything")
+        if output_section is not None:
+            refuse_given("--full", because="--section prints one part")
+        if chosen == "json":
+            refuse_given("--sort", "--top", because="json output holds every row, in its own order")
+        if output_path is not None:
+            refuse_existing(output_path, force)
+        elif not beside:
+            refuse_given("--force", because="it overwrites the file of -o, which is not given")
+        return Output(
+            path=output_path,
+            format=chosen,
+            force=force,
+            quiet=quiet,
+            verbose=output_verbose,
+            brief=not (output_full or output_verbose or output_sort or output_top),
+            section=output_section,
+            table=output_table,
+            sort=output_sort,
+            top=output_top,
+        )
 
-        return with_options(_options(formats, beside=beside), with_output)
-
-    return decorate
+    return gathered("output", output, _options(formats, beside=beside))
 
 
 def destination_options(what: str, *, required: bool = False) -> Callable[..., Callable[..., None]]:
@@ -254,24 +246,20 @@ def destination_options(what: str, *, required: bool = False) -> Callable[..., C
     ``what`` is the help of ``-o``. A file that exists is not refused here: the command may write a folder.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def with_output(*args: Any, output_path: Path | None, force: bool, quiet: bool, **rest: Any) -> None:
-            if output_path is None:
-                refuse_given("--force", because="it overwrites the file of -o, which is not given")
-            elif not force:
-                _refuse_existing_url(output_path)
-            command(*args, output=Output(path=output_path, format="", force=force, quiet=quiet), **rest)
+    def output(output_path: Path | None, force: bool, quiet: bool) -> Output:
+        if output_path is None:
+            refuse_given("--force", because="it overwrites the file of -o, which is not given")
+        elif not force:
+            _refuse_existing_url(output_path)
+        return Output(path=output_path, format="", force=force, quiet=quiet)
 
-        path = OutputPath()
-        options = (
-            OUTPUT.everyday("-o", "--output", "output_path", type=path, required=required, help=what),
-            OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing file."),
-            OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
-        )
-        return with_options(options, with_output)
-
-    return decorate
+    path = OutputPath()
+    options = (
+        OUTPUT.everyday("-o", "--output", "output_path", type=path, required=required, help=what),
+        OUTPUT("-f", "--force", is_flag=True, help="Overwrite an existing file."),
+        OUTPUT("-q", "--quiet", is_flag=True, help=_QUIET),
+    )
+    return gathered("output", output, options)
 
 
 def _options(formats: Sequence[str], *, beside: bool) -> list[Callable[[Any], Any]]:

@@ -254,7 +254,7 @@ def nvtx_shape(row: int, name: str, sizes: str) -> Shape | None:
 
 
 def _rows_with(values: list[Any], absent: Any) -> list[int]:
-    """Positions of the values that are there; most pieces have none, and counting tells it fastest."""
+    """Return the positions of present values; counting first is fastest, since most pieces have none."""
     if values.count(absent) == len(values):
         return []
     return [row for row, value in enumerate(values) if value is not absent]
