@@ -80,9 +80,15 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
 
 
 def _is_fsdps(tables: RankTables) -> BoolArray:
-    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any."""
-    collectives = tables.collectives
+    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any.
+
+    All-reduces inside them are a hook's on gradients where no group has replicas.
+    """
+    collectives, manifest = tables.collectives, tables.manifest
     of_module = collectives.table.fqn.codes >= 0
+    if manifest is not None and manifest.param_groups:
+        replicated = any(group.replicate_world_size > 1 for group in manifest.param_groups)
+        of_module &= replicated | ~collectives.table.op.equals("all_reduce")
     row = find_rows(tables.phases, collectives.thread, collectives.table.issue_ns)
     labelled = of_module & ~tables.phases.activity.lookup(row).equals("compute")
     return labelled if labelled.any() else of_module
