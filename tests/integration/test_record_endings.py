@@ -154,15 +154,8 @@ def test_of_two_records_into_one_directory(tmp_path: Path) -> None:
     assert (run / "run.json").read_bytes() == before
 
 
-SEVERAL = [
-    ("raise", 2),
-    ("SIGKILL", 2),
-    ("agent", 2),
-    ("raise", 4),
-    ("SIGTERM", 4),
-    ("SIGKILL", 4),
-    ("none", 16),
-]
+OF_FOUR = [(how, 4) for how in ("raise", "SIGTERM", "SIGKILL")]
+SEVERAL = [("raise", 2), ("SIGKILL", 2), ("agent", 2), *OF_FOUR, ("none", 16)]
 
 
 @pytest.mark.parametrize(("how", "ranks"), SEVERAL)
