@@ -19,7 +19,16 @@ from fsdp2prof.analyzers.steps import STEP_LABEL
 from fsdp2prof.analyzers.trace.evaluation import evaluation
 from fsdp2prof.analyzers.trace.idle import idle_parts
 from fsdp2prof.analyzers.trace.rank_tables import RankTables
-from fsdp2prof.analyzers.trace.script import ANOMALY, LOOK_NS, WHY, Script, is_outside
+from fsdp2prof.analyzers.trace.script import (
+    ANOMALY,
+    FORWARDS,
+    LOOK_NS,
+    ONE_BY_ONE,
+    REBUILT,
+    WHY,
+    Script,
+    is_outside,
+)
 from fsdp2prof.analyzers.trace.spans import loading_rows
 from fsdp2prof.analyzers.trace.waits import charging_order
 from fsdp2prof.backends import kernel_name
@@ -45,6 +54,8 @@ cannot keep up leaves one after every kernel."""
 _MARGIN = 0.1
 """Part of a pause that may lie outside the range that is named for it."""
 _NAMED_PAUSES = 200
+_COUNTED = (ANOMALY, FORWARDS, ONE_BY_ONE, REBUILT)
+"""Why a charge has a count without time."""
 WORKERS = "workers"
 """Why a batch was not there, where worker processes make it."""
 
@@ -69,9 +80,15 @@ def rank_charges(tables: RankTables, rank: int) -> RankCharges:
 
 
 def _is_fsdps(tables: RankTables) -> BoolArray:
-    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any."""
-    collectives = tables.collectives
+    """Whether FSDP issued each collective for a module: inside one of its labels, if the trace has any.
+
+    All-reduces inside them are a hook's on gradients where no group has replicas.
+    """
+    collectives, manifest = tables.collectives, tables.manifest
     of_module = collectives.table.fqn.codes >= 0
+    if manifest is not None and manifest.param_groups:
+        replicated = any(group.replicate_world_size > 1 for group in manifest.param_groups)
+        of_module &= replicated | ~collectives.table.op.equals("all_reduce")
     row = find_rows(tables.phases, collectives.thread, collectives.table.issue_ns)
     labelled = of_module & ~tables.phases.activity.lookup(row).equals("compute")
     return labelled if labelled.any() else of_module
@@ -100,6 +117,13 @@ class _Charging:
         self._script = Script(tables)
         for step, checks in self._script.gradient_checks():
             self._add(step, "compute", 0, phase="backward", why=ANOMALY, count=checks)
+        for step, operators in self._script.operators_of_optimizers():
+            self._add(step, "compute", 0, phase="optimizer", why=ONE_BY_ONE, count=operators)
+        for step, iterators, line in self._script.new_iterators():
+            self._add(step, "data_loader", 0, site=line, why=REBUILT, count=iterators)
+        for step, ran, again in self._script.forward_operators():
+            self._add(step, "recompute", 0, phase="forward", why=FORWARDS, count=ran)
+            self._add(step, "recompute", 0, phase="backward", why=FORWARDS, count=again)
         analysed = set(tables.windows.step.tolist())
         passes = [one for one in evaluated.passes if one[0] in analysed]
         times = np.array(passes, dtype=np.int64).reshape(-1, 3)
@@ -112,7 +136,7 @@ class _Charging:
         return [
             _with(key, ns, count, size)
             for key, (ns, count, size) in self._sums.items()
-            if ns or (count and (key.cause == "evaluation" or key.why == ANOMALY))
+            if ns or (count and (key.cause == "evaluation" or key.why in _COUNTED))
         ]
 
     def _add(
@@ -280,11 +304,12 @@ class _Charging:
         )
 
     @cached_property
-    def _pause_names(self) -> IntArray:
-        """Events whose name says what the host did in a pause around which they lie."""
+    def _named_ranges(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Events whose name says what the host did in a pause around which they lie, by start: row, times."""
         events = self._tables.trace.events
         named = events.category.matches(_NAMES_A_PAUSE.__contains__) & (events.thread >= 0)
-        return np.flatnonzero(named & ~events.name.matches(_says_nothing))
+        rows = np.flatnonzero(named & ~events.name.matches(_says_nothing))
+        return rows, events.start_ns[rows], events.end_ns[rows]
 
     def _sites(self, start: IntArray, end: IntArray, long: BoolArray) -> dict[int, str]:
         """Name the line, or the innermost range or Python function, of the longest pauses."""
@@ -294,16 +319,16 @@ class _Charging:
         lines = self._tables.sighted.lines.seen(start[rows], end[rows])
         found = {row: line for row, line in zip(rows.tolist(), lines, strict=True) if line is not None}
         rows = np.array([row for row in rows.tolist() if row not in found], dtype=np.int64)
-        events, ranges = self._tables.trace.events, self._pause_names
+        events = self._tables.trace.events
+        ranges, begins, ends = self._named_ranges
         for row in rows[np.argsort(start[rows] - end[rows], kind="stable")][:_NAMED_PAUSES].tolist():
             low, high = int(start[row]), int(end[row])
             slack = int(_MARGIN * (high - low))
-            around = ranges[
-                (events.start_ns[ranges] <= low + slack) & (events.end_ns[ranges] >= high - slack)
-            ]
+            begun = int(np.searchsorted(begins, low + slack, side="right"))
+            around = np.flatnonzero(ends[:begun] >= high - slack)
             if len(around):
-                length = events.end_ns[around] - events.start_ns[around]
-                name = events.name[int(around[int(length.argmin())])]
+                length = ends[around] - begins[around]
+                name = events.name[int(ranges[around[int(length.argmin())]])]
                 if name is not None:
                     found[row] = name
         return found

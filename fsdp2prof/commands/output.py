@@ -35,6 +35,7 @@ _SHORT = ("text", "md")
 _QUIET = "No progress or messages on stderr."
 
 _EVERY_S = 10.0
+_FRAME_S = 0.1
 """Between two lines of progress where no terminal shows it."""
 
 
@@ -142,27 +143,20 @@ def _lines(doing: str) -> Iterator[Callable[[str], None]]:
 
     Work that takes less says nothing.
     """
-    from threading import Event, Thread
     from time import monotonic
 
+    from fsdp2prof.worker_processes import repeated
+
     now, far, began = [doing], [""], monotonic()
-    done = Event()
 
     def came(count: int, of: int) -> None:
         far[0] = f", {count} of {of}"
 
-    def repeat() -> None:
-        while not done.wait(_EVERY_S):
-            say(f"{now[0]}{far[0]} ({monotonic() - began:.0f} s)")
+    def tell() -> None:
+        say(f"{now[0]}{far[0]} ({monotonic() - began:.0f} s)")
 
-    thread = Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        with watched(came):
-            yield lambda text: now.__setitem__(0, text)
-    finally:
-        done.set()
-        thread.join()
+    with repeated(tell, _EVERY_S), watched(came):
+        yield lambda text: now.__setitem__(0, text)
 
 
 @contextmanager
@@ -172,8 +166,11 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+    from fsdp2prof.worker_processes import repeated
+
     columns = SpinnerColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task(escape(printable(shown(doing))), total=None)
 
         def came(done: int, of: int) -> None:
@@ -181,7 +178,7 @@ def _bar(doing: str) -> Iterator[Callable[[str], None]]:
                 progress.columns = (*columns, BarColumn(), MofNCompleteColumn())
             progress.update(task, completed=done, total=of)
 
-        with watched(came):
+        with repeated(progress.refresh, _FRAME_S), watched(came):
             yield lambda text: progress.update(task, description=escape(printable(shown(text))))
 
 
