@@ -10,6 +10,8 @@ from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.fsdp_rules import enter_fsdp
 from fsdp2prof.analyzers.ledger.host_rules import enter_host, enter_tracing
+from fsdp2prof.analyzers.ledger.kernel_rules import enter_kernels
+from fsdp2prof.analyzers.ledger.link_rules import enter_links
 from fsdp2prof.analyzers.ledger.notes import notes
 from fsdp2prof.analyzers.ledger.other_rules import enter_other_communication, enter_saving
 from fsdp2prof.analyzers.ledger.rank_rules import enter_waits
@@ -64,10 +66,12 @@ def with_ledger(
         enter_script,
         enter_starved,
         enter_tracing,
+        enter_links,
         enter_waits,
         enter_other_communication,
         enter_fsdp,
         enter_host,
+        enter_kernels,
         enter_work,
     ):
         rule(book)
@@ -95,9 +99,10 @@ _NOTED = frozenset(
         "late_from_the_start",
         "late_rank_unclear",
         "ranks_take_turns",
+        "float32_without_tensor_cores",
     }
 )
-"""Entries without a remedy that people ask about: they stay in the findings, as information."""
+"""Entries that people ask about, though a remedy is missing or gains little: they stay in the findings."""
 
 
 def _finding(entry: LedgerEntry) -> Finding:
@@ -150,7 +155,16 @@ def _ledger(book: Book) -> Ledger:
     return replace(ledger, bound=bound(ledger), not_judged=not_judged(book))
 
 
-_WITH_CARE = frozenset({"reduce_in_float32", "parameters_in_float32", "communication_bound", "host_bound"})
+_WITH_CARE = frozenset(
+    {
+        "reduce_in_float32",
+        "parameters_in_float32",
+        "communication_bound",
+        "host_bound",
+        "float32_without_tensor_cores",
+        "memory_bound_kernels",
+    }
+)
 """Entries whose remedies change numerics, or ask for another batch or model."""
 _CAUTION = 0.5
 """What their gain counts for in the order, against changes of a line that leave results as they are."""
@@ -162,7 +176,7 @@ def in_order(entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
     def key(entry: LedgerEntry) -> tuple[bool, float]:
         gain = entry.remedy.gain_ns if entry.remedy is not None else None
         worth = gain if entry.told and gain is not None else entry.ns
-        return not entry.told, -(worth * _CAUTION if entry.id in _WITH_CARE else worth)
+        return not entry.told, -(worth * _CAUTION if entry.told and entry.id in _WITH_CARE else worth)
 
     return sorted(entries, key=key)
 

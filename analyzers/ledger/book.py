@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -95,6 +95,12 @@ class Book:
         """Parameter groups of the first rank that describes any."""
         return next((one.param_groups for one in self.manifests if one.param_groups), [])
 
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether parameters stay on the host: the manifest says so, or layers copy theirs."""
+        copied = any(one.fqn is not None for one in self.left("offload"))
+        return copied or any(group.offload for group in self.groups)
+
     def rows(self, op: str) -> list[GroupRow]:
         """Collectives of layers, of one kind."""
         return [row for row in self.analysis.groups if row.op == op and row.fqn is not None]
@@ -140,12 +146,31 @@ class Book:
         return sites.most_common(1)[0][0] if sites else None
 
     def hideable_ns(self, charges: Iterable[Charge]) -> int:
-        """Return how much of some exposed time overlap could hide at most: as much as its phase computes."""
+        """Return how much of some exposed time overlap could hide at most: as much as its phase computes.
+
+        Of offloaded parameters the copies come first: what they are exposed for is not left to hide behind.
+        """
         exposed, compute = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
-        for sums, those in ((exposed, charges), (compute, self.left("compute"))):
+        copies = self.left("offload") if self.offloads else []
+        for sums, those, sign in (
+            (exposed, charges, 1),
+            (compute, self.left("compute"), 1),
+            (compute, copies, -1),
+        ):
             for one in those:
-                sums[one.rank, one.step, one.phase] += one.ns
-        return sum(min(ns, compute[place]) for place, ns in exposed.items())
+                sums[one.rank, one.step, one.phase] += sign * one.ns
+        return sum(max(0, min(ns, compute[place])) for place, ns in exposed.items())
+
+    def least_ns(self, charges: Iterable[Charge], late: Collection[int] = ()) -> int:
+        """Return what an end of some charges gains on the rank that gains least, times the ranks.
+
+        The others wait for that one, and gain no more. ``late`` ranks, for which others wait, do not count.
+        """
+        gained = {rank.rank: 0 for rank in self.analysis.ranks if rank.rank not in late}
+        for one in charges:
+            if one.rank in gained and not one.caught_up:
+                gained[one.rank] += one.ns
+        return min(gained.values(), default=0) * len(self.analysis.ranks)
 
     # Words and amounts.
 
@@ -177,17 +202,19 @@ class Book:
         why_sure: str = "measured",
         calm: bool = False,
         evidence: Mapping[str, EvidenceValue] | None = None,
+        late: Collection[int] = (),
     ) -> None:
         """Enter charges under one cause, if there are any; it is reported if its remedy gains enough.
 
         ``{cost}`` in the problem stands for their sum. A ``calm`` entry is never told alone, however long it
-        takes: no change to the script affects it.
+        takes: no change to the script affects it. ``late`` are the ranks that the others wait for.
         """
         if not charges:
             return
         total = sum(charge.ns for charge in charges)
-        if remedy is not None and remedy.gain_ns == ALL:
-            remedy = replace(remedy, gain_ns=total)
+        if remedy is not None and remedy.gain_ns is not None:
+            most = self.least_ns(charges, late) if self.on_device else total
+            remedy = replace(remedy, gain_ns=min(remedy.gain_ns, most))
         cost = self.frac(total)
         gain = None if remedy is None or remedy.gain_ns is None else self.frac(remedy.gain_ns)
         matters = severity_of(cost if gain is None else gain, self.thresholds, self.on_device)

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 
-from fsdp2prof.analyzers.layers import in_phase, named_layer, times
+from fsdp2prof.analyzers.layers import in_phase, named_layer, numbered, times
 from fsdp2prof.analyzers.ledger.book import Book, Remedy, worst_layer
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.machine import waits_for_processors
@@ -73,6 +73,7 @@ def enter_host(book: Book) -> None:
     _data_loader(book)
     _compilation(book)
     _garbage(book)
+    _allocation(book)
     _pauses(book)
     _syncs(book)
     _per_tensor(book)
@@ -160,6 +161,38 @@ def _garbage(book: Book) -> None:
         ),
         why_sure="the interpreter reports each collection",
         evidence={"collections_per_step": count, "site": site},
+    )
+
+
+def _allocation(book: Book) -> None:
+    """Calls that get memory from the device, past the caching allocator: in a step or two it only grows."""
+    mine = book.take("allocation")
+    if not mine:
+        return
+    own = [one for one in mine if one.late_rank is None]
+    ranks = sorted({one.rank for one in own})
+    every = len(ranks) == len(book.analysis.ranks)
+    steps = book.rank_steps // len(book.analysis.ranks) * len(ranks)
+    count = sum(one.count for one in own) / max(1, steps)
+    whose = "The host gets" if every else f"On {numbered('rank', ranks)} the host gets"
+    waiting = "" if len(own) == len(mine) else "; with the other ranks' waiting"
+    book.enter(
+        mine,
+        id="allocator_stalls",
+        cause="allocation",
+        title="getting memory from the device",
+        problem=f"{whose} memory from the device or gives it back {_often(count)} a step, and the device "
+        f"idles meanwhile{waiting}: {{cost}}.",
+        remedy=Remedy(
+            change="Keep the allocator from freeing and allocating in every step: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, no empty_cache() in the step, or a lower peak "
+            "(smaller batch, activation checkpointing).",
+            reason="all of this idle time",
+        ),
+        calm=len({(one.rank, one.step) for one in own}) < _OFTEN * steps,
+        rank=ranks[0] if len(ranks) == 1 and not every else None,
+        why_sure="the calls are recorded",
+        evidence={"calls_per_step": count},
     )
 
 
@@ -252,7 +285,7 @@ def _syncs(book: Book) -> None:
     """What the device idles after the host stopped for it, with the copies that made it stop."""
     calls = book.analysis.host_syncs
     worst = max(calls, key=lambda row: row.blocked_ns, default=None)
-    if any(group.offload for group in book.groups) and (worst is None or worst.operator is None):
+    if book.offloads and (worst is None or worst.operator is None):
         book.put_back(
             [replace(one, cause="offload", count=0) for one in book.take("sync")]
         )  # FSDP waits for its copies

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
@@ -15,11 +14,14 @@ from fsdp2prof.labels import is_root
 from fsdp2prof.manifest import ParameterInfo, ParamGroupInfo
 from fsdp2prof.results.communication import GroupRow
 from fsdp2prof.results.finding import EvidenceValue, Finding, Severity
-from fsdp2prof.results.trace import KernelRow
 from fsdp2prof.units import format_bytes, format_frac, format_ns, plural
 
 _Kind = TypeVar("_Kind", bound=Hashable)
 
+_UNLIKE = 1.2
+"""How many times as many all-gathers make a step of another kind: a root that stays gathered has fewer."""
+_FIRST = 2
+"""Steps of a recording of which the first one counts like the others."""
 _KINDS = 3
 """Kinds of steps that have names of their own."""
 
@@ -45,32 +47,6 @@ def _anomaly(book: Book) -> list[Finding]:
     return [
         finding("anomaly_detection", "medium", None, problem, REMOVE_ANOMALY, {"checks_per_step": checks})
     ]
-
-
-_SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
-"""Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
-_MUCH_OF_COMPUTE = 0.3
-
-
-def without_tensor_cores(kernels: Sequence[KernelRow], step_ns: float) -> list[Finding]:
-    """Return the finding about float32 products that use no tensor core, if they take much of compute."""
-    compute = [one for one in kernels if one.kind == "compute"]
-    whole = sum(one.total_ns for one in compute)
-    spent = sum(one.total_ns for one in compute if one.name and _SINGLE.search(one.name))
-    if not whole or spent < _MUCH_OF_COMPUTE * whole:
-        return []
-    part = spent / step_ns
-    problem = (
-        f"Matrix products in float32 without tensor cores take {format_frac(spent / whole)} of compute "
-        f"({format_ns(spent)} a step)."
-    )
-    change = (
-        "Compute in bfloat16 (MixedPrecisionPolicy, autocast), or call "
-        "torch.set_float32_matmul_precision('high')."
-    )
-    facts: dict[str, EvidenceValue] = {"compute_frac": spent / whole, "cost_frac": part}
-    severity: Severity = "high" if part >= 0.3 else "medium" if part >= 0.1 else "low"
-    return [finding("float32_without_tensor_cores", severity, None, problem, change, facts)]
 
 
 def _padding(book: Book) -> list[Finding]:
@@ -155,8 +131,9 @@ def _unlike_steps(book: Book) -> list[Finding]:
             "each; so do micro-batches that a profiler counts as steps."
         )
         return [_finding(problem, list(kinds.values()), rank)]
-    counts = _alike({step: sum(layers.values()) for step, layers in gathered.items()})
-    if len(counts) > 1:
+    later = steps[1:] if len(steps) > _FIRST else steps  # what stays gathered is so from the first step on
+    counts = _alike({step: sum(gathered[step].values()) for step in later})
+    if len(counts) > 1 and max(counts) >= _UNLIKE * max(1, min(counts)):
         told = [
             f"{count} in {numbered('step', which)} ({_each(book, rank, which)})"
             for count, which in counts.items()

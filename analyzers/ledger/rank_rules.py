@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from statistics import median_high
 
 from fsdp2prof.analyzers.layers import named_layer, numbered
 from fsdp2prof.analyzers.ledger.book import Book, Remedy
@@ -21,6 +22,10 @@ _UNEVEN = 2
 """How many times as much as any other a rank loses to a cause that is its own."""
 _STEPS_OF_MORE_WORK = 2
 """Steps in which one rank has to have most work."""
+_NEARLY_ALL = 0.9
+"""Part of the waiting that is in a few steps."""
+_AS_LATE = 0.25
+"""Part of the others' waiting for a late rank below which a rank is as late itself."""
 _EXPLAINED = 0.5
 """Part of the waiting for a rank that its additional work has to explain."""
 _UNEVEN_WORK = 0.05
@@ -31,12 +36,12 @@ _WORKING = ("compute", "host", "host_pause", "fsdp_copy")
 _OWN_LOSS = {"data_loader": ("data_loader",), "host": ("host_pause", "garbage_collection")}
 """What a late rank lost itself while the others waited, by kind of work."""
 _REMEDY = {
-    "kernel": "Compare clocks, temperature and input sizes of rank {rank}'s device with the others'.",
-    "host": "Check what only rank {rank} does between its operators (logging, checkpoints, evaluation, "
-    "garbage collection), its CPU affinity and other processes on its host.",
-    "data_loader": "Give the data loader of rank {rank} more workers and prefetch, and check its storage.",
-    "communication": "Check the rank that rank {rank} waits for, and the links between them.",
-    "unknown": "Record more steps to see what rank {rank} does before.",
+    "kernel": "Compare clocks, temperature and input sizes of {ranks} with the others'.",
+    "host": "Check what happens on {ranks} alone between operators (logging, checkpoints, evaluation, "
+    "garbage collection), CPU affinity and other processes on the host.",
+    "data_loader": "Give the data loader of {ranks} more workers and prefetch, and check its storage.",
+    "communication": "Check which rank {ranks} waits for, and the links between them.",
+    "unknown": "Record more steps to see what happens on {ranks} before.",
 }
 """What to change, by kind of work."""
 
@@ -49,6 +54,8 @@ def enter_waits(book: Book) -> None:
     one place are a rank's own.
     """
     _from_the_start(book)
+    for cause in ("compilation", "allocation"):
+        _for_calls(book, cause)
     more = _more_work(book)
     late = book.analysis.cross_rank.late
     if late is not None and late.steady and book.on_device:
@@ -80,12 +87,14 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     cost = sum(one.ns for one in mine)
     outside = max(1, among.compared - len(among.ranks))
     share = book.frac(cost) * len(book.analysis.ranks) / outside
-    least = _least(mine, {one.rank for one in among.ranks})
-    net = max(0.0, min(cost / outside - late.wait_ns, least)) * len(book.analysis.ranks)
+    ranks, behind = len(book.analysis.ranks), {one.rank for one in among.ranks}
+    equals = _as_late(book, mine, behind)
+    behind |= equals
+    net = max(0.0, min((cost / outside - late.wait_ns) * ranks, book.least_ns(mine, behind)))
     if share < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
-    kind, text, fqn = _main_cause(mine)
+    kind, text, fqn = main_cause(mine)
     site = _main_site(mine, kind)
     others = "the other rank waits" if outside == 1 else "the other ranks wait"
     together = [one.rank for one in among.ranks if one is not late]
@@ -101,7 +110,11 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
         f"{{cost}}, including its own excess.{beside} Rank {rank} is late mostly because {reason}."
     )
     starved = starved_ranks(book.manifests).get(rank)
-    remedy = _REMEDY[kind].format(rank=rank)
+    if equals:
+        problem += (
+            f" {numbered('rank', sorted(equals)).capitalize()} {'is' if len(equals) == 1 else 'are'} as late."
+        )
+    remedy = _REMEDY[kind].format(ranks=numbered("rank", sorted({rank, *equals})))
     named, cause = "straggler", "late_rank"
     if starved is not None and kind in ("host", "kernel", "unknown"):
         named = "starved_host"
@@ -119,7 +132,7 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     own = [cause for cause in _OWN_LOSS.get(kind, ()) if site != GARBAGE or cause == "garbage_collection"]
     for lost in own:
         mine += _own_loss(book, lost, rank)  # the same time as the others' waiting: it is gained once
-    mine += _own_excess(book, mine, rank, net / len(book.analysis.ranks))
+    mine += own_excess(book, mine, rank, net / ranks)
     book.enter(
         mine,
         id=named,
@@ -130,9 +143,12 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
             change=remedy,
             gain_ns=min(net, sum(one.ns for one in mine)),
             reason="the others' waiting for it less its own",
-            what_if="without data_loader" if kind == "data_loader" else f"without straggler:{rank}",
+            what_if="without data_loader"
+            if kind == "data_loader"
+            else f"without straggler:{','.join(map(str, sorted({rank, *equals})))}",
         ),
         rank=rank,
+        late=behind,
         fqn=fqn,
         confidence="high" if among.chance <= 0.1 else "medium",
         why_sure=f"late in {late.late_steps} of {plural(among.steps, 'step')}",
@@ -148,12 +164,15 @@ def _straggler(book: Book, among: LateRanks, late: LateRank) -> None:
     )
 
 
-def _least(waits: Sequence[Charge], late: Collection[int]) -> int:
-    """Return what an end of some waits gains on the rank that gains least: the others wait for that one."""
-    gained: Counter[int] = Counter()
+def _as_late(book: Book, waits: Sequence[Charge], late: Collection[int]) -> set[int]:
+    """Return other ranks that hardly wait for the late ones: they are as late, though never the last."""
+    waited = {rank.rank: 0 for rank in book.analysis.ranks if rank.rank not in late}
     for one in waits:
-        gained[one.rank] += 0 if one.caught_up else one.ns
-    return min((ns for rank, ns in gained.items() if rank not in late), default=0)
+        if one.rank in waited and not one.caught_up:
+            waited[one.rank] += one.ns
+    usual = median_high(waited.values()) if waited else 0
+    alike = {rank for rank, ns in waited.items() if ns < _AS_LATE * usual}
+    return alike if 2 * (len(alike) + len(late)) <= len(book.analysis.ranks) else set()
 
 
 def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
@@ -165,12 +184,14 @@ def _own_loss(book: Book, cause: str, rank: int) -> list[Charge]:
     return book.take(cause, lambda one: one.rank == rank) if lost[rank] > _UNEVEN * others else []
 
 
-def _own_excess(book: Book, taken: Sequence[Charge], rank: int, wanted: float) -> list[Charge]:
+def own_excess(
+    book: Book, taken: Sequence[Charge], rank: int, wanted: float, causes: Sequence[str] = _WORKING
+) -> list[Charge]:
     """Take what a late rank spends beyond the others, up to the time by which it is late."""
     left = int(wanted) - sum(one.ns for one in taken if one.rank == rank)
     others = max(1, len(book.analysis.ranks) - 1)
     found: list[Charge] = []
-    for cause in _WORKING:
+    for cause in causes:
         spent: Counter[int] = Counter()
         for one in book.left(cause):
             spent[one.rank] += one.ns
@@ -191,7 +212,7 @@ def _main_site(charges: Sequence[Charge], kind: str) -> str | None:
     return sums.most_common(1)[0][0] if sums else None
 
 
-def _main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:
+def main_cause(charges: Sequence[Charge]) -> tuple[str, str | None, str | None]:
     """Return kind, words and layer of what made a rank late most."""
     sums: Counter[str] = Counter()
     texts: dict[str, Counter[tuple[str | None, str | None]]] = defaultdict(Counter)
@@ -209,6 +230,20 @@ def _for_loaders(book: Book) -> None:
     """Waiting for whichever rank's batch came last joins the data loader."""
     mine = book.take("uneven_ranks", lambda one: one.why == "data_loader")
     book.put_back(replace(one, cause="data_loader") for one in mine)
+
+
+def _for_calls(book: Book, cause: str) -> None:
+    """Waiting for the host of a rank that mostly compiles, or gets memory, meanwhile joins that."""
+    spent: Counter[int | None] = Counter()
+    for one in book.left(cause):
+        spent[one.rank] += one.ns
+    waited: Counter[int | None] = Counter()
+    for one in book.left("uneven_ranks"):
+        waited[one.late_rank] += one.ns if one.why == "host" else 0
+    others = max(1, len(book.analysis.ranks) - 1)
+    late = {rank for rank, ns in spent.items() if ns >= _EXPLAINED * waited[rank] / others}
+    mine = book.take("uneven_ranks", lambda one: one.why == "host" and one.late_rank in late)
+    book.put_back(replace(one, cause=cause, count=0) for one in mine)
 
 
 def _for_pauses(book: Book) -> None:
@@ -269,8 +304,8 @@ def _more_work(book: Book) -> bool:
     if not mine or expected < max(_EXPLAINED * waited, book.thresholds.straggler_frac * _busy_ns(book, rank)):
         book.put_back(mine)
         return False
-    gain = _least(mine, {rank}) * len(book.analysis.ranks)
-    mine += _own_excess(book, mine, rank, waited)
+    gain = book.least_ns(mine, {rank})
+    mine += own_excess(book, mine, rank, waited)
     problem = f"Rank {rank} {does}, and the others wait for it: {{cost}}, including its own time for them."
     book.enter(
         mine,
@@ -285,6 +320,7 @@ def _more_work(book: Book) -> bool:
             what_if=f"without straggler:{rank}" if book.on_device else None,
         ),
         rank=rank,
+        late={rank},
         why_sure="counted from recorded operators",
         evidence={"rank": rank, "additional_ns_per_step": int(expected / steps), "kind": "kernel"},
     )
@@ -358,7 +394,23 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
             rank=late.ranks[0].rank,
         )
         return
-    kind, _, _ = _main_cause(mine)
+    kind, text, _ = main_cause(mine)
+    few = _few_steps(book, mine)
+    if few and book.on_device:
+        problem = f"{waited}, nearly all of it in {numbered('step', few)}"
+        problem += f", for a rank that is late because {text}." if text else "."
+        book.enter(
+            mine,
+            id="ranks_take_turns",
+            cause="uneven_ranks",
+            title=f"ranks waiting for one another in {numbered('step', few)}",
+            problem=problem,
+            calm=True,
+            confidence="low",
+            why_sure="in most steps ranks hardly wait",
+            evidence={**facts, "kind": kind},
+        )
+        return
     problem = f"{waited}; no rank is late in most steps."
     if not book.on_device:
         problem = f"{waited}; no single place causes it, as is usual where ranks share processors."
@@ -379,6 +431,20 @@ def _take_turns(book: Book, late: LateRanks | None) -> None:
         why_sure="no rank is late in most steps" if book.on_device else "no place or work is a rank's own",
         evidence={**facts, "kind": kind},
     )
+
+
+def _few_steps(book: Book, waits: Sequence[Charge]) -> list[int]:
+    """Return the steps with nearly all of some waits, if they are less than half of the steps."""
+    steps = {step.step for rank in book.analysis.ranks for step in rank.steps}
+    spent: Counter[int] = Counter()
+    for one in waits:
+        spent[one.step] += one.ns
+    most: list[int] = []
+    for step, _ in spent.most_common():
+        most.append(step)
+        if sum(spent[one] for one in most) >= _NEARLY_ALL * spent.total():
+            break
+    return sorted(most) if 2 * len(most) < len(steps) else []
 
 
 def _facts(late: LateRanks) -> dict[str, EvidenceValue]:

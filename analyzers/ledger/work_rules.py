@@ -20,6 +20,7 @@ def enter_work(book: Book) -> None:
     _evaluation(book)
     _offload(book)
     _recompute(book)
+    _copies(book)
     _rest(book)
 
 
@@ -89,7 +90,7 @@ def _offload(book: Book) -> None:
         return
     cost = sum(one.ns for one in mine)
     size, count = sum(one.bytes for one in mine), sum(one.count for one in mine)
-    offloaded = any(group.offload for group in book.groups) or any(one.fqn is not None for one in mine)
+    offloaded = book.offloads
     pinned = all(group.offload_pin_memory for group in book.groups if group.offload)
     layers = [(fqn, ns) for fqn, ns in by_layer(mine) if fqn is not None]
     worst = layers[0][0] if layers else None
@@ -142,10 +143,36 @@ def _recompute(book: Book) -> None:
     )
 
 
+def _copies(book: Book) -> None:
+    """FSDP's copies between buffers and parameters: units that stay gathered save those of backward."""
+    mine = book.take("fsdp_copy")
+    cost = sum(one.ns for one in mine)
+    again: dict[str, int] = {}
+    for row in book.rows("all_gather"):
+        if row.phase == "backward" and row.count and row.fqn is not None:
+            again.setdefault(row.fqn, (row.payload_bytes or 0) // row.count)
+    saved = sum(one.ns for one in mine if one.phase == "forward" and one.fqn in again)
+    remedy = Remedy(
+        change="Keep units gathered between forward and backward (reshard_after_forward=False) if memory "
+        "allows, or do more work per gathered parameter (larger batch).",
+        gain_ns=saved,
+        reason="the copies of forward, which backward repeats",
+        memory_bytes=sum(again.values()) or None,
+    )
+    book.enter(
+        mine,
+        id="fsdp_copies",
+        cause="fsdp_copy",
+        title="FSDP copies",
+        problem="FSDP's copies and casts for its buffers take {cost}.",
+        remedy=remedy if book.on_device and book.frac(cost) >= book.thresholds.high_cost_frac else None,
+        fqn=worst_layer(mine),
+    )
+
+
 def _rest(book: Book) -> None:
-    """Enter copies, launch latency, useful compute, and what nothing explains."""
+    """Enter launch latency, useful compute, and what nothing explains."""
     worded = {
-        "fsdp_copy": ("fsdp_copies", "FSDP copies", "FSDP's copies and casts for its buffers take {cost}."),
         "queued": (
             "launch_latency",
             "launched, not yet started",
