@@ -150,7 +150,7 @@ def _slower(
     kinds = np.stack([*codes, *sizes])[:, rated]
     kind = np.unique(kinds, axis=1, return_inverse=True)[1].reshape(-1)
     group = np.minimum.reduceat(matched.rank, head)[rated]
-    found = {}
+    found: dict[int, tuple[int, str]] = {}
     for one in range(int(kind.max(initial=-1)) + 1):
         mine = kind == one
         groups = {first: rated[mine & (group == first)] for first in np.unique(group[mine]).tolist()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from synthetic import Layer, Outside, Schedule, record
 from synthetic.kineto import write_run as write_traces
@@ -129,7 +130,7 @@ def _root(numel: int, gather_ns: int) -> Schedule:
     return one.changed("", numel=numel, all_gather_ns=gather_ns, reduce_scatter_ns=gather_ns)
 
 
-def _kernels(names: tuple[str, ...], **fields: object) -> tuple[Layer, ...]:
+def _kernels(names: tuple[str, ...], **fields: Any) -> tuple[Layer, ...]:
     return blocks(kernels=12, kernel_names=names, **fields)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,8 +12,7 @@ from hypothesis import strategies as st
 from synthetic import Outside, Schedule, record, transformer, write_run
 from synthetic.strategies import schedules
 
-from fsdp2prof.analyzers.trace.operators import kernel_name
-from fsdp2prof.backends import allocates
+from fsdp2prof.backends import allocates, kernel_name
 from fsdp2prof.results.ledger import LedgerEntry
 from fsdp2prof.results.trace import TraceAnalysis
 from fsdp2prof.workflows.analyze import analyze_trace
@@ -35,8 +35,8 @@ def told(analysis: TraceAnalysis) -> list[str]:
     return [name for name, entry in entries(analysis).items() if entry.told]
 
 
-def training(**fields: object) -> Schedule:
-    common: dict[str, object] = {"forward_ns": 2 * MS + 17, "backward_ns": 4 * MS + 31, "numel": 80_000_000}
+def training(**fields: Any) -> Schedule:
+    common: dict[str, Any] = {"forward_ns": 2 * MS + 17, "backward_ns": 4 * MS + 31, "numel": 80_000_000}
     root, *children = transformer(6, **(common | fields))
     children[-1] = replace(children[-1], reshard=False)
     return Schedule(roots=((root, *children),), shard=2, steps=3)
