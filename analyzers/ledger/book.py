@@ -24,6 +24,26 @@ _PLACES = 12
 _NEARLY_NONE = 0.05
 """Fraction of all communication whose waits may be unknown without a word."""
 
+_REASONS = {
+    "launch": "launched too late",
+    "communicator": "queued behind another collective of its process group",
+    "stream": "waited for earlier work of its stream",
+    "transfer": "its transfer took longer than usual",
+    "transfer_or_peer": "a slow transfer, or a rank that came late",
+    "kernel": "kernels of the late rank took longer",
+    "host": "the host of the late rank launched later",
+    "data_loader": "the late rank waited for its data loader",
+    "communication": "the late rank waited for others",
+    "links": "the late rank has slower links than other groups",
+    "unknown": "not known",
+    "loop": "a loop of small operators",
+    "outside": "work outside of training",
+    "outside_loop": "a loop of small operators outside of training",
+    "anomaly": "autograd's anomaly detection",
+    "workers": "worker processes make the batches",
+}
+"""``why`` of a charge -> the same in words."""
+
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -280,7 +300,7 @@ class Book:
             phase=phase or "other",
             op=op,
             site=site,
-            why=why,
+            why=_REASONS.get(why, why) if why else None,
             total_ns=ns,
             ns=mean(ns, max(1, self.rank_steps)),
             count=count / self.rank_steps if count else None,
