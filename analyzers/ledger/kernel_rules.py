@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.charges import Charge
 from fsdp2prof.analyzers.ledger.thresholds import severity_of, worth_telling
-from fsdp2prof.units import format_frac, format_ns
 
 _SINGLE = re.compile(r"sgemm|simt_\w*gemm|gemm_f32f32_f32f32_f32")
 """Names of matrix products in float32 that run beside the tensor cores (cuBLAS, CUTLASS)."""
@@ -70,49 +69,14 @@ def _without_tensor_cores(book: Book) -> None:
     part = _spent(book, _SINGLE, _MUCH)
     gain = _gain_ns(book, part * _TENSOR_CORES)
     mine = _take(book, part)
-    cost = sum(one.ns for one in mine)
     old = any(_OLD.search(one.name or "") for one in book.analysis.kernels)
-    book.enter(
-        mine,
-        id="float32_without_tensor_cores",
-        cause="compute",
-        title="matrix products in float32 without tensor cores",
-        problem=f"Matrix products in float32 without tensor cores take {format_frac(part)} of compute "
-        f"({format_ns(cost / book.rank_steps)} a step).",
-        remedy=Remedy(
-            change="Compute in float16 (autocast, GradScaler), the only type that this device's tensor cores "
-            "take."
-            if old
-            else "Compute in bfloat16 (MixedPrecisionPolicy, autocast), or call "
-            "torch.set_float32_matmul_precision('high').",
-            gain_ns=gain,
-            reason="tensor cores are at most eight times as fast, and the host keeps up",
-        ),
-        why_sure="kernels say so by their names",
-        evidence={"compute_frac": part},
-    )
+    key = "float32_without_tensor_cores"
+    spent = sum(one.ns for one in mine) / book.rank_steps
+    book.enter(mine, f"{key}/old" if old else key, {"compute_frac": part}, gain_ns=gain, spent=spent)
 
 
 def _unfused(book: Book) -> None:
     part = _spent(book, _UNFUSED, _MOST, _FUSED)
     gain = _gain_ns(book, part * _SAVED_BY_FUSION)
-    if not worth_telling(severity_of(book.frac(gain), book.thresholds, book.on_device)):
-        return
-    mine = _take(book, part)
-    book.enter(
-        mine,
-        id="memory_bound_kernels",
-        cause="compute",
-        title="kernels that only move memory",
-        problem=f"Kernels that only read and write tensors (norms, activations, additions, copies) take "
-        f"{format_frac(part)} of compute, {{cost}}.",
-        remedy=Remedy(
-            change="Compile the blocks (torch.compile), or use fused kernels: fusing saves most of these "
-            "reads and writes.",
-            gain_ns=gain,
-            reason="an estimate: half of their time, where the host keeps up",
-        ),
-        confidence="medium",
-        why_sure="kernels are known by their names, the gain is estimated",
-        evidence={"compute_frac": part},
-    )
+    if worth_telling(severity_of(book.frac(gain), book.thresholds, book.on_device)):
+        book.enter(_take(book, part), "memory_bound_kernels", {"compute_frac": part}, gain_ns=gain)

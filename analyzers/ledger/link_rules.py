@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from fsdp2prof.analyzers.layers import numbered
-from fsdp2prof.analyzers.ledger.book import Book, Remedy
+from fsdp2prof.analyzers.ledger.book import Book
 from fsdp2prof.analyzers.ledger.rank_rules import main_cause, own_excess
 from fsdp2prof.analyzers.ranks.stragglers import SLOW_LINKS
-from fsdp2prof.units import format_bytes
 
 _HOSTS = 4
 """Hosts that are named one by one."""
@@ -30,41 +29,31 @@ def enter_links(book: Book) -> None:
 
 
 def _slow_groups(book: Book) -> None:
-    """Waiting for ranks whose own collectives take longer than the same ones of other groups."""
+    """Enter waiting for ranks whose own collectives take longer than the same ones of other groups."""
     mine = book.take("uneven_ranks", lambda one: one.why == SLOW_LINKS)
     late = sorted({one.late_rank for one in mine if one.late_rank is not None})
     gain = book.least_ns(mine, late)
-    if not book.on_device or book.frac(gain) < book.thresholds.straggler_frac:
+    if book.frac(gain) < book.thresholds.straggler_frac:
         book.put_back(mine)
         return
-    _, text, _ = main_cause(mine)
-    names = numbered("rank", late)
+    _, slower, _ = main_cause(mine)
     hosts = sorted({one.host for one in book.manifests if one.rank in late})
-    where = f" ({', '.join(hosts)})" if 0 < len(hosts) <= _HOSTS else ""
-    per_rank = gain / len(book.analysis.ranks)
     for rank in late:
-        mine += own_excess(book, mine, rank, per_rank, ("communication",))
+        mine += own_excess(book, mine, rank, gain / len(book.analysis.ranks), ("communication",))
     book.enter(
         mine,
-        id="slow_links",
-        cause="late_rank",
-        title=f"slow links of {names}",
-        problem=f"Of {names}{where}, {text}; the others wait for them: {{cost}}, including their own excess.",
-        remedy=Remedy(
-            change=f"Check the links of {names}{where}: NVLink and network adapters (nvidia-smi nvlink -s, "
-            "NCCL_DEBUG=INFO), and traffic that shares them.",
-            gain_ns=min(gain, sum(one.ns for one in mine)),
-            reason="the others' waiting for them",
-        ),
+        "slow_links",
+        {"ranks": late, "kind": SLOW_LINKS},
         rank=late[0] if len(late) == 1 else None,
+        gain_ns=min(gain, sum(one.ns for one in mine)),
         late=late,
-        why_sure="the same collectives of other groups are recorded",
-        evidence={"ranks": late, "kind": SLOW_LINKS},
+        whose=numbered("rank", late) + (f" ({', '.join(hosts)})" if 0 < len(hosts) <= _HOSTS else ""),
+        slower=slower,
     )
 
 
 def _without_nvlink(book: Book) -> None:
-    """Large collectives inside a host that are no faster than PCIe, on devices that come with NVLink."""
+    """Enter large collectives inside a host no faster than PCIe, on devices that come with NVLink."""
     hosts = {one.rank: one.host for one in book.manifests}
     names = {one.device.name or "" for one in book.manifests if one.device is not None}
     inside: set[str] = set()
@@ -88,21 +77,11 @@ def _without_nvlink(book: Book) -> None:
         return
     groups = {row.process_group for row in rows}
     mine = book.take("communication", lambda one: one.group in groups)
-    largest = max(row.payload_bytes for row in rows)
     book.enter(
         mine,
-        id="slow_links",
-        cause="communication",
-        title="collectives inside a host at the rate of PCIe",
-        problem=f"Inside a host, collectives of up to {format_bytes(largest)} reach {best / 1e9:.1f} GB/s of "
-        f"bus bandwidth, no more than PCIe carries, although {min(names)} comes with NVLink: exposed for "
-        "{cost}.",
-        remedy=Remedy(
-            change="Find out why NCCL does not use NVLink: nvidia-smi topo -m, nvidia-smi nvlink -s, "
-            "NCCL_P2P_DISABLE and NCCL_P2P_LEVEL in the environment, IOMMU or a container without peer "
-            "access (NCCL_DEBUG=INFO says which transport it took).",
-            gain_ns=sum(one.ns for one in mine) * (1 - best / _NVLINK_BYTES_PER_S),
-            reason="at 150 GB/s, which the slowest of such boards has",
-        ),
-        evidence={"busbw_bytes_per_s": best, "payload_bytes": largest},
+        "slow_links/pcie",
+        {"busbw_bytes_per_s": best, "payload_bytes": max(row.payload_bytes for row in rows)},
+        gain_ns=sum(one.ns for one in mine) * (1 - best / _NVLINK_BYTES_PER_S),
+        rate=f"{best / 1e9:.1f} GB/s",
+        device=min(names),
     )
