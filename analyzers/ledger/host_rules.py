@@ -103,10 +103,12 @@ def _garbage(book: Book) -> None:
 def _allocation(book: Book) -> None:
     """Enter calls that get memory from the device, past the caching allocator; in few steps it only grows."""
     mine = book.take("allocation")
+    if not mine:
+        return
     own = [one for one in mine if one.late_rank is None]
     ranks = sorted({one.rank for one in own})
     every = len(ranks) == len(book.analysis.ranks)
-    steps = book.rank_steps // max(1, len(book.analysis.ranks)) * len(ranks)
+    steps = book.rank_steps // len(book.analysis.ranks) * len(ranks)
     count = sum(one.count for one in own) / max(1, steps)
     book.enter(
         mine,
