@@ -42,6 +42,9 @@ _REASONS = {
     "outside_loop": "a loop of small operators outside of training",
     "anomaly": "autograd's anomaly detection",
     "workers": "worker processes make the batches",
+    "rebuilt": "a loader that is made anew",
+    "one_by_one": "an optimizer that goes through its parameters one by one",
+    "forwards": "forwards of checkpointed modules",
 }
 """``why`` of a charge -> the same in words."""
 
