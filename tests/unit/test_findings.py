@@ -415,19 +415,19 @@ def test_collectives_that_are_not_fsdps_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ({3: 63}, "31.5 all-gathers in 1 of 2 steps are"),
-        ({3: 4, 4: 4}, "2 all-gathers a step are"),
-        ({3: 4, 4: 8}, "2 to 4 all-gathers a step are"),
+        ({3: 63}, "63 all-gathers in 1 of 2 steps are"),
+        ({3: 4, 4: 4}, "4 all-gathers a step are"),
+        ({3: 4, 4: 8}, "4 to 8 all-gathers a step are"),
     ],
 )
 def test_collectives_of_some_steps_are_counted_in_those(counts: dict[int, int], said: str) -> None:
-    """Of two ranks with steps 3 and 4, one issues them."""
+    """Two ranks with steps 3 and 4 issue them."""
     analysis = trace_analysis()
-    rows = [
-        replace(analysis.groups[0], step=step, count=count, fqn=None, phase="other", exposed_ns=20 * MS)
-        for step, count in counts.items()
-    ]
+    row = replace(analysis.groups[0], fqn=None, phase="other", exposed_ns=20 * MS)
     ranks = [replace(rank, device_type="cuda") for rank in analysis.ranks]
+    rows = [
+        replace(row, rank=one.rank, step=step, count=count) for one in ranks for step, count in counts.items()
+    ]
     found = find(replace(analysis, ranks=ranks, groups=[*analysis.groups, *rows], findings=[]))
     (message,) = [one.message for one in found if one.id == "all_gather_outside_fsdp"]
     assert message.startswith(said)
