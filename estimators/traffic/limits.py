@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fsdp2prof.errors import ModelError
 from fsdp2prof.estimators.config.choices import (
-    ChunkedBackward,
     ChunkedBlocks,
     ChunkedVocabulary,
     values_of,
@@ -118,11 +117,6 @@ def _check_tensor_parallelism(model: Model, mesh: MeshSpec, policy: PolicySpec) 
         raise ModelError(
             f"loss={policy.loss}: {whose} needs the whole head, and tensor parallelism divides it: use "
             "loss=compiled, or chunked:8"
-        )
-    if isinstance(policy.loss, ChunkedBackward) and plan.divides_sequence:
-        raise ModelError(
-            f"loss={policy.loss} over hidden states that tensor parallelism divides by sequence is not "
-            "modelled: use chunked:8"
         )
     if policy.loss_in_pieces and model.config is not None and policy.loss_parallel is False:
         raise ModelError(
