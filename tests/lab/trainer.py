@@ -260,7 +260,7 @@ class Own(torch.optim.Optimizer):
     """Adam as a paper writes it."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update one parameter after the other."""
         for one in (one for group in self.param_groups for one in group["params"]):
             state = self.state[one]
