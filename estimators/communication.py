@@ -24,9 +24,9 @@ from fsdp2prof.estimators.models.losses import head_of
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, freeze, parameter_groups
 from fsdp2prof.estimators.sharding.wrapping import reshard_rule
-from fsdp2prof.estimators.timeline.commands import Program
+from fsdp2prof.estimators.simulate.program import Program
+from fsdp2prof.estimators.timeline.capture import capture_stitched
 from fsdp2prof.estimators.timeline.costs import add_executed
-from fsdp2prof.estimators.timeline.program import capture_stitched
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parallel import (
     Ledger,

@@ -29,7 +29,7 @@ from fsdp2prof.estimators.execution.engine import Execution
 from fsdp2prof.estimators.execution.stitching import execute_stitched
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.sharding.groups import parameter_groups
-from fsdp2prof.estimators.timeline.micro_batches import captured_policy
+from fsdp2prof.estimators.simulate.micro_batches import captured_policy
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.traffic.parts import part_of
 from fsdp2prof.estimators.verdict.memory_fit import (

@@ -1,6 +1,6 @@
 """``estimate step``: how long a training step takes that has not happened.
 
-The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.program`), costed for
+The step's commands are captured from FSDP2 itself (:mod:`fsdp2prof.estimators.timeline.capture`), costed for
 the cluster, and run through a simulation of the streams; the simulated step is a trace, and the analyses of
 recorded traces say where it goes.
 """
@@ -24,22 +24,22 @@ from fsdp2prof.estimators.description import mesh_as_given, policy_as_given
 from fsdp2prof.estimators.models.build import build_model
 from fsdp2prof.estimators.models.images import with_images
 from fsdp2prof.estimators.models.model import Model
-from fsdp2prof.estimators.timeline.as_trace import trace_of
-from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
-from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
-from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
-from fsdp2prof.estimators.timeline.commands import Collective, Kernel, Program
-from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
-from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
-from fsdp2prof.estimators.timeline.micro_batches import (
+from fsdp2prof.estimators.simulate.micro_batches import (
     captured_policy,
     for_all_micro_batches,
     repeated,
 )
+from fsdp2prof.estimators.simulate.program import Collective, Kernel, Program
+from fsdp2prof.estimators.simulate.streams import Timeline, host_tail_ns, simulate
+from fsdp2prof.estimators.timeline.as_trace import trace_of
+from fsdp2prof.estimators.timeline.async_tensor_parallel import with_async_tensor_parallel
+from fsdp2prof.estimators.timeline.bubble import bubble_ns_of, with_waiting
+from fsdp2prof.estimators.timeline.calibrated import Calibration, PlacedCosts, placed
+from fsdp2prof.estimators.timeline.capture import capture_stitched
+from fsdp2prof.estimators.timeline.context_parallel import with_context_parallel
+from fsdp2prof.estimators.timeline.costs import ClusterCosts, HostPace
+from fsdp2prof.estimators.timeline.float8 import compiled, with_float8
 from fsdp2prof.estimators.timeline.on_host import blocking, host_trace_of
-from fsdp2prof.estimators.timeline.program import capture_stitched
-from fsdp2prof.estimators.timeline.simulate import Timeline, host_tail_ns, simulate
 from fsdp2prof.estimators.traffic.limits import check_parallelism
 from fsdp2prof.estimators.verdict.step_range import CONTENTION, HOST_NS, assumptions_of, range_of
 from fsdp2prof.results.estimate import EstimatedModel, HardwareUse, StepEstimate, StepRange

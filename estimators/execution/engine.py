@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,6 +35,7 @@ from fsdp2prof.estimators.config.model import ModelSpec
 from fsdp2prof.estimators.config.optimizers import IMPLEMENTATIONS
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.fake_world import (
+    HostMemory,
     expert_mesh,
     fake_process_group,
     fsdp_mesh,
@@ -185,6 +186,71 @@ class Execution:
     """Address -> block of storages that were made for one block outside of its own work."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeRank:
+    """A rank of a world that is not there: its sharded models on meta, and what they run with."""
+
+    spec: ModelSpec
+    sizes: MeshSpec
+    policy: PolicySpec
+    mesh: DeviceMesh
+    mode: FakeTensorMode
+    model: Model
+    seconds: tuple[SecondModel, ...]
+    host: HostMemory
+
+    @property
+    def others(self) -> list[SecondModel]:
+        """Second models with parameters of their own."""
+        return [second for second in self.seconds if not second.is_itself]
+
+    def loop(self, following: Callable[[], AbstractContextManager[object]] = nullcontext) -> TrainingLoop:
+        """Give the models their memory and return the training; ``following`` is around the trained one."""
+        model, device = self.model, stand_in_device()
+        with following():
+            materialize(model.module, device, self.host)
+        for other in self.others:
+            materialize(other.model.module, device, self.host)
+        with following():
+            optimizer = build_optimizer(model, self.policy)
+        return TrainingLoop(
+            model=model,
+            seconds=self.seconds,
+            policy=self.policy,
+            optimizer=optimizer,
+            host=self.host,
+            device=device,
+            loss_is_parallel=model.divides_logits(self.sizes.tp, self.policy.loss_parallel),
+            stage=PipelineStage(model, self.sizes, self.policy) if self.sizes.pp > 1 else None,
+        )
+
+
+@contextmanager
+def fake_rank(
+    spec: ModelSpec, mesh: MeshSpec, policy: PolicySpec, *, graphs: Graphs | None = None, rank: int = 0
+) -> Iterator[FakeRank]:
+    """Build and shard the models of ``rank`` of ``mesh``, with nothing but fake tensors meanwhile.
+
+    With ``graphs`` the blocks run as ``torch.compile`` of each would. Raises ``ModelError`` for what cannot
+    be built or sharded.
+    """
+    with ExitStack() as stack:
+        device_mesh = stack.enter_context(fake_process_group(mesh, rank=rank))
+        mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
+        stack.enter_context(attention_kernel(policy))
+        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
+        yield FakeRank(
+            spec=spec,
+            sizes=mesh,
+            policy=policy,
+            mesh=device_mesh,
+            mode=mode,
+            model=model,
+            seconds=second_models(model, spec, mesh, policy, device_mesh),
+            host=stack.enter_context(host_memory(offloads=policy.offload)),
+        )
+
+
 def execute(
     spec: ModelSpec,
     mesh: MeshSpec,
@@ -202,51 +268,29 @@ def execute(
     """
     if policy.keep_logits is not None and mesh.pp > 1:
         raise ModelError("keep_logits: a pipeline's last stage holds its outputs as torch's schedule does")
-    with ExitStack() as stack:
-        device_mesh = stack.enter_context(fake_process_group(mesh))
-        mode = stack.enter_context(fake_tensors(follow_values=policy.follows_values))
-        stack.enter_context(attention_kernel(policy))
-        model = sharded_model(spec, mesh, policy, device_mesh, graphs=graphs)
-        seconds = second_models(model, spec, mesh, policy, device_mesh)
-        others = [second for second in seconds if not second.is_itself]
-        host = stack.enter_context(host_memory(offloads=policy.offload))
-        tracker = StorageTracker(fake_mode=mode)
+    with fake_rank(spec, mesh, policy, graphs=graphs) as rank:
+        model, host = rank.model, rank.host
+        tracker = StorageTracker(fake_mode=rank.mode)
         provenance = BlockProvenance(model.module, model.blocks, tracker)
         with tracker:
             tracker.mark_step(0)
             with host():
                 on_host = torch.empty(1)
-            with provenance.following():
-                materialize(model.module, stand_in_device(), host)
-            for other in others:
-                materialize(other.model.module, stand_in_device(), host)
-            with provenance.following():
-                optimizer = build_optimizer(model, policy)
-            stage = PipelineStage(model, mesh, policy) if mesh.pp > 1 else None
-            loop = TrainingLoop(
-                model=model,
-                seconds=seconds,
-                policy=policy,
-                optimizer=optimizer,
-                host=host,
-                device=stand_in_device(),
-                loss_is_parallel=model.divides_logits(mesh.tp, policy.loss_parallel),
-                stage=stage,
-            )
+            loop = rank.loop(provenance.following)
             for step in range(1, steps + 1):
                 tracker.mark_step(step)
-                with watched(device_mesh) if watched is not None and step == steps else nullcontext():
+                with watched(rank.mesh) if watched is not None and step == steps else nullcontext():
                     with naming_the_culprit(spec):
                         loop.forward_backward()
                     with provenance.following(loop.optimizer):
                         loop.update()
             tensors = list(_known_tensors(model.module, loop.optimizer, tracker, MODEL_ROOT, policy.roots))
-            for other in others:
+            for other in rank.others:
                 _reshard(other.model.module)
                 assert other.root is not None
                 tensors += _known_tensors(other.model.module, None, tracker, other.root, policy.roots)
-            if stage is not None:
-                tensors += _receive_buffers(stage, tracker)
+            if loop.stage is not None:
+                tensors += _receive_buffers(loop.stage, tracker)
             counts_on_host = IMPLEMENTATIONS[policy.optimizer_impl].counts_on_host
             counters = _step_counters(loop.optimizer, tracker) if counts_on_host else []
             mark = tracker.address(on_host)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait
+from fsdp2prof.estimators.simulate.program import Collective, Command, Kernel, Program, Wait
 
 
 def with_async_tensor_parallel(program: Program, ranks: int) -> Program:

@@ -13,8 +13,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Kernel, Program, Wait, Work
-from fsdp2prof.estimators.timeline.program import model_flops_of
+from fsdp2prof.estimators.simulate.program import (
+    Collective,
+    Command,
+    Kernel,
+    Program,
+    Wait,
+    Work,
+    model_flops_of,
+)
 
 _GROUP = "context parallel"
 _NARROW, _WIDE = 2, 4

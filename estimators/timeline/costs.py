@@ -24,7 +24,7 @@ from fsdp2prof.estimators.config.cluster import Cluster, Placement
 from fsdp2prof.estimators.config.hardware import HardwareSpec
 from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.shares import HOST_CORE_GB_PER_S
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
@@ -35,6 +35,7 @@ from fsdp2prof.estimators.timeline.commands import (
     Record,
     Wait,
     Work,
+    labelled,
 )
 from fsdp2prof.estimators.traffic.parallel import Ledger
 from fsdp2prof.labels import AUTOGRAD_NODE
@@ -341,16 +342,11 @@ def add_executed(ledger: Ledger, program: Program) -> None:
 
 def _by_fsdp(program: Program) -> tuple[frozenset[int], int]:
     """Positions of FSDP's own collectives, and where the last of its labels ends."""
-    labels: list[str] = []
     inside: set[int] = set()
     last = 0
-    for at, command in enumerate(program.commands):
-        if isinstance(command, Enter):
-            labels.append(command.name)
-        elif isinstance(command, Leave):
-            name = labels.pop()
-            if name.startswith((_FSDP, AUTOGRAD_NODE)):
-                last = at
+    for at, (command, names) in enumerate(labelled(program.commands)):
+        if isinstance(command, Leave) and names[-1].startswith((_FSDP, AUTOGRAD_NODE)):
+            last = at
         elif isinstance(command, Collective) and command.mesh_dim != "tp":
-            inside.update([at] if any(name.startswith(_FSDP) for name in labels) else [])
+            inside.update([at] if any(name.startswith(_FSDP) for name in names) else [])
     return frozenset(inside), last

@@ -15,8 +15,17 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.policy import PolicySpec, dtype_bytes
 from fsdp2prof.estimators.models.model import Model
 from fsdp2prof.estimators.sharding.groups import ParameterGroup, ShardedParameter, parameter_groups
-from fsdp2prof.estimators.timeline.commands import Collective, Command, Enter, Kernel, Leave, Program, Work
-from fsdp2prof.labels import FsdpLabel, parse_label
+from fsdp2prof.estimators.simulate.program import (
+    Collective,
+    Command,
+    Enter,
+    Kernel,
+    Leave,
+    Program,
+    Work,
+    labelled,
+)
+from fsdp2prof.labels import parse_label
 
 _BEGINS = ("pre_forward", "pre_backward")
 _ENDS = ("post_forward", "post_backward_reshard", "post_backward_accumulate", "post_backward_reduce")
@@ -155,14 +164,9 @@ def _with_float8_gathers(program: Program, groups: Sequence[ParameterGroup]) -> 
     by_fqn = {group.fqn: group for group in groups if _float8_weights(group)}
     shares: dict[str, float] = {}
     made: list[Command] = []
-    labels: list[FsdpLabel | None] = []
     gather: Collective | None = None
-    for command in program.commands:
-        if isinstance(command, Enter):
-            labels.append(parse_label(command.name))
-        elif isinstance(command, Leave):
-            labels.pop()
-        label = labels[-1] if labels else None
+    for command, names in labelled(program.commands):
+        label = parse_label(names[-1]) if names else None
         fqn = "" if label is None or label.fqn is None else label.fqn
         if label is None or fqn not in by_fqn:
             made.append(command)

@@ -12,7 +12,7 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.execution.pipeline_stage import micro_batches_in_flight, micro_batches_under_way
-from fsdp2prof.estimators.timeline.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy
+from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy
 from fsdp2prof.results.estimate import OutsideAllocator, OutsidePart
 from fsdp2prof.units import format_bytes, plural
 

@@ -17,11 +17,11 @@ from fsdp2prof.estimators.config.mesh import MeshSpec
 from fsdp2prof.estimators.config.pipeline import schedule_rule
 from fsdp2prof.estimators.config.policy import PolicySpec
 from fsdp2prof.estimators.config.shares import RangeEnd, range_end
+from fsdp2prof.estimators.simulate.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
+from fsdp2prof.estimators.simulate.program import Kernel, Program
+from fsdp2prof.estimators.simulate.streams import host_tail_ns, simulate
 from fsdp2prof.estimators.timeline.calibrated import PlacedCosts
-from fsdp2prof.estimators.timeline.commands import Kernel, Program
 from fsdp2prof.estimators.timeline.costs import CONTENTION_FRAC, ClusterCosts, HostPace
-from fsdp2prof.estimators.timeline.micro_batches import CAPTURED_MICRO_BATCHES, captured_policy, repeated
-from fsdp2prof.estimators.timeline.simulate import host_tail_ns, simulate
 from fsdp2prof.estimators.verdict.memory_notes import extra_model_notes
 from fsdp2prof.results.estimate import StepRange
 from fsdp2prof.units import plural

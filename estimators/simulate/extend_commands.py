@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import repeat
 
-from fsdp2prof.estimators.execution.extension import (
+from fsdp2prof.estimators.simulate.extend import (
     CannotRepeatError,
     Event,
     Renaming,
@@ -24,7 +24,7 @@ from fsdp2prof.estimators.execution.extension import (
     Unrolling,
     prefix_of,
 )
-from fsdp2prof.estimators.timeline.commands import (
+from fsdp2prof.estimators.simulate.program import (
     Collective,
     Command,
     Enter,
